@@ -1,0 +1,68 @@
+# Each target creates .venv and installs the pinned versions of constraints.txt when it has to, so each works alone on a
+# fresh clone that has python3 with venv and pip. Once installed, no target uses the network.
+PYTHON ?= python3
+ARGS ?=
+COMPAT_TORCH ?= 2.11.0 2.15.0
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check
+
+# What the test suite needs beside torch and the package itself.
+COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm pytest pytest-timeout hypothesis
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench-scaling compat clean
+
+help: ## list the targets
+	@echo "make TARGET [ARGS='...']"
+	@sed -n 's/^\([a-z-]*\):.*## /  \1|/p' Makefile | awk -F'|' '{ printf "%-18s%s\n", $$1, $$2 }'
+
+demo: $(INSTALLED) ## run examples/packed_training.py; ARGS= adds arguments
+	@$(BIN)/python examples/packed_training.py $(ARGS)
+
+test: $(INSTALLED) ## run the test suite; gpu tests skip themselves without CUDA; ARGS= adds pytest arguments
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## ruff check, ruff format --check, mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy fxpasses
+
+format: $(INSTALLED) ## sort imports, apply safe fixes, format
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+
+bench-scaling: $(INSTALLED) ## time the passes as graphs grow; ARGS= adds arguments
+	@$(BIN)/python -m bench.pass_scaling $(ARGS)
+
+# Goes on to the next version when one fails, and fails at the end.
+compat: ## run the test suite on the torch versions COMPAT_TORCH, each in .compat/VERSION
+	@summary=; failed=0; \
+	for version in $(COMPAT_TORCH); do \
+	  if ! $(MAKE) -s --no-print-directory .compat/$$version/.installed; then result="install failed"; failed=1; \
+	  elif .compat/$$version/bin/python -m pytest $(ARGS); then result="passed"; \
+	  else result="tests failed"; failed=1; fi; \
+	  summary="$$summary"torch\ "$$version: $$result\n"; \
+	done; \
+	printf "$$summary"; exit $$failed
+
+clean: ## remove caches and build outputs; .venv and .compat stay
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -path ./.venv -prune -o -path ./.compat -prune -o -path ./.git -prune -o \
+	  -type d -name __pycache__ -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing fxpasses with the versions of constraints.txt into .venv ..."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[hf,dev,bench]'
+	@touch $@
+
+# The pins of constraints.txt hold here too, less torch and setuptools, whose bounds differ between torch versions.
+.compat/%/.installed: pyproject.toml constraints.txt
+	@echo "Installing torch $* and what the tests need into .compat/$* ..."
+	@test -x .compat/$*/bin/pip || $(PYTHON) -m venv .compat/$*
+	@grep -vE '^(torch|setuptools)==' constraints.txt > .compat/$*/constraints.txt
+	@.compat/$*/bin/python $(PIP_INSTALL) -c .compat/$*/constraints.txt torch==$* $(COMPAT_PACKAGES)
+	@.compat/$*/bin/python $(PIP_INSTALL) --no-deps -e .
+	@touch $@
