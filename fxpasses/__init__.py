@@ -1,0 +1,37 @@
+"""Graph passes that take the glue out of a language model's training step: a `torch.compile` backend.
+
+    torch.compile(model, backend="fastpack")
+
+Public names: `fastpack_backend` (importing it switches two capture flags of Dynamo on, see `fxpasses.fastpack`),
+`compile` (needs no switch), `prefetch`, `inspect` and the errors.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from fxpasses.errors import MetadataError, PassError
+
+if TYPE_CHECKING:
+    from fxpasses import inspect
+    from fxpasses.compiling import compile
+    from fxpasses.fastpack import fastpack_backend
+    from fxpasses.runtime.prefetching import prefetch
+
+__version__ = "0.1.0"
+__all__ = ["MetadataError", "PassError", "compile", "fastpack_backend", "inspect", "prefetch"]
+
+_HOMES = {
+    "compile": "fxpasses.compiling",
+    "fastpack_backend": "fxpasses.fastpack",
+    "prefetch": "fxpasses.runtime.prefetching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: some imports have effects, and Dynamo is slow to import."""
+    import importlib
+
+    if name == "inspect":
+        return importlib.import_module("fxpasses.inspect")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fxpasses' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,165 @@
+"""A frame that fails because of the capture flags is traced again with fewer of them, at last as stock PyTorch does.
+
+With the flags on, `.item()` and `nonzero` become unbacked symbols instead of graph breaks. Where the program then needs
+the symbol's value, tracing can end in an error that stock does not have:
+
+    for i in mask.nonzero().flatten().tolist():   # GuardOnDataDependentSymNode: Eq(u0, 0), in Dynamo
+    w[e]                                          # the same error inside the backend, with e a 0-d integer tensor
+    for k in range(4): if n.item() > k: ...       # no error, but a break in a loop: the whole frame runs eagerly
+
+Such a frame takes the steps (`.item()` captured, data-dependent shapes captured) = (yes, yes), (yes, no), (no, no).
+The middle one is what helps most: `nonzero` breaks the graph as in stock, and what follows, traced with both flags,
+finds a tensor of known size whose `.tolist()` is captured. The last is stock, and so are its graph breaks and errors.
+
+Only traces for this package's backend are concerned, and none with `fullgraph=True`, where stock captures both.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any, TypeVar
+
+from fxpasses.capture import flags
+from fxpasses.capture.dynamo_names import DynamoNames, MissingName
+from fxpasses.capture.flags import Values
+
+log = logging.getLogger(__name__)
+
+MARKER = "_is_fastpack"
+_STEP = "_fxpasses_step"  # on the speculation log: it lives as long as the attempts at one compilation do
+_MAX_WRAPPERS = 16
+
+Backend = TypeVar("Backend", bound=Callable[..., Any])
+_installing = threading.Lock()
+
+
+class CaptureRejected(RuntimeError):
+    """Raised by the backend for a graph that it cannot compile with unbacked symbols in it: trace with fewer flags."""
+
+
+def install() -> bool:
+    """Watch Dynamo's traces for this package's backend. False, after one warning, where torch lacks a private name."""
+    with _installing:
+        try:
+            names = DynamoNames.find()
+        except MissingName as missing:
+            warnings.warn(
+                f"fxpasses: {missing}. Code that needs the value of a captured `.item()` may raise "
+                "GuardOnDataDependentSymNode; FXPASSES_KEEP_DYNAMO_CONFIG=1 in the environment avoids it.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+        if not isinstance(names.trace_frame, _TraceFrameInSteps):
+            names.convert_frame.trace_frame = _TraceFrameInSteps(names)  # type: ignore[attr-defined]
+        return True
+
+
+def uninstall() -> None:
+    """Undo `install`. Compiled code stays."""
+    with _installing:
+        try:
+            names = DynamoNames.find()
+        except MissingName:
+            return
+        if isinstance(names.trace_frame, _TraceFrameInSteps):
+            names.convert_frame.trace_frame = names.trace_frame.original  # type: ignore[attr-defined]
+
+
+def traces_for_fastpack(tx: Any) -> bool:
+    """Whether the running `InstructionTranslator` traces for a backend that has the attribute `_is_fastpack`."""
+    return is_fastpack(tx.output.compiler_fn)
+
+
+def is_fastpack(backend: Any) -> bool:
+    """Whether `backend` is marked, or wraps one that is: in what `torch.compile`, partial and DDP put around it."""
+    return any(getattr(function, MARKER, False) is True for function in _unwrapped(backend))
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """`function` and what it wraps, outermost first.
+
+    What Dynamo holds is `WrapBackendDebug(_TorchCompileWrapper(backend))` in all checked versions; under DDP it is
+    the bound method `DDPOptimizer.compile_fn`.
+    """
+    for _ in range(_MAX_WRAPPERS):
+        if function is None:
+            return
+        yield function
+        if isinstance(function, functools.partial):
+            function = function.func
+            continue
+        attributes = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__")
+        inner = next((inner for name in attributes if (inner := getattr(function, name, None)) is not None), None)
+        function = inner if inner is not None else getattr(inspect.getattr_static(function, "__self__", None) and function.__self__, "backend_compile_fn", None)
+
+
+class _TraceFrameInSteps:
+    """Stands in for `convert_frame.trace_frame`."""
+
+    def __init__(self, names: DynamoNames) -> None:
+        self.original = names.trace_frame
+        self._signature = inspect.signature(names.trace_frame)
+        self._passed_on = (names.restart, names.skip_frame)
+        self._restart = names.restart
+        self._data_dependent = (*names.data_dependent, CaptureRejected)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = self._signature.bind(*args, **kwargs).arguments
+        if frame["one_graph"] or not is_fastpack(frame["compiler_fn"]):
+            return self.original(*args, **kwargs)
+        attempts = frame["speculation_log"]
+        step = getattr(attempts, _STEP, 0)
+        steps = _steps_from(flags.wanted())
+        try:
+            with flags.held_at(steps[step]):
+                return self.original(*args, **kwargs)
+        except self._passed_on:
+            raise
+        except Exception as error:
+            if step + 1 == len(steps) or not self._is_data_dependent(error):
+                raise
+            log.info("%s is traced again with %s: %s", _where(frame["code"]), steps[step + 1], _first_line(error))
+            attempts.clear()  # it records positions in a trace that the next one does not repeat
+            setattr(attempts, _STEP, step + 1)
+            raise self._restarting(error) from error
+
+    def _restarting(self, error: Exception) -> Exception:
+        restart = self._restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")
+        # Dynamo frees the failed attempt's graph by this attribute.
+        restart._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)  # type: ignore[attr-defined]
+        return restart
+
+    def _is_data_dependent(self, error: BaseException) -> bool:
+        """Whether `error` comes of an unbacked symbol: it is such an error, wraps one or was raised in handling one."""
+        pending: list[Any] = [error]
+        seen: set[int] = set()
+        while pending:
+            error = pending.pop()
+            if not isinstance(error, BaseException) or id(error) in seen:
+                continue
+            if isinstance(error, self._data_dependent):
+                return True
+            seen.add(id(error))
+            # `BackendCompilerFailed` keeps what the backend raised as `inner_exception`.
+            pending += [error.__cause__, error.__context__, getattr(error, "inner_exception", None)]
+        return False
+
+
+def _steps_from(start: Values) -> list[Values]:
+    """From `start` to both off, each step once: dict keeps the order and drops repetitions."""
+    return list(dict.fromkeys([start, start._replace(dynamic_output_shapes=False), Values(False, False)]))
+
+
+def _where(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

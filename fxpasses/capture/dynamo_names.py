@@ -1,0 +1,67 @@
+"""The private names of Dynamo that `breaks` reaches for. Checked with torch 2.11.0, 2.13.0 and 2.15.0.
+
+- `convert_frame.trace_frame(..., compiler_fn, ..., one_graph, speculation_log, ...)` is one attempt at tracing one
+  frame. `compile_frame` looks it up in the module at each attempt, under the compile lock, and attempts again when it
+  raises `RestartAnalysis`. The speculation log is one object for all attempts at one compilation.
+- `SpeculationLog.clear()` forgets where earlier attempts broke the graph.
+- `GuardOnDataDependentSymNode` and `PendingUnbackedSymbolNotFound` are how an unbacked symbol fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+CHECKED = ("2.11.0", "2.13.0", "2.15.0")
+TRACE_FRAME_PARAMETERS = ("code", "compiler_fn", "one_graph", "speculation_log")
+
+
+class MissingName(Exception):
+    """A private name is not where the checked versions of torch have it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"torch {torch.__version__} has no {name} (checked with {', '.join(CHECKED)})")
+
+
+@dataclass(frozen=True)
+class DynamoNames:
+    convert_frame: ModuleType
+    trace_frame: Callable[..., Any]
+    restart: type[Exception]
+    skip_frame: type[Exception]
+    data_dependent: tuple[type[Exception], ...]
+
+    @classmethod
+    def find(cls) -> DynamoNames:
+        """Raises `MissingName`."""
+        convert_frame = importlib.import_module("torch._dynamo.convert_frame")
+        trace_frame = _attribute(convert_frame, "trace_frame")
+        for parameter in TRACE_FRAME_PARAMETERS:
+            if parameter not in inspect.signature(trace_frame).parameters:
+                raise MissingName(f"parameter {parameter!r} of torch._dynamo.convert_frame.trace_frame")
+        _attribute(_attribute(importlib.import_module("torch._dynamo.symbolic_convert"), "SpeculationLog"), "clear")
+        exceptions = importlib.import_module("torch._dynamo.exc")
+        shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        return cls(
+            convert_frame=convert_frame,
+            trace_frame=trace_frame,
+            restart=_attribute(exceptions, "RestartAnalysis"),
+            skip_frame=_attribute(exceptions, "SkipFrame"),
+            data_dependent=(
+                _attribute(shapes, "GuardOnDataDependentSymNode"),
+                _attribute(shapes, "PendingUnbackedSymbolNotFound"),
+            ),
+        )
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise MissingName(f"{owner.__name__}.{name}") from None

@@ -1,0 +1,56 @@
+"""`fxpasses.compile`: `torch.compile` with this backend, and the capture flags for this model's calls alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from fxpasses.backend import fastpack_backend
+from fxpasses.capture import flags
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+def compile(
+    model: Model,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    disable: bool = False,
+) -> Model:
+    """Compile a module or function with the passes of fxpasses.
+
+    The arguments are those of `torch.compile`; `options` takes the keys `fastpack.*` (see `fxpasses.options.Options`)
+    besides Inductor's. Unlike `torch.compile(model, backend="fastpack")`, no setting of Dynamo is changed for the rest
+    of the process. Raises `ValueError` for unknown options or wrong values, at once.
+    """
+    from fxpasses.options import Options
+
+    Options.parse(options, mode)
+    compiled = torch.compile(
+        model,
+        fullgraph=fullgraph,
+        dynamic=dynamic,
+        backend=functools.partial(fastpack_backend, mode=mode, options=dict(options or {})),
+        disable=disable,
+    )
+    if disable:
+        return compiled
+    if isinstance(compiled, torch.nn.Module):
+        compiled.forward = _scoped(compiled.forward)
+        return compiled
+    return _scoped(compiled)
+
+
+def _scoped(function: Callable[..., Any]) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with flags.scoped():
+            return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,11 @@
+"""The errors that a user of fxpasses may see."""
+
+from __future__ import annotations
+
+
+class MetadataError(RuntimeError):
+    """A batch breaks an assertion that the model makes of its metadata, such as `sum(lengths) == tokens`."""
+
+
+class PassError(RuntimeError):
+    """A pass failed, or its result differs from the graph it was given. Raised with `fastpack.strict` alone."""

@@ -1,0 +1,62 @@
+"""A copy of Dynamo's graph to work on.
+
+Dynamo reads its own placeholders after the backend returns, and falls back to them where the backend fails, so the
+passes never touch the graph that they were given.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, GraphModule, Node
+
+from fxpasses.graph.regions import CHECKPOINT
+
+
+def copy_graph_module(original: GraphModule) -> GraphModule:
+    """Copy a graph, and a body of its own for each checkpoint call; parameters and other submodules are shared.
+
+    Node metadata, `gm.meta`, and what Dynamo and AOTAutograd attach to placeholders and modules are carried over.
+    """
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    output = graph.graph_copy(original.graph, copies, return_output_node=True)
+    if output is not None:
+        value, old_output = output
+        new_output = graph.output(value)
+        new_output.meta = dict(old_output.meta)
+    copy = GraphModule(original, graph, class_name=type(original).__name__)
+    copy.meta = dict(original.meta)
+    for name in ("_param_name_to_source", "_backend_id"):
+        if hasattr(original, name):
+            setattr(copy, name, getattr(original, name))
+    for old, new in copies.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    _own_checkpoint_bodies(copy)
+    return copy
+
+
+def _own_checkpoint_bodies(gm: GraphModule) -> None:
+    taken: set[str] = set()
+    for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+        attribute = call.args[0]
+        name = attribute.target
+        body = copy_graph_module(getattr(gm, name))
+        if name in taken:  # two calls of one body: each may come to take other operands
+            name = _fresh_name(gm, name)
+            with gm.graph.inserting_before(call):
+                own = gm.graph.get_attr(name)
+            own.meta = dict(attribute.meta)
+            call.args = (own, *call.args[1:])
+        taken.add(name)
+        setattr(gm, name, body)
+    gm.recompile()
+
+
+def _fresh_name(gm: GraphModule, name: str) -> str:
+    number = 1
+    while hasattr(gm, f"{name}_copy_{number}"):
+        number += 1
+    # The attribute must exist before a `get_attr` node names it.
+    fresh = f"{name}_copy_{number}"
+    setattr(gm, fresh, getattr(gm, name))
+    return fresh

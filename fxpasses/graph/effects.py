@@ -1,0 +1,207 @@
+"""What one node of a torch-level graph does to memory, found out by running it on fake tensors.
+
+A torch-level graph calls thousands of Python functions and methods, most without a schema. Below each of them lie ATen
+operators, and those have one. So a node is run once on fake tensors under a dispatch mode that sees these operators:
+their schemas tell what is written, their tags what is random, and the storages of the results tell what is a view.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpasses.report import Reason
+
+# Modules whose functions are known to act through ATen operators, or on Python numbers, alone.
+_KNOWN_MODULES = ("torch", "_operator", "operator", "math", "builtins")
+# These act on the state of the process: autograd modes, autocast, vmap levels, random state, streams.
+_STATEFUL_MODULES = (
+    "torch._C._functorch",
+    "torch._functorch",
+    "torch.amp",
+    "torch.autograd",
+    "torch.cuda",
+    "torch.random",
+    "torch.distributed",
+    "torch.utils",
+)
+# Methods that change sizes, strides or storage of their tensor in place; a memory version cannot express that.
+_RESHAPING_METHODS = frozenset(
+    {
+        "resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_",
+        "as_strided_", "requires_grad_", "detach_", "rename_", "share_memory_", "pin_memory", "register_hook",
+        "retain_grad", "backward", "data_ptr", "storage", "untyped_storage", "numpy", "record_stream",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a node does. `aliases[i]` belongs to the i-th tensor among the leaves of `output`.
+
+    aliases: for each output tensor, the position of the input tensor whose memory it shares, or None for new memory.
+    same: for each output tensor, whether it *is* that input (in-place methods return their tensor).
+    writes: positions of the input tensors whose memory is written.
+    output: the result on fake tensors.
+    """
+
+    output: Any
+    aliases: tuple[int | None, ...]
+    same: tuple[bool, ...]
+    writes: tuple[int, ...]
+
+
+class Refused(Exception):
+    """The node's effects are unknown or cannot be moved; `reason` says which, the text says more."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+        self.text = text
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the storages that operators write; with `refuse`, raises for what is random or not PyTorch's."""
+
+    def __init__(self, refuse: bool = True) -> None:
+        super().__init__()
+        self.refuse = refuse
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.refuse:
+            check_operator(func)
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                self.written.update(storage_key(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+        return func(*args, **kwargs)
+
+
+def check_operator(func: torch._ops.OpOverload) -> None:
+    """Raise `Refused` for operators that are random, or not PyTorch's own and so not known to be pure."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise Refused(Reason.RANDOM, f"`{func}` draws random numbers")
+    if func.namespace not in ("aten", "prims", "prim"):
+        raise Refused(Reason.UNKNOWN_OPERATOR, f"`{func}` is not an operator of PyTorch, so not known to be pure")
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's memory; works on fake tensors, whose storages are on the meta device."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_reshaping(node: Node) -> bool:
+    return node.op == "call_method" and node.target in _RESHAPING_METHODS
+
+
+def check_target(node: Node) -> None:
+    """Raise `Refused` where a node's function may do something that no ATen operator shows."""
+    if node.op == "call_method":
+        if is_reshaping(node):
+            raise Refused(Reason.UNKNOWN_OPERATOR, f"`.{node.target}` changes more than values")
+        return
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        check_operator(target)
+        return
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        raise Refused(Reason.HIGHER_ORDER, f"`{target}` has a body")
+    module = getattr(target, "__module__", None) or getattr(type(target), "__module__", "") or ""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        module = "torch"
+    known = any(module == known or module.startswith(known + ".") for known in _KNOWN_MODULES)
+    stateful = any(module == m or module.startswith(m + ".") for m in _STATEFUL_MODULES)
+    builtin_of_torch = getattr(torch, getattr(target, "__name__", ""), None) is target
+    side_effect = module != "_operator" and target in torch.fx.node._side_effectful_functions
+    if not (known or builtin_of_torch) or stateful or side_effect:
+        name = getattr(target, "__qualname__", str(target))
+        raise Refused(Reason.UNKNOWN_OPERATOR, f"`{module}.{name}` is not known to be pure")
+
+
+def call(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Apply the operation of a `call_function` or `call_method` node."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a node's arguments, those inside slices among them, in the order in which FX visits them."""
+    found: list[Any] = []
+    map_aggregate(tree, found.append)
+    return found
+
+
+def observe(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any) -> Effects:
+    """Run `node` on fake arguments and say what it does; raises `Refused` where that is not certain.
+
+    `args` and `kwargs` hold fake tensors of `fake_mode`, symbolic numbers and constants. The arguments' values do not
+    exist, so writing to them here harms nothing; methods that change a tensor's shape in place are refused beforehand.
+    """
+    check_target(node)
+    inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    recorder = _Recorder()
+    try:
+        with _quiet(fake_mode), recorder:
+            output = call(node, args, kwargs)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(Reason.UNKNOWN_OPERATOR, f"cannot be evaluated on fake tensors: {error}") from error
+    storages = [storage_key(t) for t in inputs]
+    aliases, same = [], []
+    for tensor in (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+        key = storage_key(tensor)
+        position = storages.index(key) if key in storages else None
+        aliases.append(position)
+        same.append(any(tensor is t for t in inputs))
+    writes = tuple(i for i, key in enumerate(storages) if key in recorder.written)
+    return Effects(output, tuple(aliases), tuple(same), writes)
+
+
+@contextlib.contextmanager
+def _quiet(fake_mode: Any) -> Iterator[None]:
+    """Fake mode without gradients, and without leaving new symbols for Dynamo to bind."""
+    ignore: Callable[[], Any] = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
+    with torch.no_grad(), fake_mode, ignore():
+        yield
+
+
+@dataclass(frozen=True)
+class Touch:
+    """What a node that stays where it is does to the memory of its tensor arguments, by position among them."""
+
+    writes: frozenset[int]
+    returns: frozenset[int]
+
+
+def touch(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any) -> Touch | None:
+    """Which tensor arguments `node` writes to and which it returns memory of; None where that cannot be found out."""
+    inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if is_reshaping(node):
+        return Touch(frozenset({0}), frozenset({0}))
+    recorder = _Recorder(refuse=False)
+    try:
+        with _quiet(fake_mode), recorder:
+            output = call(node, args, kwargs)
+        storages = [storage_key(t) for t in inputs]
+        returned = {storage_key(t) for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)}
+    except Exception:  # an operator without a fake implementation, a tensor without storage: nothing is known then
+        return None
+    return Touch(
+        frozenset(i for i, key in enumerate(storages) if key in recorder.written),
+        frozenset(i for i, key in enumerate(storages) if key in returned),
+    )

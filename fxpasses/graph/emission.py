@@ -1,0 +1,158 @@
+"""From numbered values back to a graph that computes them.
+
+Entries are emitted in the order of their numbers, which is an order of dependence. Memory is made explicit: a write
+goes into the buffer that holds the version before it if nothing asks for that version any more, else into a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from fxpasses.graph.values import Entry, Ref, ValueTable
+
+
+def slice_of(table: ValueTable, wanted: Iterable[Ref], stop: Callable[[Entry], bool] = lambda entry: False) -> list[int]:
+    """The numbers of all entries needed for `wanted`, ascending; entries where `stop` holds are not looked behind."""
+    needed: set[int] = set()
+    waiting = list(wanted)
+    while waiting:
+        ref = waiting.pop()
+        for number in {ref.number, ref.version if ref.version is not None else ref.number}:
+            if number in needed:
+                continue
+            needed.add(number)
+            entry = table.entries[number]
+            if stop(entry):
+                continue
+            waiting += entry.operands
+            if entry.base is not None and entry.base != number:
+                waiting.append(Ref(entry.base))
+    return sorted(needed)
+
+
+class Emitter:
+    """Emits a slice of the table into a new graph.
+
+    `given(entry)` may return a node for an entry that this graph gets from outside (an input); it is asked first.
+    `on_host` turns devices into the CPU: the graph then computes on copies that lie there.
+    """
+
+    def __init__(self, table: ValueTable, given: Callable[[Entry], Node | None], on_host: bool) -> None:
+        self.table = table
+        self.graph = Graph()
+        self.given = given
+        self.on_host = on_host
+        self.nodes: dict[int, Node] = {}  # scalars, tuples and inputs, by number
+        self.buffers: dict[int, Node] = {}  # memory, by version
+        self._addresses: dict[tuple[int, Node], Node] = {}
+        self._autocast: list[tuple[tuple[Any, ...], Node]] = []
+
+    def emit(self, numbers: list[int], wanted: Iterable[Ref]) -> None:
+        """Emit the entries `numbers` (ascending, closed under operands up to what is given)."""
+        last_use: dict[int, float] = {}
+        for number in numbers:
+            for ref in self.table.entries[number].operands:
+                if ref.version is not None:
+                    last_use[ref.version] = number
+        last_use |= {ref.version: float("inf") for ref in wanted if ref.version is not None}
+        written = {self.table.entries[n].base for n in numbers if self.table.entries[n].kind == "write"}
+        for number in numbers:
+            self._emit(self.table.entries[number], last_use, written)
+        self._leave_autocast(0)
+
+    def value(self, ref: Ref) -> Node:
+        """The node that holds a wanted value."""
+        if ref.version is None:
+            return self.nodes[ref.number]
+        return self._address(ref.number, self.buffers[ref.version])
+
+    def _emit(self, entry: Entry, last_use: dict[int, float], written: set[int | None]) -> None:
+        given = self.given(entry)
+        if given is not None:
+            self.nodes[entry.number] = self.buffers[entry.number] = given
+        elif entry.kind == "write":
+            self._emit_write(entry, last_use)
+        elif entry.kind == "item":
+            if entry.base is None:
+                self.nodes[entry.number] = self.buffers[entry.number] = self._item(entry, self.nodes)
+        elif entry.base is None:
+            self._enter(entry.autocast)
+            node = self._call(entry, self.value)
+            if self.on_host and entry.number in written and isinstance(entry.fake, torch.Tensor):
+                # On the device this was new memory; on the host `.cpu()` and `.to()` may return what they were given.
+                node = self.graph.call_method("clone", (node,))
+            self.nodes[entry.number] = self.buffers[entry.number] = node
+
+    def _emit_write(self, entry: Entry, last_use: dict[int, float]) -> None:
+        assert entry.previous is not None and entry.base is not None
+        buffer = self.buffers[entry.previous]
+        if last_use[entry.previous] > entry.number:
+            buffer = self.graph.call_method("clone", (buffer,))
+        previous = entry.previous
+        self._enter(entry.autocast)
+        self._call(entry, lambda ref: self._address(ref.number, buffer) if ref.version == previous else self.value(ref))
+        self.buffers[entry.number] = buffer
+
+    def _address(self, number: int, buffer: Node) -> Node:
+        """The view `number` of the memory in `buffer`."""
+        entry = self.table.entries[number]
+        if entry.base is None or entry.base == number:
+            return buffer
+        if (number, buffer) not in self._addresses:
+            self._addresses[number, buffer] = (
+                self._item(entry, {entry.operands[0].number: self._address(entry.operands[0].number, buffer)})
+                if entry.kind == "item"
+                else self._call(entry, lambda ref: self._viewed(ref, buffer))
+            )
+        return self._addresses[number, buffer]
+
+    def _viewed(self, ref: Ref, buffer: Node) -> Node:
+        is_tensor = isinstance(self.table.entries[ref.number].fake, torch.Tensor)
+        return self._address(ref.number, buffer) if is_tensor and ref.version is None else self.value(ref)
+
+    def _item(self, entry: Entry, containers: dict[int, Node]) -> Node:
+        import operator
+
+        return self.graph.call_function(operator.getitem, (containers[entry.operands[0].number], entry.path))
+
+    def _call(self, entry: Entry, resolve: Callable[[Ref], Node]) -> Node:
+        def convert(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return resolve(leaf)
+            if self.on_host and isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            return leaf
+
+        args, kwargs = map_aggregate((entry.args, entry.kwargs), convert)
+        target = entry.node.target
+        if self.on_host:
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            if target == "to" and len(args) > 1 and isinstance(args[1], str):
+                args = (args[0], torch.device("cpu"), *args[2:])
+            if target == "cuda":
+                target, args, kwargs = "cpu", args[:1], {}
+        node = self.graph.create_node(entry.node.op, target, tuple(args), dict(kwargs))
+        node.meta = {k: v for k, v in entry.node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        return node
+
+    def _enter(self, state: tuple[Any, ...]) -> None:
+        """Be under the autocast regions that the user wrote around the node."""
+        active = [arguments for arguments, _ in self._autocast]
+        shared = 0
+        while shared < min(len(active), len(state)) and active[shared] == state[shared]:
+            shared += 1
+        self._leave_autocast(shared)
+        for arguments in state[shared:]:
+            self._autocast.append((arguments, self.graph.call_function(_enter_autocast, arguments)))
+
+    def _leave_autocast(self, depth: int) -> None:
+        while len(self._autocast) > depth:
+            _, enter = self._autocast.pop()
+            self.graph.call_function(_exit_autocast, (enter,))

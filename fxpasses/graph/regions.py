@@ -1,0 +1,47 @@
+"""Regions: a graph and the checkpoint bodies inside it, each a graph of its own with placeholders for what it takes.
+
+Checked on torch 2.11, 2.13 and 2.15: `torch.utils.checkpoint` reaches a backend as
+`torch.ops.higher_order.tag_activation_checkpoint(body, *operands, **options)`, the body a submodule whose placeholders
+stand in operand order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+@dataclass(eq=False)
+class Region:
+    """One graph: the main graph (`parent` and `call` are None) or the body of a checkpoint call in `parent`.
+
+    bodies: the regions directly inside, by their call. operands: what each placeholder of a body stands for in `parent`.
+    """
+
+    gm: GraphModule
+    parent: Region | None = None
+    call: Node | None = None
+    bodies: dict[Node, Region] = field(default_factory=dict)
+    operands: dict[Node, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.call is not None:
+            self.operands = dict(zip(self.placeholders(), self.call.args[1:], strict=True))
+        for call in self.gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+            body = getattr(self.gm, call.args[0].target)
+            self.bodies[call] = Region(body, self, call)
+
+    def placeholders(self) -> list[Node]:
+        return self.gm.graph.find_nodes(op="placeholder")
+
+    def walk(self) -> Iterator[Region]:
+        """This region and all below it, the inner ones first."""
+        for body in self.bodies.values():
+            yield from body.walk()
+        yield self

@@ -1,0 +1,87 @@
+"""Symbolic sizes: what the passes ask of PyTorch's shape environment.
+
+Private names (also `torch._guards.detect_fake_mode` and `ShapeEnv.create_symintnode`), checked on torch 2.11, 2.13 and 2.15: `torch.fx.experimental.symbolic_shapes` (`free_unbacked_symbols`,
+`constrain_unify`) and the attribute `SymInt.node.expr`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import constrain_unify, free_unbacked_symbols
+
+log = logging.getLogger(__name__)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_symbolic(value: Any) -> bool:
+    return isinstance(value, _SYMBOLIC)
+
+
+def is_unbacked(value: Any) -> bool:
+    """Whether a number, or a tensor's size, is known only when the program runs."""
+    return bool(free_unbacked_symbols(value))
+
+
+def expression(value: Any) -> Any:
+    """The expression of a symbolic number as it is known now, or the number itself."""
+    return value.node.expr if is_symbolic(value) else value
+
+
+def constant(value: Any) -> int | float | bool | None:
+    """The number that a symbolic number was found to be, or None."""
+    found = expression(value)
+    if isinstance(found, (bool, int, float)):
+        return found
+    if found == sympy.true or found == sympy.false:
+        return bool(found)
+    if isinstance(found, sympy.Integer):
+        return int(found)
+    if isinstance(found, sympy.Float):
+        return float(found)
+    return None
+
+
+def symbol(value: Any) -> Any:
+    """The single symbol that a symbolic integer is, or None."""
+    found = expression(value)
+    return found if isinstance(found, sympy.Symbol) and isinstance(value, torch.SymInt) else None
+
+
+def declare_equal(first: Any, second: Any) -> None:
+    """Tell the shape environment that two equal values are equal: numbers, or the sizes of two tensors."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        for one, other in zip(first.shape, second.shape, strict=False):
+            declare_equal(one, other)
+        return
+    if not isinstance(first, torch.SymInt) or not isinstance(second, torch.SymInt):
+        return
+    if expression(first) == expression(second):
+        return
+    if symbol(first) is not None and symbol(second) is not None:
+        constrain_unify(first, second)
+    else:
+        torch._check(first == second)
+
+
+def scalar_tensor(number: torch.SymFloat) -> torch.Tensor:
+    """A fake CPU tensor of no dimensions and dtype float64, to carry a number across a graph's border."""
+    with _fake_mode(), torch.no_grad():
+        return torch.empty((), dtype=torch.float64, device="cpu")
+
+
+def integer_behind(flag: torch.SymBool) -> torch.SymInt | None:
+    """`u0` for a flag that Dynamo knows as `Eq(u0, 1)`, which is how it reads a bool; None for another flag."""
+    found = expression(flag)
+    if not isinstance(found, sympy.Eq) or not isinstance(found.lhs, sympy.Symbol) or found.rhs != 1:
+        return None
+    return flag.node.shape_env.create_symintnode(found.lhs, hint=None)
+
+
+def _fake_mode() -> Any:
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode()

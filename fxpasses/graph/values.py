@@ -1,0 +1,367 @@
+"""Value numbering with memory versions.
+
+Two nodes compute the same value if they apply the same operator to the same operands *in the same state of memory*.
+A table gives each distinct value a number. A tensor's memory has a version, which is a number too: that of the last
+write to it, and a write is numbered by what it writes and by the version before. So two masks built in place by the
+same steps end at the same version, although they lie in different memory, and two that differ do not.
+
+    a = torch.full((4, 4), 0)     number 1            memory A at version 1
+    b = torch.full((4, 4), 0)     number 1            memory B at version 1
+    a[2:] = 1                     number 2 (a write)  memory A at version 2
+    b[2:] = 1                     number 2            memory B at version 2
+    a.sum(); b.sum()              number 3, from (1 at version 2)
+
+After Alpern, Wegman and Zadeck, "Detecting equality of variables in programs" (1988), with memory made explicit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from fxpasses.graph import effects
+from fxpasses.graph.effects import Refused, leaves
+from fxpasses.report import Reason
+
+
+@dataclass(eq=False)
+class Memory:
+    """One allocation. `alloc` numbers the value that it was born with, `version` the last write (or `alloc`)."""
+
+    alloc: int
+    version: int
+    node: Node
+
+
+@dataclass(frozen=True)
+class Scalar:
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """`number` says how the tensor is reached from its memory: `memory.alloc` itself, or a view of it."""
+
+    number: int
+    memory: Memory
+
+
+@dataclass(frozen=True, eq=False)
+class Many:
+    """A tuple, list or size."""
+
+    number: int
+    items: tuple[Any, ...]
+
+
+Value = Scalar | Tensor | Many | None
+
+
+def number_of(value: Value) -> int | None:
+    return None if value is None else value.number
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An operand: the value's number, and the version of the memory that it is read from (None for scalars)."""
+
+    number: int
+    version: int | None = None
+
+
+@dataclass(eq=False)
+class Entry:
+    """A row of the table.
+
+    kind: "root" (an input), "op" (a node), "item" (one tensor of an op that gives several), "write".
+    args, kwargs: of the node, with `Ref` in place of nodes. base: for views, the number of the allocation. previous:
+    for writes, the version before; target: for writes, the number written through. fake: the value on fake tensors.
+    read: whether the host asks the device (a scalar's value, or the size of a result). work: whether making it takes
+    more than factories, views and arithmetic on scalars.
+    """
+
+    number: int
+    kind: str
+    node: Node
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    operands: tuple[Ref, ...] = ()
+    autocast: tuple[Any, ...] = ()
+    fake: Any = None
+    base: int | None = None
+    previous: int | None = None
+    target: int | None = None
+    path: int | None = None
+    read: bool = False
+    work: bool = False
+    occurrences: int = 0
+
+
+# Making these costs a kernel that a compiler fuses away; moving them would only hide their contents from it.
+_FACTORIES = frozenset(
+    {"arange", "empty", "full", "full_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "ones",
+     "ones_like", "scalar_tensor", "tensor", "zeros", "zeros_like", "empty_like"}
+)  # fmt: skip
+
+
+class ValueTable:
+    """Numbers for the values of closure nodes; entries only refer to entries with smaller numbers."""
+
+    def __init__(self, fake_mode: Any) -> None:
+        self.fake_mode = fake_mode
+        self.entries: list[Entry] = []
+        self._by_key: dict[Hashable, tuple[Entry | None, effects.Effects | None]] = {}
+        self._views: dict[Hashable, Entry] = {}
+        self._refused: dict[Hashable, Refused] = {}
+        self.same: list[tuple[Any, Any]] = []
+
+    def root(self, node: Node, fake: Any) -> Value:
+        """Number an input of the main graph."""
+        entry = self._add(Entry(len(self.entries), "root", node, fake=fake))
+        if isinstance(fake, torch.Tensor):
+            return Tensor(entry.number, Memory(entry.number, entry.number, node))
+        return Scalar(entry.number)
+
+    def apply(self, node: Node, value_of: Callable[[Node], Value], autocast: tuple[Any, ...]) -> Value:
+        """Number the result of `node`, all of whose operands have numbers; raises `Refused`.
+
+        Bumps the versions of the memory that the node writes.
+        """
+        picked = self._pick(node, value_of)
+        if picked is not _NO_PICK:
+            return picked
+        tensors: list[Tensor] = []
+        args, kwargs = _map_nodes(node.args, node.kwargs, lambda n: _operand(value_of(n), tensors))
+        key = (node.op, node.target, _hashable((args, kwargs)), autocast)
+        if key in self._refused:
+            raise self._refused[key]
+        if key not in self._by_key:
+            try:
+                self._by_key[key] = self._number(node, args, kwargs, tensors, autocast, key)
+            except Refused as refused:
+                self._refused[key] = refused
+                raise
+        entry, effect = self._by_key[key]
+        if entry is None:  # the node gives nothing new: it returns its argument
+            assert effect is not None
+            return _returned(effect.output, [tensors[i or 0] for i in effect.aliases])
+        entry.occurrences += 1
+        self._note_same(entry, node)
+        return self._result(entry, effect, node, tensors)
+
+    def _pick(self, node: Node, value_of: Callable[[Node], Value]) -> Any:
+        """`pair[1]`: the value is there already."""
+        if node.op != "call_function" or getattr(node.target, "__name__", "") != "getitem" or len(node.args) != 2:
+            return _NO_PICK
+        source, index = node.args
+        if not isinstance(source, Node) or not isinstance(index, int):
+            return _NO_PICK
+        value = value_of(source)
+        return value.items[index] if isinstance(value, Many) else _NO_PICK
+
+    def _number(
+        self,
+        node: Node,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        autocast: tuple[Any, ...],
+        key: Hashable,
+    ) -> tuple[Entry | None, effects.Effects | None]:
+        refs = tuple(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref))
+        example = node.meta.get("example_value")
+        read = bool(node.meta.get("unbacked_bindings"))
+        entry = Entry(
+            len(self.entries), "op", node, args=args, kwargs=kwargs, operands=refs, autocast=autocast, read=read
+        )
+        parts = [self.entries[ref.version if ref.version is not None else ref.number] for ref in refs]
+        entry.work = any(part.work for part in parts)
+        if read and not isinstance(example, torch.Tensor) and isinstance(example, _NUMBERS):
+            effects.check_target(node)
+            entry.fake = example
+            entry.work = True
+            return self._add(entry), None
+
+        fakes = _fakes(self, args), _fakes(self, kwargs)
+        effect = effects.observe(node, *fakes, self.fake_mode)
+        if read:  # the symbols in its sizes are Dynamo's, and so is what is known of them
+            effect = effects.Effects(example, effect.aliases, effect.same, effect.writes)
+        entry.fake = effect.output
+        outputs = _tensor_leaves(effect.output)
+        _check_kind(effect.output)
+        if effect.writes:
+            return self._number_write(entry, effect, tensors)
+        if outputs and all(effect.same):
+            return None, effect
+        if any(effect.same):
+            raise Refused(Reason.UNKNOWN_OPERATOR, "returns one of its arguments among other results")
+        if any(output.requires_grad for output in outputs):
+            raise Refused(Reason.UNSUPPORTED_VALUE, "requires a gradient")
+        if not outputs or all(a is None for a in effect.aliases):
+            name = getattr(node.target, "__name__", str(node.target))
+            entry.work = entry.work or read or (bool(outputs) and name not in _FACTORIES)
+            entry = self._add(entry)
+            self._add_items(entry, effect.output, views=False)
+            return entry, effect
+        if any(a is None for a in effect.aliases) or len({tensors[a].memory for a in effect.aliases if a is not None}) > 1:
+            raise Refused(Reason.UNKNOWN_OPERATOR, "returns views of several tensors")
+        return self._number_view(entry, effect, tensors, key)
+
+    def _number_view(
+        self, entry: Entry, effect: effects.Effects, tensors: list[Tensor], key: Any
+    ) -> tuple[Entry, effects.Effects]:
+        """A view is an address: it does not depend on what the memory holds."""
+        viewed = tensors[effect.aliases[0] or 0]
+        unversioned = Ref(viewed.number)
+        versioned = Ref(viewed.number, viewed.memory.version)
+
+        def address(ref: Any) -> Any:
+            return unversioned if ref == versioned else ref
+
+        entry.args, entry.kwargs = map_aggregate((entry.args, entry.kwargs), address)
+        view_key = (key[0], key[1], _hashable((entry.args, entry.kwargs)), key[3])
+        if view_key in self._views:
+            return self._views[view_key], effect
+        entry.operands = tuple(address(ref) for ref in entry.operands)
+        entry.base = viewed.memory.alloc
+        entry.work = False
+        self._views[view_key] = self._add(entry)
+        self._add_items(entry, effect.output, views=True)
+        return entry, effect
+
+    def _number_write(
+        self, entry: Entry, effect: effects.Effects, tensors: list[Tensor]
+    ) -> tuple[Entry, effects.Effects]:
+        written = {tensors[i].memory for i in effect.writes}
+        if len(written) > 1:
+            raise Refused(Reason.UNKNOWN_OPERATOR, "writes several tensors at once")
+        (memory,) = written
+        if self.entries[memory.alloc].kind == "root":
+            raise Refused(Reason.INPUT_WRITTEN, f"writes `{self.entries[memory.alloc].node.name}`")
+        if any(a is None for a in effect.aliases) or any(tensors[a].memory is not memory for a in effect.aliases if a is not None):
+            raise Refused(Reason.UNKNOWN_OPERATOR, "writes memory and returns another tensor")
+        if not all(effect.same):
+            raise Refused(Reason.UNKNOWN_OPERATOR, "writes memory and returns a view of it")
+        entry.kind = "write"
+        entry.previous = memory.version
+        entry.base = memory.alloc
+        entry.target = tensors[effect.writes[0]].number
+        entry.work = True
+        return self._add(entry), effect
+
+    def _result(self, entry: Entry, effect: effects.Effects | None, node: Node, tensors: list[Tensor]) -> Value:
+        if effect is None:
+            return Scalar(entry.number)
+        aliased = [None if alias is None else tensors[alias] for alias in effect.aliases]
+        if entry.kind == "write":
+            tensors[effect.writes[0]].memory.version = entry.number
+            return _returned(effect.output, aliased)
+
+        remaining = iter(aliased)
+
+        def value(number: int, fake: Any) -> Value:
+            if not isinstance(fake, torch.Tensor):
+                return Scalar(number)
+            source = next(remaining)
+            return Tensor(number, source.memory if source is not None else Memory(number, number, node))
+
+        if isinstance(effect.output, (tuple, list)):
+            items = enumerate(effect.output, start=entry.number + 1)
+            return Many(entry.number, tuple(value(number, fake) for number, fake in items))
+        return value(entry.number, effect.output)
+
+    def _add_items(self, entry: Entry, output: Any, views: bool) -> None:
+        """Rows for the parts of a tuple; they follow the tuple's own row."""
+        if not isinstance(output, (tuple, list)):
+            return
+        for position, fake in enumerate(output):
+            item = Entry(0, "item", entry.node, operands=(Ref(entry.number),), fake=fake, path=position)
+            item.base = entry.base if views and isinstance(fake, torch.Tensor) else None
+            item.work = entry.work
+            self._add(item)
+
+    def _note_same(self, entry: Entry, node: Node) -> None:
+        """Remember that two occurrences of a value, which may go by different symbols, are equal."""
+        example = node.meta.get("example_value")
+        if entry.node is not node and example is not None and entry.fake is not None:
+            self.same.append((entry.fake, example))
+
+    def _add(self, entry: Entry) -> Entry:
+        entry.number = len(self.entries)
+        self.entries.append(entry)
+        return entry
+
+
+_NO_PICK = object()
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+_NUMBERS = (bool, int, float, *_SYMBOLIC)
+
+
+def _check_kind(output: Any) -> None:
+    items = output if isinstance(output, (tuple, list)) else (output,)
+    for item in items:
+        if item is not None and not isinstance(item, (torch.Tensor, *_NUMBERS)):
+            raise Refused(Reason.UNSUPPORTED_VALUE, f"gives a {type(item).__name__}")
+
+
+def _tensor_leaves(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _map_nodes(args: Any, kwargs: Any, convert: Callable[[Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    mapped = torch.fx.map_arg((args, kwargs), convert)
+    return mapped[0], dict(mapped[1])
+
+
+def _operand(value: Value, tensors: list[Tensor]) -> Any:
+    """The reference for an operand; its tensors are appended in the order in which `pytree` meets their fakes."""
+    if value is None:
+        return None
+    if isinstance(value, Scalar):
+        return Ref(value.number)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Ref(value.number, value.memory.version)
+    leaves = [item for item in value.items if isinstance(item, Tensor)]
+    if len(leaves) == 0:
+        return Ref(value.number)
+    raise Refused(Reason.UNSUPPORTED_VALUE, "takes a tuple of tensors as one argument")
+
+
+def _fakes(table: ValueTable, template: Any) -> Any:
+    return map_aggregate(template, lambda leaf: table.entries[leaf.number].fake if isinstance(leaf, Ref) else leaf)
+
+
+def _returned(output: Any, aliased: list[Tensor | None]) -> Value:
+    """The value of a node that returns an argument of its own, or nothing."""
+    if output is None:
+        return None
+    if not isinstance(output, torch.Tensor):
+        raise Refused(Reason.UNSUPPORTED_VALUE, "returns its arguments in a tuple")
+    return aliased[0]
+
+
+def _hashable(value: Any) -> Hashable:
+    """A key for arguments that keeps 1, 1.0 and True apart, which Python does not."""
+    if isinstance(value, Ref):
+        return value
+    if isinstance(value, float):
+        return ("float", value.hex())
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_hashable(item) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((name, _hashable(item)) for name, item in sorted(value.items())))
+    if isinstance(value, slice):
+        return ("slice", _hashable(value.start), _hashable(value.stop), _hashable(value.step))
+    if value is None or isinstance(value, (bool, int, str, complex)) or value is Ellipsis:
+        return (type(value).__name__, value)
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return value
+    raise Refused(Reason.UNSUPPORTED_VALUE, f"has an argument of type {type(value).__name__}")

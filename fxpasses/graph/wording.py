@@ -1,0 +1,66 @@
+"""Numbered values in the words of the user's program: `batch['lengths'].sum()`, for messages and reports."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fxpasses.graph.values import Entry, Ref, ValueTable
+
+_OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "truediv": "/", "mod": "%", "pow": "**", "and_": "&",
+    "or_": "|", "xor": "^", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+}  # fmt: skip
+_LONGEST = 80
+
+
+def describe(table: ValueTable, operand: Any) -> str:
+    """The expression for a reference or a constant, shortened in the middle of deep ones."""
+    return _describe(table, operand, 6)
+
+
+def _describe(table: ValueTable, operand: Any, depth: int) -> str:
+    if not isinstance(operand, Ref):
+        return ":" if operand == slice(None) else str(operand)
+    if depth == 0:
+        return "…"
+    text = _expression(table, table.entries[operand.number], depth)
+    return text if len(text) <= _LONGEST else "…"
+
+
+def _expression(table: ValueTable, entry: Entry, depth: int) -> str:
+    if entry.kind == "root":
+        return input_name(entry)
+    if entry.kind == "item":
+        return f"{_describe(table, entry.operands[0], depth - 1)}[{entry.path}]"
+    parts = [_describe(table, argument, depth - 1) for argument in entry.args]
+    parts += [f"{name}={_describe(table, value, depth - 1)}" for name, value in entry.kwargs.items()]
+    target = entry.node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if name in ("item", "sym_int", "int") and len(parts) == 1:
+        return parts[0]
+    if name in _OPERATORS and len(parts) == 2:
+        return f"({parts[0]} {_OPERATORS[name]} {parts[1]})"
+    if name == "getitem" and len(parts) == 2:
+        return f"{parts[0]}[{parts[1]}]"
+    if entry.node.op == "call_method":
+        return f"{parts[0]}.{name}({', '.join(parts[1:])})"
+    return f"{name}({', '.join(parts)})"
+
+
+def comparison(table: ValueTable, number: int) -> tuple[str, Any, Any] | None:
+    """(symbol, left, right) where a value is the comparison of two others."""
+    entry = table.entries[number]
+    name = getattr(entry.node.target, "__name__", "")
+    if entry.kind == "op" and name in ("eq", "ne", "lt", "le", "gt", "ge") and len(entry.args) == 2:
+        return _OPERATORS[name], entry.args[0], entry.args[1]
+    return None
+
+
+def input_name(entry: Entry) -> str:
+    """`lengths` for `L['lengths']`, `batch['lengths']` for `L['batch']['lengths']`."""
+    source = getattr(getattr(entry.node, "_dynamo_source", None), "name", None)
+    name = source() if callable(source) else source
+    if not name:
+        return entry.node.name
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)

@@ -1,0 +1,341 @@
+"""Compute a packed batch's metadata once per batch, not once per layer.
+
+Before, in each layer (here inside its checkpoint body):
+
+    max_1 = l_lengths_.max();  item: "Sym(u0)" = max_1.item()
+    mask = torch.full((12, 12), -inf)
+    inside = pos < item;  mask[inside] = 0
+    a = scaled_dot_product_attention(q, k, v, attn_mask = mask)
+
+After, the layers take `packed_0: "f32[12, 12]"`, an input of the graph, and the prologue computes it:
+
+    max_1 = input_0.max();  item = max_1.item();  full = torch.full((12, 12), -inf);  ...;  return (full,)
+
+*Find* the closure of the metadata (`graph/closure.py`), *decide* for each value that the rest of the graph looks at
+whether it becomes an input or is made in place from smaller ones (views, sums of host numbers, plain factories), and
+*cut*. What the pass leaves alone, and why, is in its report.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fxpasses.graph.closure import RANGES, Closure, find_closure
+from fxpasses.graph.provenance import where
+from fxpasses.graph.regions import Region
+from fxpasses.graph.symbols import (
+    constant,
+    declare_equal,
+    integer_behind,
+    is_symbolic,
+    is_unbacked,
+    scalar_tensor,
+    symbol,
+)
+from fxpasses.graph.values import Entry, Memory, Ref, Scalar, Tensor, number_of
+from fxpasses.passes.prologue import Assertion, Extra, build_program
+from fxpasses.pipeline import Context
+from fxpasses.report import Reason, Refusal, Report
+
+# A result used once and larger than this (bytes) is left where a compiler may fuse it away: `one_hot(tokens, vocabulary)`.
+_LARGE = 1 << 30
+
+
+class HoistMetadata:
+    """The pass. Sets `context.program` and appends the prologue's outputs to the graph's placeholders."""
+
+    name = "hoist_metadata"
+    requires: tuple[str, ...] = ()
+
+    def __call__(self, gm: GraphModule, context: Context) -> Report:
+        report = Report(self.name)
+        main = Region(gm)
+        closure = find_closure(main, context.fake_mode, context.shared_inputs)
+        _Cut(main, closure, context, report).run()
+        report.refusals = _refusals(closure)
+        return report
+
+
+_KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: int | float | bool
+
+
+@dataclass(frozen=True)
+class _Provide:
+    """Replace a node by an input: a scalar (`memory` is None), or a tensor at the last version of its memory."""
+
+    number: int
+    memory: Memory | None = None
+
+
+class _Cut:
+    def __init__(self, main: Region, closure: Closure, context: Context, report: Report) -> None:
+        self.main = main
+        self.closure = closure
+        self.table = closure.table
+        self.context = context
+        self.report = report
+        self.decisions: dict[Node, Any] = {}
+        self.inputs: dict[tuple[Region, Ref], Node] = {}
+        self.frontier: list[Extra] = []
+        self.sizes: set[Any] = set()  # unbacked symbols that an input binds
+        self.asserting = {node for _, node in closure.assertions}
+        self.original_inputs = main.placeholders()
+
+    def run(self) -> None:
+        for use in self.closure.uses:
+            self._decide(use.region, use.operand)
+        provides = any(isinstance(decision, _Provide) for decision in self.decisions.values())
+        reads = self._reads()
+        if not provides and not (reads and self.asserting):
+            return
+        assertions = self._assertions()
+        for first, second in self.table.same:
+            _declare_all_equal(first, second)
+        for region in self.main.walk():
+            self._rewrite(region)
+        for region in self.main.walk():
+            self._erase(region)
+            region.gm.graph.lint()
+            region.gm.recompile()
+        self.context.program = build_program(self.table, self.original_inputs, self.frontier, assertions)
+        self._describe(reads)
+
+    # Deciding
+
+    def _decide(self, region: Region, node: Node) -> None:
+        """What becomes of a closure node that something outside the closure, or a kept node, looks at."""
+        waiting = [(region, node)]
+        while waiting:
+            region, node = waiting.pop()
+            if node in self.decisions:
+                continue
+            decision = self.decisions[node] = self._decision(node)
+            if decision is not _KEEP:
+                continue
+            if node.op == "placeholder":
+                operand = region.operands.get(node)
+                if isinstance(operand, Node) and region.parent is not None:
+                    waiting.append((region.parent, operand))
+            else:
+                waiting += [(region, operand) for operand in node.all_input_nodes]
+
+    def _decision(self, node: Node) -> Any:
+        value = self.closure.values[node]
+        if isinstance(value, Scalar):
+            return self._scalar_decision(node, self.table.entries[value.number])
+        if isinstance(value, Tensor):
+            memory = value.memory
+            content = self.table.entries[memory.version]
+            if self.table.entries[memory.alloc].kind == "root" or value.number != memory.alloc or not content.work:
+                return _KEEP
+            return _Provide(memory.alloc, memory)
+        return _KEEP
+
+    def _scalar_decision(self, node: Node, entry: Entry) -> Any:
+        if entry.kind == "root":
+            return _KEEP
+        known = node.meta.get("example_value", entry.fake)
+        number = constant(known)
+        if number is not None:
+            return _Constant(number)
+        found = symbol(known)
+        if found is not None and not is_unbacked(known):
+            root = self._input_for_symbol(found)
+            if root is not None:
+                return _Provide(root)
+        if entry.read and entry.kind == "op" and not (isinstance(known, torch.SymBool) and integer_behind(known) is None):
+            return _Provide(entry.number)
+        return _KEEP
+
+    def _input_for_symbol(self, found: Any) -> int | None:
+        for node in self.original_inputs:
+            value = self.closure.values.get(node)
+            if isinstance(value, Scalar) and symbol(node.meta["example_value"]) == found:
+                return value.number
+        return None
+
+    # Rewriting
+
+    def _provide(self, region: Region, ref: Ref) -> Node:
+        """The node of `region` that holds a frontier value: made where there is none yet."""
+        if (region, ref) in self.inputs:
+            return self.inputs[region, ref]
+        entry = self.table.entries[ref.number]
+        if region.parent is not None:
+            outer = self._provide(region.parent, ref)
+            node = _append_placeholder(region, outer.name, outer.meta["example_value"], entry)
+            assert region.call is not None
+            region.call.args = (*region.call.args, outer)
+            region.operands[node] = outer
+        elif entry.kind == "root":
+            node = entry.node
+        else:
+            node = self._add_input(ref, entry)
+        self.inputs[region, ref] = node
+        return node
+
+    def _add_input(self, ref: Ref, entry: Entry) -> Node:
+        """A placeholder of the main graph for a frontier value; AOTAutograd takes tensors and integers."""
+        fake = entry.fake
+        if isinstance(fake, torch.Tensor):
+            node = self._append_input(Extra(ref), fake, entry)
+            for dimension, size in enumerate(fake.shape):
+                if symbol(size) is not None and is_unbacked(size) and symbol(size) not in self.sizes:
+                    self._append_input(Extra(ref, dimension=dimension), size, entry)
+            return node
+        if isinstance(fake, torch.SymFloat):
+            number = self._append_input(Extra(ref, as_dtype=torch.float64), scalar_tensor(fake), entry)
+            return self._derive(number, "call_method", "item", (number,), fake, entry)
+        if isinstance(fake, torch.SymBool):
+            number = self._append_input(Extra(ref, as_int=True), integer_behind(fake), entry)
+            return self._derive(number, "call_function", operator.eq, (number, 1), number.meta["example_value"] == 1, entry)
+        return self._append_input(Extra(ref), fake, entry)
+
+    def _append_input(self, extra: Extra, fake: Any, entry: Entry) -> Node:
+        node = _append_placeholder(self.main, f"packed_{len(self.frontier)}", fake, entry)
+        node._dynamo_source = None
+        self.frontier.append(extra)
+        self.context.example_inputs.append(fake)
+        if symbol(fake) is not None:
+            self.sizes.add(symbol(fake))
+        return node
+
+    def _derive(self, after: Node, op: str, target: Any, args: tuple[Any, ...], fake: Any, entry: Entry) -> Node:
+        """A number made from an input at the top of the main graph."""
+        first = next(node for node in self.main.gm.graph.nodes if node.op != "placeholder")
+        with self.main.gm.graph.inserting_before(first):
+            node = self.main.gm.graph.create_node(op, target, args)
+        kept = ("stack_trace", "unbacked_bindings") if target == "item" else ("stack_trace",)
+        node.meta = {name: value for name, value in entry.node.meta.items() if name in kept}
+        node.meta["example_value"] = fake
+        return node
+
+    def _rewrite(self, region: Region) -> None:
+        graph = region.gm.graph
+        for node in list(graph.nodes):
+            decision = self.decisions.get(node)
+            if decision is None or decision is _KEEP:
+                continue
+            survivors = [user for user in node.users if self._survives(user)]
+            if not survivors:
+                continue
+            replacement = self._replacement(region, node, decision)
+            for user in survivors:
+                replaced = replacement
+                if user.op == "output" and node in self.closure.copied:
+                    with graph.inserting_before(user):
+                        replaced = graph.call_method("clone", (replacement,))
+                        replaced.meta = dict(node.meta)
+                _replace(user, node, replaced)
+
+    def _survives(self, user: Node) -> bool:
+        if user in self.asserting:
+            return False
+        return user not in self.closure.values or self.decisions.get(user) is _KEEP
+
+    def _replacement(self, region: Region, node: Node, decision: Any) -> Any:
+        if isinstance(decision, _Constant):
+            return decision.value
+        version = decision.memory.version if decision.memory is not None else None
+        provided = self._provide(region, Ref(decision.number, version))
+        return provided
+
+    def _erase(self, region: Region) -> None:
+        """Drop the closure nodes that nothing needs any more, and the operands of a body that have become unused."""
+        graph = region.gm.graph
+        for node in reversed(list(graph.nodes)):
+            dead = node in self.asserting or (node in self.closure.values and self.decisions.get(node) is not _KEEP)
+            if not dead:
+                continue
+            if node.op != "placeholder":
+                graph.erase_node(node)
+            elif region.call is not None and not node.users:
+                position = region.placeholders().index(node)
+                arguments = list(region.call.args)
+                del arguments[1 + position]
+                region.call.args = tuple(arguments)
+                graph.erase_node(node)
+
+    def _assertions(self) -> list[Assertion]:
+        """The assertions, each once; one that is known to hold asserts nothing."""
+        first: dict[int, Assertion] = {}
+        for _, node in self.closure.assertions:
+            condition = node.args[0]
+            value = self.closure.values[condition] if isinstance(condition, Node) else None
+            if isinstance(value, Scalar) and node.target not in RANGES:
+                first.setdefault(value.number, Assertion(value.number, node))
+        return list(first.values())
+
+    # Reporting
+
+    def _reads(self) -> list[Node]:
+        return [
+            node
+            for node, value in self.closure.values.items()
+            if node.op != "placeholder" and node.meta.get("unbacked_bindings") and value is not None
+        ]
+
+    def _describe(self, reads: list[Node]) -> None:
+        entries = [self.table.entries[extra.ref.number] for extra in self.frontier if extra.dimension is None]
+        tensors = [entry for entry in entries if isinstance(entry.fake, torch.Tensor)]
+        distinct_reads = {number_of(self.closure.values[node]) for node in reads}
+        built = sum(entry.occurrences for entry in tensors)
+        self.report.changed = True
+        self.report.figures = {
+            "host_reads_before": len(reads),
+            "host_reads_after": len(distinct_reads),
+            "tensors_built_before": built,
+            "tensors_built_after": len(tensors),
+            "inputs_added": len(self.frontier),
+            "assertions_moved": len(self.asserting),
+        }
+        self.report.summary = (
+            f"{len(reads)} host reads became {len(distinct_reads)}, "
+            f"{built} tensors built in layers became {len(tensors)}, once per batch"
+        )
+        for entry in entries:
+            place = where(entry.node)
+            self.report.changes.append(f"{entry.node.name} ×{entry.occurrences} at {place} → packed input")
+
+
+def _append_placeholder(region: Region, name: str, fake: Any, entry: Entry) -> Node:
+    last = region.placeholders()[-1]
+    with region.gm.graph.inserting_after(last):
+        node = region.gm.graph.placeholder(name)
+    node.meta = {"example_value": fake}
+    if entry.node.meta.get("stack_trace"):
+        node.meta["stack_trace"] = entry.node.meta["stack_trace"]
+    return node
+
+
+def _replace(user: Node, old: Node, new: Any) -> None:
+    user.args = map_arg(user.args, lambda n: new if n is old else n)
+    user.kwargs = map_arg(user.kwargs, lambda n: new if n is old else n)
+
+
+def _declare_all_equal(first: Any, second: Any) -> None:
+    if isinstance(first, (tuple, list)):
+        for one, other in zip(first, second, strict=True):
+            _declare_all_equal(one, other)
+    elif is_symbolic(first) or isinstance(first, torch.Tensor):
+        declare_equal(first, second)
+
+
+def _refusals(closure: Closure) -> list[Refusal]:
+    """Host reads that stay, and values that were nearly hoisted; one line for each kind and place."""
+    found = dict(closure.refusals)
+    for node, (reason, text) in closure.obstacles.items():
+        if node.meta.get("unbacked_bindings") and node not in found:
+            found[node] = Refusal(node.name, reason, text, where(node))
+    return list(found.values())

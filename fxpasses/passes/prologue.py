@@ -1,0 +1,178 @@
+"""Build the program of a prologue from numbered values.
+
+Host numbers cost one wait for the device if they are computed where the inputs are, and one more for each number that
+depends on a former one. Metadata is small: it is cheaper to bring the inputs to the host, once, and compute all host
+numbers there. What is exact on both sides (integers and bools) is computed on the host; floating-point values, whose
+last bit may differ between devices, stay where the user computed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxpasses.graph.emission import Emitter, slice_of
+from fxpasses.graph.provenance import where
+from fxpasses.graph.symbols import constant, is_symbolic
+from fxpasses.graph.values import Entry, Ref, ValueTable
+from fxpasses.graph.wording import comparison, describe
+from fxpasses.prologue_program import Check, Output, Program
+
+
+@dataclass(frozen=True)
+class Assertion:
+    """An assertion on the numbered value `condition`, made by `node`."""
+
+    condition: int
+    node: Node
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra input of the main graph: a value, or a size of it, or it in another form (see `Output`)."""
+
+    ref: Ref
+    dimension: int | None = None
+    as_dtype: torch.dtype | None = None
+    as_int: bool = False
+
+
+def build_program(table: ValueTable, inputs: list[Node], wanted: list[Extra], assertions: list[Assertion]) -> Program:
+    """The prologue that computes `wanted`, in that order, from the main graph's placeholders `inputs`."""
+    return _Builder(table, inputs, wanted, assertions).build()
+
+
+class _Builder:
+    def __init__(self, table: ValueTable, inputs: list[Node], extras: list[Extra], assertions: list[Assertion]) -> None:
+        self.table = table
+        self.positions = {node: position for position, node in enumerate(inputs)}
+        self.extras = extras
+        self.wanted = [extra.ref for extra in extras]
+        self.checks = [_check_operands(table, assertion) for assertion in assertions]
+        operands = [ref for check in self.checks for ref in (check.left, check.right) if isinstance(ref, Ref)]
+        self.everything = slice_of(table, [*self.wanted, *operands])
+        self.exact = _exact_entries(table, self.everything)
+        self.on_device = any(_device(table.entries[n]) not in (None, "cpu") for n in self.everything)
+
+    def build(self) -> Program:
+        check_refs = [ref for check in self.checks for ref in (check.left, check.right) if isinstance(ref, Ref)]
+        if not self.on_device:
+            host_wanted, device_wanted = [*self.wanted, *check_refs], []
+        else:
+            host_wanted = [ref for ref in (*self.wanted, *check_refs) if self._belongs_to_host(ref)]
+            device_wanted = [ref for ref in (*self.wanted, *check_refs) if not self._belongs_to_host(ref)]
+        imported = self._imports(device_wanted)
+        host_wanted = list(dict.fromkeys([*host_wanted, *imported]))
+        device_wanted = list(dict.fromkeys(device_wanted))
+        host, host_inputs = self._emit(host_wanted, [], on_host=self.on_device)
+        device, device_inputs = self._emit(device_wanted, imported, on_host=False) if device_wanted else (None, ())
+        places = {ref: Output("device", i) for i, ref in enumerate(device_wanted)}
+        places |= {ref: Output("host", i) for i, ref in enumerate(host_wanted)}
+        roots = (self.table.entries[n] for n in self.everything if self.table.entries[n].kind == "root")
+        return Program(
+            host=host,
+            host_inputs=host_inputs,
+            device=device,
+            device_inputs=device_inputs,
+            imports=tuple((host_wanted.index(ref), self._device_of(ref)) for ref in imported),
+            outputs=tuple(
+                replace(places[e.ref], dimension=e.dimension, as_dtype=e.as_dtype, as_int=e.as_int) for e in self.extras
+            ),
+            checks=tuple(check.place(places) for check in self.checks),
+            roots=tuple(self.positions[e.node] for e in roots if isinstance(e.fake, torch.Tensor)),
+        )
+
+    def _belongs_to_host(self, ref: Ref) -> bool:
+        entry = self.table.entries[ref.number]
+        version = self.table.entries[ref.version if ref.version is not None else ref.number]
+        return version.number in self.exact and _device(entry) in (None, "cpu")
+
+    def _is_import(self, entry: Entry) -> bool:
+        """Whether the device part takes the value from the host: it would have to wait for the device to get it."""
+        if entry.number not in self.exact:
+            return False
+        if entry.kind == "item":
+            return entry.base is None and self.table.entries[entry.operands[0].number].read
+        return entry.read and not isinstance(entry.fake, (tuple, list))
+
+    def _imports(self, device_wanted: list[Ref]) -> list[Ref]:
+        if not device_wanted:
+            return []
+        numbers = slice_of(self.table, device_wanted, stop=self._is_import)
+        entries = (self.table.entries[n] for n in numbers)
+        return [
+            Ref(e.number, e.number if isinstance(e.fake, torch.Tensor) else None) for e in entries if self._is_import(e)
+        ]
+
+    def _device_of(self, ref: Ref) -> torch.device | None:
+        fake = self.table.entries[ref.number].fake
+        return fake.device if isinstance(fake, torch.Tensor) else None
+
+    def _emit(self, wanted: list[Ref], imported: list[Ref], on_host: bool) -> tuple[GraphModule, tuple[int, ...]]:
+        from_host = {ref.number for ref in imported}
+        numbers = slice_of(self.table, wanted, stop=lambda entry: entry.number in from_host)
+        given: dict[int, Node] = {}
+        emitter = Emitter(self.table, lambda entry: given.get(entry.number), on_host)
+        roots = [self.table.entries[n] for n in numbers if self.table.entries[n].kind == "root"]
+        for position, root in enumerate(roots):
+            given[root.number] = emitter.graph.placeholder(f"input_{position}")
+        for position, ref in enumerate(imported):
+            given[ref.number] = emitter.graph.placeholder(f"host_{position}")
+        emitter.emit(numbers, wanted)
+        emitter.graph.output(tuple(emitter.value(ref) for ref in wanted))
+        module = GraphModule({}, emitter.graph, class_name="Prologue")
+        return module, tuple(self.positions[root.node] for root in roots)
+
+
+@dataclass(frozen=True)
+class _CheckOperands:
+    comparison: str
+    left: Any
+    right: Any
+    left_text: str
+    right_text: str
+    where: str
+
+    def place(self, places: dict[Ref, Output]) -> Check:
+        left = places[self.left] if isinstance(self.left, Ref) else self.left
+        right = places[self.right] if isinstance(self.right, Ref) else self.right
+        return Check(self.comparison, left, right, self.left_text, self.right_text, self.where)
+
+
+def _check_operands(table: ValueTable, assertion: Assertion) -> _CheckOperands:
+    compared = comparison(table, assertion.condition)
+    place = where(assertion.node)
+    if compared is None:
+        condition = Ref(assertion.condition)
+        return _CheckOperands("", condition, True, describe(table, condition), "True", place)
+    symbol, left, right = compared
+    return _CheckOperands(symbol, left, right, describe(table, left), describe(table, right), place)
+
+
+def _exact_entries(table: ValueTable, numbers: Iterable[int]) -> set[int]:
+    """Entries that any device computes alike: integers and bools, made of integers and bools."""
+    exact: set[int] = set()
+    for number in numbers:
+        entry = table.entries[number]
+        operands = (ref.version if ref.version is not None else ref.number for ref in entry.operands)
+        if all(operand in exact for operand in operands) and not entry.autocast and _is_integral(entry.fake):
+            exact.add(number)
+    return exact
+
+
+def _is_integral(fake: Any) -> bool:
+    if isinstance(fake, (tuple, list)):
+        return all(_is_integral(item) for item in fake)
+    if isinstance(fake, torch.Tensor):
+        return not fake.dtype.is_floating_point and not fake.dtype.is_complex
+    if isinstance(fake, (float, torch.SymFloat)) and not isinstance(constant(fake) if is_symbolic(fake) else None, int):
+        return False
+    return True
+
+
+def _device(entry: Entry) -> str | None:
+    return entry.fake.device.type if isinstance(entry.fake, torch.Tensor) else None

@@ -1,0 +1,132 @@
+"""Run passes over a copy of a graph: in order, timed, checked, and each dropped alone if it fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxpasses.errors import PassError
+from fxpasses.graph.copying import copy_graph_module
+from fxpasses.options import Options
+from fxpasses.prologue_program import Program
+from fxpasses.report import Report
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Context:
+    """What a pass may know besides the graph, and where it leaves what does not fit in it.
+
+    example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
+    shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass cut one out.
+    """
+
+    options: Options
+    example_inputs: list[Any]
+    fake_mode: Any
+    shared_inputs: frozenset[Node] = frozenset()
+    program: Program | None = None
+
+
+class Pass(Protocol):
+    """A rewrite of a torch-level graph, in place. Refusing is not an error; raising means a defect of the pass."""
+
+    name: str
+    requires: tuple[str, ...]
+
+    def __call__(self, gm: GraphModule, context: Context) -> Report: ...
+
+
+@dataclass
+class Result:
+    """The graph after all passes, the examples for its placeholders, the prologue, and a report for each pass."""
+
+    gm: GraphModule
+    example_inputs: list[Any]
+    program: Program | None = None
+    reports: list[Report] = field(default_factory=list)
+
+
+def run_passes(passes: Sequence[Pass], original: GraphModule, example_inputs: Sequence[Any], options: Options) -> Result:
+    """Run `passes` in order, each on a copy. `original` is not changed.
+
+    A pass that raises is dropped with one warning, and the next one starts from the graph before it; with
+    `options.strict` the error is raised as `PassError`.
+    """
+    result = Result(original, list(example_inputs))
+    for graph_pass in passes:
+        gm = copy_graph_module(result.gm)
+        context = _context(gm, result, options)
+        if context is None:
+            continue
+        started = time.perf_counter()
+        try:
+            report = graph_pass(gm, context)
+            if report.changed:
+                gm.graph.lint()
+                gm.recompile()
+                if options.verify:
+                    _verify(graph_pass.name, result, gm, context)
+        except Exception as error:
+            if options.strict:
+                raise PassError(f"the pass {graph_pass.name} failed: {error}") from error
+            _warn_once(graph_pass.name, error)
+            continue
+        report.seconds = time.perf_counter() - started
+        log.info("%s (%.3f s)", report, report.seconds)
+        result.reports.append(report)
+        if report.changed:
+            result = Result(gm, context.example_inputs, context.program, result.reports)
+    return result
+
+
+def _context(gm: GraphModule, result: Result, options: Options) -> Context | None:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fakes = [node.meta.get("example_value") for node in placeholders]
+    fake_mode = next((fake.fake_mode for fake in fakes if isinstance(fake, torch._subclasses.FakeTensor)), None)
+    if fake_mode is None:
+        return None  # a graph without tensors, or one that Dynamo did not make: nothing for these passes
+    shared = _inputs_that_share_memory(placeholders, result.example_inputs)
+    return Context(options, list(result.example_inputs), fake_mode, shared, result.program)
+
+
+def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence[Any]) -> frozenset[Node]:
+    owners: dict[int, list[Node]] = {}
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        if isinstance(example, torch.Tensor) and example.layout is torch.strided:
+            try:
+                owners.setdefault(example.untyped_storage()._cdata, []).append(node)
+            except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
+                continue
+    return frozenset(node for nodes in owners.values() if len(nodes) > 1 for node in nodes)
+
+
+def _verify(name: str, before: Result, after: GraphModule, context: Context) -> None:
+    from fxpasses.verification import compare
+
+    difference = compare(before.gm, before.program, after, context.program, before.example_inputs)
+    if difference:
+        raise PassError(f"its result differs from its input: {difference}")
+
+
+_warned: set[str] = set()  # once per process and pass: a training step must not repeat it
+
+
+def _warn_once(name: str, error: Exception) -> None:
+    log.debug("the pass %s failed", name, exc_info=error)
+    if name in _warned:
+        return
+    _warned.add(name)
+    warnings.warn(
+        f"fxpasses: the pass {name} failed and was left out ({type(error).__name__}: {error}). Training goes on with "
+        f'the graph as it was. Please report this, with the error that options={{"fastpack.strict": True}} raises.',
+        stacklevel=2,
+    )

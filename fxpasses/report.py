@@ -1,0 +1,63 @@
+"""What a pass says about its work: what it changed, and for every near miss a typed reason."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Reason(enum.Enum):
+    """Why something was left alone. The value is the sentence shown to a person."""
+
+    PARAMETER = "depends on a parameter"
+    ACTIVATION = "depends on a floating-point input or an activation"
+    RANDOM = "depends on random numbers"
+    INPUT_WRITTEN = "depends on an input that the graph writes to"
+    WRITTEN_BY_LAYER = "a layer writes to it"
+    READ_BEFORE_WRITE = "it is read before it has its final value"
+    ESCAPES = "it is returned from the graph together with something that shares its memory"
+    HIGHER_ORDER = "it comes out of, or lies in, the body of a higher-order operator"
+    UNKNOWN_OPERATOR = "an operator's effects are not known"
+    TOO_LARGE = "it is large and used once"
+    UNSUPPORTED_VALUE = "its kind of value cannot be an input of a graph"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that a pass could have done and did not.
+
+    subject: the node's name; reason: the kind of obstacle; text: the obstacle itself; where: `file:line`, or "".
+    """
+
+    subject: str
+    reason: Reason
+    text: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        detail = f": {self.text}" if self.text else ""
+        return f"{self.subject}{place}: {self.reason.value}{detail}"
+
+
+@dataclass
+class Report:
+    """The outcome of one pass on one graph.
+
+    summary: one line for a person; "" where nothing changed. figures: counts by name (bytes where the name says so).
+    seconds: time that the pass took.
+    """
+
+    pass_name: str
+    changed: bool = False
+    summary: str = ""
+    figures: dict[str, int] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{self.pass_name}: {self.summary or 'nothing to do'}"]
+        lines += [f"  {change}" for change in self.changes]
+        lines += [f"  not: {refusal}" for refusal in self.refusals]
+        return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""Run a prologue: once per batch, all its host reads in one transfer."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxpasses.errors import MetadataError
+from fxpasses.prologue_program import Check, Output, Program
+from fxpasses.runtime.batch_cache import BatchCache, batch_cache, versions_of
+from fxpasses.runtime.transfers import to_device, to_host
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+class Prologue:
+    """Computes the extra inputs of a main graph from the inputs that it has anyway.
+
+    The autocast state is that of the moment of compilation, which Dynamo's guards hold fast for every call.
+    """
+
+    def __init__(self, program: Program, origin: GraphModule, cache: BatchCache = batch_cache) -> None:
+        self.program = program
+        self.cache = cache
+        self._autocast = _autocast_state()
+        self.key = f"{program.key()}:{self._autocast}"
+        self.runs = 0
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The extra inputs for `inputs` (the main graph's own); raises `MetadataError` if an assertion fails."""
+        roots = [inputs[position] for position in self.program.roots]
+        sizes = tuple(i for i in inputs if isinstance(i, int)) if self._takes_sizes(inputs) else ()
+        what = (self.key, sizes)
+        found = self.cache.get(what, roots)
+        if found is None:
+            versions = versions_of(roots)
+            found = self._compute(inputs)
+            self.cache.put(what, roots, versions, found)
+        return found
+
+    def _takes_sizes(self, inputs: Sequence[Any]) -> bool:
+        return any(isinstance(inputs[i], int) for i in (*self.program.host_inputs, *self.program.device_inputs))
+
+    def _compute(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        self.runs += 1
+        program = self.program
+        with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
+            for device_type, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
+            results = {"host": self._run_host(inputs)}
+            self._check(results)
+            if program.device is not None:
+                imported = [
+                    to_device(results["host"][position], device) if device is not None else results["host"][position]
+                    for position, device in program.imports
+                ]
+                results["device"] = program.device(*(inputs[i] for i in program.device_inputs), *imported)
+            return tuple(_convert(output, results[output.side][output.position]) for output in program.outputs)
+
+    def _run_host(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        arguments = [inputs[position] for position in self.program.host_inputs]
+        if self.program.device is not None or any(isinstance(a, torch.Tensor) and a.device.type != "cpu" for a in arguments):
+            tensors = iter(to_host([a for a in arguments if isinstance(a, torch.Tensor)], self.cache))
+            arguments = [next(tensors) if isinstance(a, torch.Tensor) else a for a in arguments]
+        return self.program.host(*arguments)
+
+    def _check(self, results: dict[str, tuple[Any, ...]]) -> None:
+        for check in self.program.checks:
+            left, right = (
+                results[value.side][value.position] if isinstance(value, Output) else value
+                for value in (check.left, check.right)
+            )
+            if not (_COMPARISONS[check.comparison](left, right) if check.comparison else left):
+                raise MetadataError(_message(check, left, right))
+
+
+def _convert(output: Output, value: Any) -> Any:
+    if output.dimension is not None:
+        return value.shape[output.dimension]
+    if output.as_dtype is not None:
+        return torch.scalar_tensor(value, dtype=output.as_dtype, device="cpu")
+    return int(value) if output.as_int else value
+
+
+def _message(check: Check, left: Any, right: Any) -> str:
+    place = f" (at {check.where})" if check.where else ""
+    if not check.comparison:
+        return f"the batch breaks an assertion of the model: {check.left_text} does not hold{place}"
+    right_text = "" if check.right_text == str(right) else f" and {check.right_text} is {right}"
+    return (
+        f"the batch breaks an assertion of the model: {check.left_text} {check.comparison} {check.right_text}, but "
+        f"{check.left_text} is {left}{right_text}{place}"
+    )
+
+
+def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    types = ["cpu"]
+    if torch.accelerator.is_available():
+        types.append(str(torch.accelerator.current_accelerator()).split(":")[0])
+    return tuple((t, torch.get_autocast_dtype(t), True) for t in types if torch.is_autocast_enabled(t))
+
+
+def with_prologue(main: Callable[..., Any], prologue: Prologue) -> Callable[..., Any]:
+    """A callable that takes the captured graph's inputs and gives `main` the prologue's outputs besides."""
+
+    def compiled(*inputs: Any) -> Any:
+        return main(*inputs, *prologue(inputs))
+
+    return compiled

@@ -1,0 +1,87 @@
+"""Metadata between devices: all tensors of a device come to the host in one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fxpasses.runtime.batch_cache import BatchCache, versions_of
+
+_ALIGNMENT = 16  # bytes; a multiple of the size of every integer dtype
+
+
+class PendingCopy:
+    """A copy to the host that may still be under way; `tensors()` waits for it."""
+
+    def __init__(self, copies: list[torch.Tensor], event: torch.Event | None) -> None:
+        self._copies = copies
+        self._event = event
+
+    def tensors(self) -> list[torch.Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._copies
+
+
+def to_host(tensors: Sequence[torch.Tensor], cache: BatchCache) -> list[torch.Tensor]:
+    """CPU copies of integer tensors; tensors that lie on the CPU are returned as they are.
+
+    One non-blocking copy into pinned memory for each device, and one event to wait for. Copies are kept for the batch,
+    so another graph of the same step that asks for the same tensors waits for nothing.
+    """
+    result: list[torch.Tensor | None] = [t if t.device.type == "cpu" else None for t in tensors]
+    missing: dict[torch.device, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        if result[position] is None:
+            pending = cache.get("to_host", [tensor])
+            if pending is None:
+                missing.setdefault(tensor.device, []).append(position)
+            else:
+                result[position] = pending.tensors()[0]
+    started = [(positions, start_copy([tensors[i] for i in positions])) for positions in missing.values()]
+    for positions, copy in started:
+        for position, host in zip(positions, copy.tensors(), strict=True):
+            tensor = tensors[position]
+            cache.put("to_host", [tensor], versions_of([tensor]), PendingCopy([host], None))
+            result[position] = host
+    return [tensor for tensor in result if tensor is not None]
+
+
+def start_copy(tensors: Sequence[torch.Tensor]) -> PendingCopy:
+    """Start to copy tensors of one device to the host, packed into one buffer, on the current stream."""
+    device = tensors[0].device
+    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    with torch.no_grad(), torch.inference_mode(False):
+        if len(tensors) == 1:
+            packed = tensors[0].contiguous().view(-1).view(torch.uint8) if tensors[0].numel() else None
+            packed = torch.empty(0, dtype=torch.uint8, device=device) if packed is None else packed
+        else:
+            packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+            offset = 0
+            for tensor, size in zip(tensors, sizes, strict=True):
+                flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+                packed[offset : offset + flat.numel()].copy_(flat)
+                offset += size
+        pinned = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        pinned.copy_(packed, non_blocking=True)
+        event = None
+        if device.type != "cpu":
+            event = torch.Event(device=device)
+            event.record(torch.accelerator.current_stream(device))
+        copies, offset = [], 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            count = tensor.numel() * tensor.element_size()
+            copies.append(pinned[offset : offset + count].view(tensor.dtype).view(tensor.shape))
+            offset += size
+    return PendingCopy(copies, event)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host tensor to a device without waiting."""
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
