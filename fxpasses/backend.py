@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from fxpasses import inspect
 from fxpasses.capture import breaks
+from fxpasses.graph.provenance import input_sources
 from fxpasses.lowering import lower
 from fxpasses.options import Options
 from fxpasses.passes.hoist_metadata import HoistMetadata
@@ -51,7 +52,7 @@ def _compile(
     try:
         if result.program is None:
             return lower(result.gm, result.example_inputs, settings, mode, salt="")
-        prologue = Prologue(result.program, gm)
+        prologue = Prologue(result.program, input_sources(gm))
         main = lower(result.gm, result.example_inputs, settings, mode, salt=prologue.key)
         return with_prologue(main, prologue)
     except (RestartAnalysis, SkipFrame):

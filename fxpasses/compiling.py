@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -40,11 +40,11 @@ def compile(
         disable=disable,
     )
     if disable:
-        return compiled
+        return cast(Model, compiled)
     if isinstance(compiled, torch.nn.Module):
         compiled.forward = _scoped(compiled.forward)
-        return compiled
-    return _scoped(compiled)
+        return cast(Model, compiled)
+    return cast(Model, _scoped(compiled))
 
 
 def _scoped(function: Callable[..., Any]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch.fx import GraphModule
 
 from fxpasses.options import Options
@@ -22,14 +23,16 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode
     return _inductor(gm, example_inputs, options, mode, salt)
 
 
-def _inductor(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, salt: str) -> Compiled:
+def _inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, salt: str
+) -> Compiled:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    patches = dict(list_mode_options(mode)) if mode else {}
+    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
     patches |= dict(options.inductor)
-    if not salt:
-        return compile_fx(gm, list(example_inputs), config_patches=patches or None)
-    tag = torch.compiler.config.cache_key_tag
-    with torch.compiler.config.patch(cache_key_tag=f"{tag}:{salt}" if tag else salt):
-        return compile_fx(gm, list(example_inputs), config_patches=patches or None)
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag}:{salt}" if salt else config.cache_key_tag
+    compile_graph: Any = compile_fx
+    with config.patch(cache_key_tag=tag):
+        return compile_graph(gm, list(example_inputs), config_patches=patches or None)

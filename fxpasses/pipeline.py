@@ -55,7 +55,9 @@ class Result:
     reports: list[Report] = field(default_factory=list)
 
 
-def run_passes(passes: Sequence[Pass], original: GraphModule, example_inputs: Sequence[Any], options: Options) -> Result:
+def run_passes(
+    passes: Sequence[Pass], original: GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Result:
     """Run `passes` in order, each on a copy. `original` is not changed.
 
     A pass that raises is dropped with one warning, and the next one starts from the graph before it; with

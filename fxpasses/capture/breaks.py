@@ -32,7 +32,7 @@ from fxpasses.capture.flags import Values
 log = logging.getLogger(__name__)
 
 MARKER = "_is_fastpack"
-_STEP = "_fxpasses_step"  # on the speculation log: it lives as long as the attempts at one compilation do
+_STEPS = "_fxpasses_steps"  # those left, on the speculation log: it lives as long as the attempts at one compilation
 _MAX_WRAPPERS = 16
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
@@ -82,31 +82,36 @@ def is_fastpack(backend: Any) -> bool:
     return any(getattr(function, MARKER, False) is True for function in _unwrapped(backend))
 
 
-def _unwrapped(function: Any) -> Iterator[Any]:
-    """`function` and what it wraps, outermost first.
+def _unwrapped(backend: Any) -> Iterator[Any]:
+    """`backend` and what it wraps, outermost first. Torch 2.11, 2.13 and 2.15 wrap in the same way:
 
-    What Dynamo holds is `WrapBackendDebug(_TorchCompileWrapper(backend))` in all checked versions; under DDP it is
-    the bound method `DDPOptimizer.compile_fn`.
+    WrapBackendDebug -> _TorchCompileWrapper -> backend, and under DDP DDPOptimizer.compile_fn -> WrapBackendDebug -> …
     """
     for _ in range(_MAX_WRAPPERS):
-        if function is None:
+        if backend is None:
             return
-        yield function
-        if isinstance(function, functools.partial):
-            function = function.func
-            continue
-        attributes = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__")
-        inner = next((inner for name in attributes if (inner := getattr(function, name, None)) is not None), None)
-        function = inner if inner is not None else getattr(inspect.getattr_static(function, "__self__", None) and function.__self__, "backend_compile_fn", None)
+        yield backend
+        backend = _wrapped_in(backend)
+
+
+def _wrapped_in(function: Any) -> Any:
+    if isinstance(function, functools.partial):
+        return function.func
+    for name in ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__"):
+        inner = getattr(function, name, None)
+        if inner is not None:
+            return inner
+    return getattr(getattr(function, "__self__", None), "backend_compile_fn", None)  # a method of DDPOptimizer
 
 
 class _TraceFrameInSteps:
     """Stands in for `convert_frame.trace_frame`."""
 
     def __init__(self, names: DynamoNames) -> None:
+        functools.update_wrapper(self, names.trace_frame)
         self.original = names.trace_frame
         self._signature = inspect.signature(names.trace_frame)
-        self._passed_on = (names.restart, names.skip_frame)
+        self._passed_on = names.passed_on
         self._restart = names.restart
         self._data_dependent = (*names.data_dependent, CaptureRejected)
 
@@ -115,19 +120,18 @@ class _TraceFrameInSteps:
         if frame["one_graph"] or not is_fastpack(frame["compiler_fn"]):
             return self.original(*args, **kwargs)
         attempts = frame["speculation_log"]
-        step = getattr(attempts, _STEP, 0)
-        steps = _steps_from(flags.wanted())
+        values, *fewer = getattr(attempts, _STEPS, None) or _steps_from(flags.wanted())
         try:
-            with flags.held_at(steps[step]):
+            with flags.held_at(values):
                 return self.original(*args, **kwargs)
         except self._passed_on:
             raise
         except Exception as error:
-            if step + 1 == len(steps) or not self._is_data_dependent(error):
+            if not fewer or not self._is_data_dependent(error):
                 raise
-            log.info("%s is traced again with %s: %s", _where(frame["code"]), steps[step + 1], _first_line(error))
+            log.info("%s is traced again with %s: %s", _where(frame["code"]), fewer[0], _first_line(error))
             attempts.clear()  # it records positions in a trace that the next one does not repeat
-            setattr(attempts, _STEP, step + 1)
+            setattr(attempts, _STEPS, fewer)
             raise self._restarting(error) from error
 
     def _restarting(self, error: Exception) -> Exception:

@@ -1,17 +1,18 @@
-"""The private names of Dynamo that `breaks` reaches for. Checked with torch 2.11.0, 2.13.0 and 2.15.0.
+"""The private names of Dynamo that capture/ reaches for. Checked with torch 2.11.0, 2.13.0 and 2.15.0.
 
 - `convert_frame.trace_frame(..., compiler_fn, ..., one_graph, speculation_log, ...)` is one attempt at tracing one
   frame. `compile_frame` looks it up in the module at each attempt, under the compile lock, and attempts again when it
   raises `RestartAnalysis`. The speculation log is one object for all attempts at one compilation.
 - `SpeculationLog.clear()` forgets where earlier attempts broke the graph.
 - `GuardOnDataDependentSymNode` and `PendingUnbackedSymbolNotFound` are how an unbacked symbol fails.
+- `config._make_closure_patcher(**values)` is what PyTorch itself uses to set values on a hot path.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -31,10 +32,12 @@ class MissingName(Exception):
 
 @dataclass(frozen=True)
 class DynamoNames:
+    """`restart` makes the exception that starts another attempt; `passed_on` are Dynamo's own ways of ending one."""
+
     convert_frame: ModuleType
     trace_frame: Callable[..., Any]
-    restart: type[Exception]
-    skip_frame: type[Exception]
+    restart: Callable[..., Exception]
+    passed_on: tuple[type[Exception], ...]
     data_dependent: tuple[type[Exception], ...]
 
     @classmethod
@@ -47,17 +50,33 @@ class DynamoNames:
                 raise MissingName(f"parameter {parameter!r} of torch._dynamo.convert_frame.trace_frame")
         _attribute(_attribute(importlib.import_module("torch._dynamo.symbolic_convert"), "SpeculationLog"), "clear")
         exceptions = importlib.import_module("torch._dynamo.exc")
+        restart = _attribute(exceptions, "RestartAnalysis")
         shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
         return cls(
             convert_frame=convert_frame,
             trace_frame=trace_frame,
-            restart=_attribute(exceptions, "RestartAnalysis"),
-            skip_frame=_attribute(exceptions, "SkipFrame"),
+            restart=restart,
+            passed_on=(restart, _attribute(exceptions, "SkipFrame")),
             data_dependent=(
                 _attribute(shapes, "GuardOnDataDependentSymNode"),
                 _attribute(shapes, "PendingUnbackedSymbolNotFound"),
             ),
         )
+
+
+def config_switch(values: Mapping[str, bool]) -> Callable[[], Callable[[], None]]:
+    """A function that sets `values` in `torch._dynamo.config` and returns the one that restores what it found."""
+    config = importlib.import_module("torch._dynamo.config")
+    make = getattr(config, "_make_closure_patcher", None)
+    if make is not None:
+        return make(**values)
+
+    def switch() -> Callable[[], None]:
+        patch = config.patch(dict(values))
+        patch.__enter__()
+        return lambda: patch.__exit__(None, None, None)
+
+    return switch
 
 
 def _attribute(owner: Any, name: str) -> Any:

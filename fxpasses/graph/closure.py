@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 
 from fxpasses.graph import effects
 from fxpasses.graph.effects import Refused
-from fxpasses.graph.provenance import where
+from fxpasses.graph.provenance import source, where
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import is_symbolic, symbol
 from fxpasses.graph.values import Many, Memory, Scalar, Tensor, Value, ValueTable
@@ -40,6 +40,11 @@ RANGES = frozenset(
     }
 )
 _ASSERTIONS = RANGES | {torch.ops.aten._assert_scalar.default, torch._check}
+# Operations that look at one argument's size, dtype and device alone, with that argument's position.
+_LOOKS = {
+    "new_empty": 0, "new_full": 0, "new_ones": 0, "new_tensor": 0, "new_zeros": 0, "empty_like": 0, "full_like": 0,
+    "ones_like": 0, "zeros_like": 0, "expand_as": 1, "reshape_as": 1, "type_as": 1, "view_as": 1,
+}  # fmt: skip
 # An integer buffer larger than this (bytes) is data, such as a quantised weight, and not metadata.
 _LARGEST_BUFFER = 1 << 20
 
@@ -72,15 +77,13 @@ class Closure:
     refusals: dict[Node, Refusal] = field(default_factory=dict)
 
 
-def find_closure(main: Region, fake_mode: Any, shared_inputs: frozenset[Node]) -> Closure:
-    """Analyse a graph and its checkpoint bodies. `shared_inputs`: placeholders whose memory another input shares.
+def find_closure(main: Region, fake_mode: Any, banned: dict[Node, Refusal]) -> Closure:
+    """Analyse a graph and its checkpoint bodies; the nodes in `banned` stay outside.
 
     Where a value turns out to be written, returned or read at the wrong time, the node that allocated it is taken out
     of the closure, and the analysis starts anew: it is linear in the graph, and the table's work is kept in its keys.
     """
-    banned: dict[Node, Refusal] = {
-        node: Refusal(node.name, Reason.INPUT_WRITTEN, "another input shares its memory") for node in shared_inputs
-    }
+    banned = dict(banned)
     rounds = 0
     while True:
         walk = _Walk(main, fake_mode, banned, nothing=rounds > _MOST_ROUNDS)
@@ -163,8 +166,7 @@ class _Walk:
             return Reason.ACTIVATION, f"`{node.name}`"
         if type(example) is not torch._subclasses.FakeTensor or example.layout is not torch.strided:
             return Reason.UNSUPPORTED_VALUE, f"`{node.name}` is a {type(example).__name__}"
-        buffer = "_buffers" in getattr(getattr(node, "_dynamo_source", None), "name", "")
-        if buffer and example.untyped_storage().nbytes() > _LARGEST_BUFFER:
+        if "_buffers" in source(node) and example.untyped_storage().nbytes() > _LARGEST_BUFFER:
             return Reason.PARAMETER, f"`{node.name}` is a large integer buffer"
         return None
 
@@ -189,7 +191,7 @@ class _Walk:
         if node in self.banned:
             obstacle = self.banned[node].reason, self.banned[node].text
         elif outside:
-            if self._size_of_outside(node):
+            if self._size_of_outside(node) or self._looks_at_outside(node, outside, autocast):
                 return autocast
             known = (self.obstacles[n] for n in outside if n in self.obstacles)
             obstacle = next(known, (Reason.ACTIVATION, f"`{outside[0].name}`"))
@@ -217,6 +219,27 @@ class _Walk:
         if found is None or found not in self.symbols:
             return False
         self.values[node] = self.symbols[found]
+        return True
+
+    def _looks_at_outside(self, node: Node, outside: list[Node], autocast: tuple[Any, ...]) -> bool:
+        """Number `x.new_full(size, 0)`, `mask.type_as(x)` and the like, which ask an activation for no values."""
+        name = getattr(node.target, "__name__", str(node.target))
+        position = _LOOKS.get(name)
+        if position is None or len(node.args) <= position or outside != [node.args[position]] or self.nothing:
+            return False
+        example = outside[0].meta.get("example_value")
+        if self.levels or type(example) is not torch._subclasses.FakeTensor or not example.is_contiguous():
+            return False
+        sizes = [size if isinstance(size, int) else self.symbols.get(symbol(size)) for size in example.shape]
+        if None in sizes:
+            return False
+        look = self.closure.table.look(node, example, sizes)
+        try:
+            self.values[node] = self.closure.table.apply(
+                node, lambda operand: look if operand is outside[0] else self.values[operand], autocast
+            )
+        except Refused:
+            return False
         return True
 
     def _outside(self, region: Region, node: Node) -> None:
@@ -319,7 +342,9 @@ def _signature(tree: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
             parts.append((leaf.dtype, str(leaf.device), str(tuple(leaf.shape)), str(leaf.stride()), leaf.requires_grad))
         else:
-            parts.append((type(leaf).__name__, str(leaf) if is_symbolic(leaf) or isinstance(leaf, float) else repr(leaf)))
+            parts.append(
+                (type(leaf).__name__, str(leaf) if is_symbolic(leaf) or isinstance(leaf, float) else repr(leaf))
+            )
         return leaf
 
     map_aggregate(tree, add)

@@ -18,11 +18,8 @@ def copy_graph_module(original: GraphModule) -> GraphModule:
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
-    output = graph.graph_copy(original.graph, copies, return_output_node=True)
-    if output is not None:
-        value, old_output = output
-        new_output = graph.output(value)
-        new_output.meta = dict(old_output.meta)
+    output = graph.output(graph.graph_copy(original.graph, copies))
+    output.meta = dict(original.graph.output_node().meta)
     copy = GraphModule(original, graph, class_name=type(original).__name__)
     copy.meta = dict(original.meta)
     for name in ("_param_name_to_source", "_backend_id"):
@@ -39,7 +36,8 @@ def _own_checkpoint_bodies(gm: GraphModule) -> None:
     taken: set[str] = set()
     for call in gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
         attribute = call.args[0]
-        name = attribute.target
+        assert isinstance(attribute, Node)
+        name = str(attribute.target)
         body = copy_graph_module(getattr(gm, name))
         if name in taken:  # two calls of one body: each may come to take other operands
             name = _fresh_name(gm, name)

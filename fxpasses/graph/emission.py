@@ -6,6 +6,7 @@ goes into the buffer that holds the version before it if nothing asks for that v
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch.fx.node import map_aggregate
 from fxpasses.graph.values import Entry, Ref, ValueTable
 
 
-def slice_of(table: ValueTable, wanted: Iterable[Ref], stop: Callable[[Entry], bool] = lambda entry: False) -> list[int]:
+def slice_of(
+    table: ValueTable, wanted: Iterable[Ref], stop: Callable[[Entry], bool] = lambda entry: False
+) -> list[int]:
     """The numbers of all entries needed for `wanted`, ascending; entries where `stop` holds are not looked behind."""
     needed: set[int] = set()
     waiting = list(wanted)
@@ -78,6 +81,8 @@ class Emitter:
             self.nodes[entry.number] = self.buffers[entry.number] = given
         elif entry.kind == "write":
             self._emit_write(entry, last_use)
+        elif entry.kind == "look":
+            self.buffers[entry.number] = self._emit_look(entry)
         elif entry.kind == "item":
             if entry.base is None:
                 self.nodes[entry.number] = self.buffers[entry.number] = self._item(entry, self.nodes)
@@ -88,6 +93,12 @@ class Emitter:
                 # On the device this was new memory; on the host `.cpu()` and `.to()` may return what they were given.
                 node = self.graph.call_method("clone", (node,))
             self.nodes[entry.number] = self.buffers[entry.number] = node
+
+    def _emit_look(self, entry: Entry) -> Node:
+        device = torch.device("cpu") if self.on_host else entry.fake.device
+        point = self.graph.call_function(torch.empty, ((),), {"dtype": entry.fake.dtype, "device": device})
+        sizes = tuple(self.nodes[size.number] if isinstance(size, Ref) else size for size in entry.args)
+        return self.graph.call_method("expand", (point, sizes))
 
     def _emit_write(self, entry: Entry, last_use: dict[int, float]) -> None:
         assert entry.previous is not None and entry.base is not None
@@ -117,8 +128,6 @@ class Emitter:
         return self._address(ref.number, buffer) if is_tensor and ref.version is None else self.value(ref)
 
     def _item(self, entry: Entry, containers: dict[int, Node]) -> Node:
-        import operator
-
         return self.graph.call_function(operator.getitem, (containers[entry.operands[0].number], entry.path))
 
     def _call(self, entry: Entry, resolve: Callable[[Ref], Node]) -> Node:

@@ -21,7 +21,8 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 class Region:
     """One graph: the main graph (`parent` and `call` are None) or the body of a checkpoint call in `parent`.
 
-    bodies: the regions directly inside, by their call. operands: what each placeholder of a body stands for in `parent`.
+    bodies: the regions directly inside, by their call.
+    operands: what each placeholder of a body stands for in `parent`.
     """
 
     gm: GraphModule

@@ -1,7 +1,7 @@
 """Symbolic sizes: what the passes ask of PyTorch's shape environment.
 
-Private names (also `torch._guards.detect_fake_mode` and `ShapeEnv.create_symintnode`), checked on torch 2.11, 2.13 and 2.15: `torch.fx.experimental.symbolic_shapes` (`free_unbacked_symbols`,
-`constrain_unify`) and the attribute `SymInt.node.expr`.
+Private names, checked on torch 2.11, 2.13 and 2.15: `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` and
+`constrain_unify`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the attribute `SymInt.node.expr`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,17 @@ def symbol(value: Any) -> Any:
     """The single symbol that a symbolic integer is, or None."""
     found = expression(value)
     return found if isinstance(found, sympy.Symbol) and isinstance(value, torch.SymInt) else None
+
+
+def bytes_of(tensor: torch.Tensor) -> int | None:
+    """A fake tensor's size in bytes for the sizes being traced; None where one is known only when the program runs."""
+    total = tensor.element_size()
+    for size in tensor.shape:
+        hint = size if isinstance(size, int) else size.node.hint
+        if hint is None:
+            return None
+        total *= int(hint)
+    return total
 
 
 def declare_equal(first: Any, second: Any) -> None:

@@ -16,7 +16,7 @@ After Alpern, Wegman and Zadeck, "Detecting equality of variables in programs" (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,8 @@ class Ref:
 class Entry:
     """A row of the table.
 
-    kind: "root" (an input), "op" (a node), "item" (one tensor of an op that gives several), "write".
+    kind: "root" (an input), "op" (a node), "item" (one tensor of an op that gives several), "write", "look" (a tensor
+    of the size in `args`, and the dtype and device of `fake`, whose values nobody asks for).
     args, kwargs: of the node, with `Ref` in place of nodes. base: for views, the number of the allocation. previous:
     for writes, the version before; target: for writes, the number written through. fake: the value on fake tensors.
     read: whether the host asks the device (a scalar's value, or the size of a result). work: whether making it takes
@@ -127,6 +128,18 @@ class ValueTable:
             return Tensor(entry.number, Memory(entry.number, entry.number, node))
         return Scalar(entry.number)
 
+    def look(self, node: Node, example: torch.Tensor, sizes: Sequence[int | Scalar]) -> Tensor:
+        """Number what can be seen of a tensor without its values: size, dtype and device."""
+        refs = tuple(Ref(size.number) if isinstance(size, Scalar) else size for size in sizes)
+        key = ("look", refs, example.dtype, example.device)
+        if key not in self._views:
+            with self.fake_mode, torch.no_grad():
+                fake = torch.empty((), dtype=example.dtype, device=example.device).expand(example.shape)
+            operands = tuple(ref for ref in refs if isinstance(ref, Ref))
+            self._views[key] = self._add(Entry(0, "look", node, args=refs, operands=operands, fake=fake))
+        number = self._views[key].number
+        return Tensor(number, Memory(number, number, node))
+
     def apply(self, node: Node, value_of: Callable[[Node], Value], autocast: tuple[Any, ...]) -> Value:
         """Number the result of `node`, all of whose operands have numbers; raises `Refused`.
 
@@ -153,6 +166,10 @@ class ValueTable:
         entry.occurrences += 1
         self._note_same(entry, node)
         return self._result(entry, effect, node, tensors)
+
+    def occurrences(self, entry: Entry) -> int:
+        """How many nodes compute the value."""
+        return self.entries[entry.operands[0].number].occurrences if entry.kind == "item" else entry.occurrences
 
     def _pick(self, node: Node, value_of: Callable[[Node], Value]) -> Any:
         """`pair[1]`: the value is there already."""
@@ -208,7 +225,10 @@ class ValueTable:
             entry = self._add(entry)
             self._add_items(entry, effect.output, views=False)
             return entry, effect
-        if any(a is None for a in effect.aliases) or len({tensors[a].memory for a in effect.aliases if a is not None}) > 1:
+        if (
+            any(a is None for a in effect.aliases)
+            or len({tensors[a].memory for a in effect.aliases if a is not None}) > 1
+        ):
             raise Refused(Reason.UNKNOWN_OPERATOR, "returns views of several tensors")
         return self._number_view(entry, effect, tensors, key)
 
@@ -229,7 +249,7 @@ class ValueTable:
             return self._views[view_key], effect
         entry.operands = tuple(address(ref) for ref in entry.operands)
         entry.base = viewed.memory.alloc
-        entry.work = False
+        entry.work = entry.read = False
         self._views[view_key] = self._add(entry)
         self._add_items(entry, effect.output, views=True)
         return entry, effect
@@ -243,7 +263,9 @@ class ValueTable:
         (memory,) = written
         if self.entries[memory.alloc].kind == "root":
             raise Refused(Reason.INPUT_WRITTEN, f"writes `{self.entries[memory.alloc].node.name}`")
-        if any(a is None for a in effect.aliases) or any(tensors[a].memory is not memory for a in effect.aliases if a is not None):
+        if any(a is None for a in effect.aliases) or any(
+            tensors[a].memory is not memory for a in effect.aliases if a is not None
+        ):
             raise Refused(Reason.UNKNOWN_OPERATOR, "writes memory and returns another tensor")
         if not all(effect.same):
             raise Refused(Reason.UNKNOWN_OPERATOR, "writes memory and returns a view of it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from fxpasses.graph.provenance import source
 from fxpasses.graph.values import Entry, Ref, ValueTable
 
 _OPERATORS = {
@@ -31,6 +32,8 @@ def _describe(table: ValueTable, operand: Any, depth: int) -> str:
 def _expression(table: ValueTable, entry: Entry, depth: int) -> str:
     if entry.kind == "root":
         return input_name(entry)
+    if entry.kind == "look":
+        return "x"
     if entry.kind == "item":
         return f"{_describe(table, entry.operands[0], depth - 1)}[{entry.path}]"
     parts = [_describe(table, argument, depth - 1) for argument in entry.args]
@@ -59,8 +62,4 @@ def comparison(table: ValueTable, number: int) -> tuple[str, Any, Any] | None:
 
 def input_name(entry: Entry) -> str:
     """`lengths` for `L['lengths']`, `batch['lengths']` for `L['batch']['lengths']`."""
-    source = getattr(getattr(entry.node, "_dynamo_source", None), "name", None)
-    name = source() if callable(source) else source
-    if not name:
-        return entry.node.name
-    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", source(entry.node)) or entry.node.name

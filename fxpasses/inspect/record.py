@@ -1,8 +1,8 @@
 """A record of the graphs compiled while it is open.
 
-    with fxpasses.inspect.record() as record:
-        step()
-    print(record)
+with fxpasses.inspect.record() as record:
+    step()
+print(record)
 """
 
 from __future__ import annotations

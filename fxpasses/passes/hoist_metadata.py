@@ -30,6 +30,7 @@ from fxpasses.graph.closure import RANGES, Closure, find_closure
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import (
+    bytes_of,
     constant,
     declare_equal,
     integer_behind,
@@ -38,12 +39,12 @@ from fxpasses.graph.symbols import (
     scalar_tensor,
     symbol,
 )
-from fxpasses.graph.values import Entry, Memory, Ref, Scalar, Tensor, number_of
+from fxpasses.graph.values import Entry, Memory, Ref, Scalar, Tensor, Value, number_of
 from fxpasses.passes.prologue import Assertion, Extra, build_program
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
-# A result used once and larger than this (bytes) is left where a compiler may fuse it away: `one_hot(tokens, vocabulary)`.
+# A result made once and larger than this (bytes) is left where a compiler may fuse it away: `one_hot(ids, vocabulary)`.
 _LARGE = 1 << 30
 
 
@@ -56,10 +57,29 @@ class HoistMetadata:
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
         main = Region(gm)
-        closure = find_closure(main, context.fake_mode, context.shared_inputs)
+        banned = {node: Refusal(node.name, Reason.INPUT_WRITTEN, _SHARED) for node in context.shared_inputs}
+        closure = find_closure(main, context.fake_mode, banned)
+        large = _too_large(closure)
+        if large:
+            closure = find_closure(main, context.fake_mode, banned | large)
         _Cut(main, closure, context, report).run()
         report.refusals = _refusals(closure)
         return report
+
+
+_SHARED = "another input shares its memory"
+
+
+def _too_large(closure: Closure) -> dict[Node, Refusal]:
+    """Allocations that the prologue would hold, and a compiler might never make."""
+    found = {}
+    for use in closure.uses:
+        for memory, _ in use.versions:
+            entry = closure.table.entries[memory.alloc]
+            size = bytes_of(entry.fake) if entry.kind != "root" and isinstance(entry.fake, torch.Tensor) else None
+            if closure.table.occurrences(entry) == 1 and size is not None and size > _LARGE:
+                found[memory.node] = Refusal(memory.node.name, Reason.TOO_LARGE, f"{size} bytes", where(memory.node))
+    return found
 
 
 _KEEP = "keep"
@@ -128,7 +148,7 @@ class _Cut:
                 if isinstance(operand, Node) and region.parent is not None:
                     waiting.append((region.parent, operand))
             else:
-                waiting += [(region, operand) for operand in node.all_input_nodes]
+                waiting += [(region, operand) for operand in node.all_input_nodes if operand in self.closure.values]
 
     def _decision(self, node: Node) -> Any:
         value = self.closure.values[node]
@@ -154,7 +174,11 @@ class _Cut:
             root = self._input_for_symbol(found)
             if root is not None:
                 return _Provide(root)
-        if entry.read and entry.kind == "op" and not (isinstance(known, torch.SymBool) and integer_behind(known) is None):
+        if (
+            entry.read
+            and entry.kind == "op"
+            and not (isinstance(known, torch.SymBool) and integer_behind(known) is None)
+        ):
             return _Provide(entry.number)
         return _KEEP
 
@@ -199,7 +223,9 @@ class _Cut:
             return self._derive(number, "call_method", "item", (number,), fake, entry)
         if isinstance(fake, torch.SymBool):
             number = self._append_input(Extra(ref, as_int=True), integer_behind(fake), entry)
-            return self._derive(number, "call_function", operator.eq, (number, 1), number.meta["example_value"] == 1, entry)
+            return self._derive(
+                number, "call_function", operator.eq, (number, 1), number.meta["example_value"] == 1, entry
+            )
         return self._append_input(Extra(ref), fake, entry)
 
     def _append_input(self, extra: Extra, fake: Any, entry: Entry) -> Node:
@@ -280,17 +306,19 @@ class _Cut:
     # Reporting
 
     def _reads(self) -> list[Node]:
-        return [
-            node
-            for node, value in self.closure.values.items()
-            if node.op != "placeholder" and node.meta.get("unbacked_bindings") and value is not None
-        ]
+        """The nodes of the closure that make the host wait for the device, before the pass."""
+        values = self.closure.values
+        return [node for node in values if node.meta.get("unbacked_bindings") and self._is_read(values[node])]
+
+    def _is_read(self, value: Value) -> bool:
+        number = number_of(value)
+        return number is not None and self.table.entries[number].read
 
     def _describe(self, reads: list[Node]) -> None:
         entries = [self.table.entries[extra.ref.number] for extra in self.frontier if extra.dimension is None]
         tensors = [entry for entry in entries if isinstance(entry.fake, torch.Tensor)]
         distinct_reads = {number_of(self.closure.values[node]) for node in reads}
-        built = sum(entry.occurrences for entry in tensors)
+        built = sum(self.table.occurrences(entry) for entry in tensors)
         self.report.changed = True
         self.report.figures = {
             "host_reads_before": len(reads),
@@ -306,7 +334,7 @@ class _Cut:
         )
         for entry in entries:
             place = where(entry.node)
-            self.report.changes.append(f"{entry.node.name} ×{entry.occurrences} at {place} → packed input")
+            self.report.changes.append(f"{entry.node.name} ×{self.table.occurrences(entry)} at {place} → packed input")
 
 
 def _append_placeholder(region: Region, name: str, fake: Any, entry: Entry) -> Node:
@@ -333,9 +361,10 @@ def _declare_all_equal(first: Any, second: Any) -> None:
 
 
 def _refusals(closure: Closure) -> list[Refusal]:
-    """Host reads that stay, and values that were nearly hoisted; one line for each kind and place."""
+    """Values that were nearly hoisted, and host reads that stay."""
     found = dict(closure.refusals)
     for node, (reason, text) in closure.obstacles.items():
-        if node.meta.get("unbacked_bindings") and node not in found:
+        reads = node.meta.get("unbacked_bindings") and getattr(node.target, "__name__", "") != "getitem"
+        if reads and node not in found:
             found[node] = Refusal(node.name, reason, text, where(node))
     return list(found.values())

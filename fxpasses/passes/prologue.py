@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 
 from fxpasses.graph.emission import Emitter, slice_of
 from fxpasses.graph.provenance import where
-from fxpasses.graph.symbols import constant, is_symbolic
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.graph.wording import comparison, describe
 from fxpasses.prologue_program import Check, Output, Program
@@ -159,7 +158,11 @@ def _exact_entries(table: ValueTable, numbers: Iterable[int]) -> set[int]:
     for number in numbers:
         entry = table.entries[number]
         operands = (ref.version if ref.version is not None else ref.number for ref in entry.operands)
-        if all(operand in exact for operand in operands) and not entry.autocast and _is_integral(entry.fake):
+        if (
+            all(operand in exact for operand in operands)
+            and not entry.autocast
+            and (entry.kind == "look" or _is_integral(entry.fake))
+        ):
             exact.add(number)
     return exact
 
@@ -169,9 +172,7 @@ def _is_integral(fake: Any) -> bool:
         return all(_is_integral(item) for item in fake)
     if isinstance(fake, torch.Tensor):
         return not fake.dtype.is_floating_point and not fake.dtype.is_complex
-    if isinstance(fake, (float, torch.SymFloat)) and not isinstance(constant(fake) if is_symbolic(fake) else None, int):
-        return False
-    return True
+    return not isinstance(fake, (float, torch.SymFloat))
 
 
 def _device(entry: Entry) -> str | None:

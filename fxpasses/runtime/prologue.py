@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
 from fxpasses.errors import MetadataError
 from fxpasses.prologue_program import Check, Output, Program
@@ -23,20 +23,24 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 class Prologue:
     """Computes the extra inputs of a main graph from the inputs that it has anyway.
 
+    sources: for each input of the main graph, how Dynamo found it (`L['lengths']`), for prefetching.
     The autocast state is that of the moment of compilation, which Dynamo's guards hold fast for every call.
     """
 
-    def __init__(self, program: Program, origin: GraphModule, cache: BatchCache = batch_cache) -> None:
+    def __init__(self, program: Program, sources: Sequence[str] = (), cache: BatchCache = batch_cache) -> None:
         self.program = program
+        self.sources = tuple(sources)
         self.cache = cache
         self._autocast = _autocast_state()
         self.key = f"{program.key()}:{self._autocast}"
         self.runs = 0
+        if sources:
+            _live.add(self)
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The extra inputs for `inputs` (the main graph's own); raises `MetadataError` if an assertion fails."""
         roots = [inputs[position] for position in self.program.roots]
-        sizes = tuple(i for i in inputs if isinstance(i, int)) if self._takes_sizes(inputs) else ()
+        sizes = tuple(inputs[i] for i in self.positions() if isinstance(inputs[i], int))
         what = (self.key, sizes)
         found = self.cache.get(what, roots)
         if found is None:
@@ -45,8 +49,9 @@ class Prologue:
             self.cache.put(what, roots, versions, found)
         return found
 
-    def _takes_sizes(self, inputs: Sequence[Any]) -> bool:
-        return any(isinstance(inputs[i], int) for i in (*self.program.host_inputs, *self.program.device_inputs))
+    def positions(self) -> tuple[int, ...]:
+        """The inputs of the main graph that the prologue looks at."""
+        return (*self.program.host_inputs, *self.program.device_inputs)
 
     def _compute(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         self.runs += 1
@@ -66,7 +71,9 @@ class Prologue:
 
     def _run_host(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         arguments = [inputs[position] for position in self.program.host_inputs]
-        if self.program.device is not None or any(isinstance(a, torch.Tensor) and a.device.type != "cpu" for a in arguments):
+        if self.program.device is not None or any(
+            isinstance(a, torch.Tensor) and a.device.type != "cpu" for a in arguments
+        ):
             tensors = iter(to_host([a for a in arguments if isinstance(a, torch.Tensor)], self.cache))
             arguments = [next(tensors) if isinstance(a, torch.Tensor) else a for a in arguments]
         return self.program.host(*arguments)
@@ -98,6 +105,14 @@ def _message(check: Check, left: Any, right: Any) -> str:
         f"the batch breaks an assertion of the model: {check.left_text} {check.comparison} {check.right_text}, but "
         f"{check.left_text} is {left}{right_text}{place}"
     )
+
+
+# All prologues in use: `torch.compile` gives no way from a compiled model to what its backend returned.
+_live: weakref.WeakSet[Prologue] = weakref.WeakSet()
+
+
+def live_prologues() -> list[Prologue]:
+    return list(_live)
 
 
 def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:

@@ -12,7 +12,7 @@ _ALIGNMENT = 16  # bytes; a multiple of the size of every integer dtype
 
 
 class PendingCopy:
-    """A copy to the host that may still be under way; `tensors()` waits for it."""
+    """Copies to the host that may still be under way; `tensors()` waits for them."""
 
     def __init__(self, copies: list[torch.Tensor], event: torch.Event | None) -> None:
         self._copies = copies
@@ -21,8 +21,11 @@ class PendingCopy:
     def tensors(self) -> list[torch.Tensor]:
         if self._event is not None:
             self._event.synchronize()
-            self._event = None
         return self._copies
+
+    def part(self, index: int) -> PendingCopy:
+        """One of the copies, to be waited for on its own."""
+        return PendingCopy([self._copies[index]], self._event)
 
 
 def to_host(tensors: Sequence[torch.Tensor], cache: BatchCache) -> list[torch.Tensor]:

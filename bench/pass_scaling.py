@@ -1,0 +1,134 @@
+"""How the time of `hoist_metadata` grows with the graph. Run: python -m bench.pass_scaling [--nodes N ...]
+
+The graph is made as Dynamo makes one for a decoder whose layers read a packed batch's metadata and build their masks in
+place, in checkpoint bodies and outside; tracing a real model of 50,000 nodes would take Dynamo longer than the pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import statistics
+import time
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fxpasses.graph.regions import CHECKPOINT
+from fxpasses.options import Options
+from fxpasses.passes.hoist_metadata import HoistMetadata
+from fxpasses.pipeline import run_passes
+
+TOKENS, WIDTH, SEQUENCES = 64, 32, 8
+
+
+class Tracer:
+    """Appends nodes to a graph, running each on fake tensors, so that they carry what Dynamo's nodes carry."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.graph = Graph()
+
+    def placeholder(self, name: str, example: Any) -> Node:
+        node = self.graph.placeholder(name)
+        node.meta["example_value"] = example
+        return node
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        return self._finish(self.graph.call_method(name, args, kwargs))
+
+    def function(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return self._finish(self.graph.call_function(target, args, kwargs))
+
+    def _finish(self, node: Node) -> Node:
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["example_value"])
+        with self.mode:
+            if node.op == "call_method":
+                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["example_value"] = value
+        if node.target == "item":
+            node.meta["unbacked_bindings"] = {value.node.expr: ()}
+        return node
+
+
+def layer(tracer: Tracer, x: Node, lengths: Node) -> Node:
+    """A layer's nodes: its questions to the batch, its mask, and some arithmetic on activations."""
+    longest = tracer.method("item", tracer.method("max", lengths))
+    mask = tracer.function(torch.full, (TOKENS, TOKENS), float("-inf"))
+    position = tracer.function(torch.arange, TOKENS)
+    start: Any = 0
+    for index in range(SEQUENCES):
+        length = tracer.method("item", tracer.function(operator.getitem, lengths, index))
+        stop = tracer.function(operator.add, start, length)
+        after = tracer.function(operator.ge, position, start)
+        inside = tracer.function(operator.and_, after, tracer.function(operator.lt, position, stop))
+        row = tracer.function(operator.getitem, inside, (slice(None), None))
+        column = tracer.function(operator.getitem, inside, None)
+        tracer.function(operator.setitem, mask, tracer.function(operator.and_, row, column), 0)
+        start = stop
+    scores = tracer.function(operator.add, tracer.function(torch.matmul, x, tracer.method("t", x)), mask)
+    x = tracer.function(torch.matmul, tracer.method("softmax", scores, -1), x)
+    for _ in range(40):
+        x = tracer.function(torch.nn.functional.gelu, tracer.function(operator.add, x, 1.0))
+    return tracer.function(operator.mul, x, longest)
+
+
+def decoder(nodes: int) -> tuple[GraphModule, list[Any]]:
+    """A graph of about `nodes` nodes; every other layer lies in a checkpoint body."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+    with mode:
+        examples = [torch.empty(TOKENS, WIDTH), torch.empty(SEQUENCES, dtype=torch.int64)]
+    main = Tracer(mode)
+    x = main.placeholder("x", examples[0])
+    lengths = main.placeholder("lengths", examples[1])
+    root, total = torch.nn.Module(), 0
+    while total < nodes:
+        inner = Tracer(mode)
+        inner_x, inner_lengths = (inner.placeholder(n.name, n.meta["example_value"]) for n in (x, lengths))
+        inner.graph.output((layer(inner, inner_x, inner_lengths),))
+        name = f"wrap_body_{total}"
+        root.add_module(name, GraphModule({}, inner.graph))
+        call = main.graph.call_function(CHECKPOINT, (main.graph.get_attr(name), x, lengths))
+        call.meta["example_value"] = (x.meta["example_value"],)
+        before = len(main.graph.nodes)
+        x = layer(main, main.function(operator.getitem, call, 0), lengths)
+        total += len(inner.graph.nodes) + len(main.graph.nodes) - before
+    main.graph.output((x,))
+    return GraphModule(root, main.graph), examples
+
+
+def measure(nodes: int, repeats: int) -> dict[str, Any]:
+    seconds, figures = [], {}
+    for _ in range(repeats):
+        gm, examples = decoder(nodes)
+        started = time.perf_counter()
+        result = run_passes([HoistMetadata()], gm, examples, Options(strict=True))
+        seconds.append(time.perf_counter() - started)
+        figures = result.reports[0].figures
+    median = statistics.median(seconds)
+    return {
+        "nodes": nodes,
+        "seconds": median,
+        "µs per node": 1e6 * median / nodes,
+        "host reads before": figures["host_reads_before"],
+        "after": figures["host_reads_after"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1_000, 5_000, 10_000, 50_000])
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    rows = [measure(nodes, arguments.repeats) for nodes in arguments.nodes]
+    print(tabulate(rows, headers="keys", floatfmt=(".0f", ".2f", ".1f", ".0f", ".0f")))
+
+
+if __name__ == "__main__":
+    main()

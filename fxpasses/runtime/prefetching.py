@@ -1,0 +1,119 @@
+"""Start a batch's prologue before its forward pass."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxpasses.runtime.batch_cache import versions_of
+from fxpasses.runtime.prologue import Prologue, live_prologues
+from fxpasses.runtime.transfers import start_copy
+
+log = logging.getLogger(__name__)
+_side_streams: dict[torch.device, torch.Stream] = {}
+
+
+def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> int:
+    """Start the prologues of the next `batch` while the device still works on the current one.
+
+    batch: what the model will be called with: keyword arguments as a mapping, positional ones as a sequence, or the
+    only one. The very tensors must be passed to the model later; they are recognised by identity.
+    Metadata on an accelerator is copied to the host on a side stream, without waiting; metadata on the CPU is computed
+    at once. Returns how many prologues were started: 0 before the first forward pass, when nothing is compiled yet, and
+    for batches whose metadata is made inside the model. Raises `TypeError` for a batch of another kind.
+    """
+    arguments, keywords = _arguments(batch)
+    started = 0
+    for frame in _frames(compiled_model, arguments, keywords):
+        for prologue in live_prologues():
+            inputs = _inputs(prologue, frame)
+            if inputs is not None:
+                _start(prologue, inputs)
+                started += 1
+        if started:
+            break
+    return started
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (list, tuple)):
+        return tuple(batch), {}
+    raise TypeError(f"batch is a {type(batch).__name__}; pass a mapping of keyword arguments, a sequence or a tensor")
+
+
+def _frames(
+    model: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The local variables that the model's forward will start with, in the function itself or in one that wraps it."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, torch.nn.Module):
+        function: Any = type(model).forward
+        arguments = (model, *arguments)
+    else:
+        function = getattr(model, "_torchdynamo_orig_callable", model)
+    while function is not None:
+        try:
+            bound = inspect.signature(function, follow_wrapped=False).bind(*arguments, **keywords)
+            bound.apply_defaults()
+            yield dict(bound.arguments)
+        except (TypeError, ValueError):
+            log.debug("the batch does not fit %s", function)
+        function = getattr(function, "__wrapped__", None)
+
+
+def _inputs(prologue: Prologue, frame: dict[str, Any]) -> dict[int, Any] | None:
+    """The prologue's inputs by position, looked up by the sources that Dynamo noted; None where one is not there."""
+    found: dict[int, Any] = {}
+    for position in prologue.positions():
+        try:
+            value = eval(prologue.sources[position], {"L": frame, "G": {}})  # a name made by Dynamo, as in its guards
+        except Exception:  # whatever a user's __getitem__ raises: the batch is not of this model
+            return None
+        if not isinstance(value, (int, torch.Tensor)):
+            return None
+        found[position] = value
+    return found
+
+
+def _start(prologue: Prologue, inputs: dict[int, Any]) -> None:
+    remote = [inputs[i] for i in prologue.program.host_inputs if _is_remote(inputs[i])]
+    if not remote:
+        if prologue.program.device is None:
+            prologue(_Sparse(inputs))
+        return
+    for device in {tensor.device for tensor in remote}:
+        stream = _side_streams.setdefault(device, torch.Stream(device=device))
+        tensors = [t for t in remote if t.device == device and prologue.cache.get("to_host", [t]) is None]
+        if not tensors:
+            continue
+        stream.wait_stream(torch.accelerator.current_stream(device))  # the batch itself may still be on its way
+        versions = [versions_of([tensor]) for tensor in tensors]
+        with stream:
+            pending = start_copy(tensors)
+        for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            prologue.cache.put("to_host", [tensor], version, pending.part(index))
+
+
+def _is_remote(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+class _Sparse(Sequence[Any]):
+    """The inputs that a prologue looks at, by position; it asks for no other."""
+
+    def __init__(self, inputs: dict[int, Any]) -> None:
+        self._inputs = inputs
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._inputs[position]
+
+    def __len__(self) -> int:
+        return len(self._inputs)

@@ -1,0 +1,62 @@
+"""What the tests share: run a program in eager mode and compiled, compare all numbers, count host reads."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import fxpasses.inspect
+from fxpasses import fastpack_backend
+from fxpasses.inspect import Record
+
+# Operators that make the host wait for the device, or that have a result whose size only the data tells.
+HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
+
+
+def compiled(program: Any, lowering: str = "eager", **options: Any) -> Any:
+    """`program` under the backend, with `strict` on; keyword arguments without a dot go to `torch.compile`."""
+    arguments = {name: options.pop(name) for name in ("dynamic", "fullgraph", "mode") if name in options}
+    given = {"fastpack.lowering": lowering, "fastpack.strict": True} | {f"fastpack.{k}": v for k, v in options.items()}
+    return torch.compile(program, backend=fastpack_backend, options=given, **arguments)
+
+
+def results(program: Callable[..., Any], inputs: Sequence[Any]) -> dict[str, Any]:
+    """Outputs, gradients with respect to float inputs and parameters, and the inputs as the program left them."""
+    inputs = copy.deepcopy(list(inputs))
+    parameters = list(program.parameters()) if isinstance(program, torch.nn.Module) else []
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    outputs = [leaf for leaf in pytree.tree_leaves(program(*inputs)) if isinstance(leaf, torch.Tensor)]
+    differentiable = [output for output in outputs if output.requires_grad]
+    gradients: Iterable[Any] = ()
+    if differentiable:
+        loss = sum(output.float().square().sum() for output in differentiable)
+        gradients = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+    return {"outputs": outputs, "gradients": list(gradients), "inputs": inputs}
+
+
+def assert_same(
+    program: Any, batches: Iterable[Sequence[Any]], lowering: str = "eager", tolerance: float = 0.0, **options: Any
+) -> Record:
+    """Compare eager mode with the compiled program on every batch; returns the record of what was compiled."""
+    with fxpasses.inspect.record() as record:
+        program_compiled = compiled(program, lowering, **options)
+        for batch in batches:
+            expected, actual = results(program, batch), results(program_compiled, batch)
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return record
+
+
+def events(step: Callable[[], Any]) -> Counter[str]:
+    """How often each operator runs in `step`, forward and backward. A dispatch mode would switch compilation off."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    return Counter({event.key: event.count for event in profile.key_averages()})
+
+
+def host_reads(step: Callable[[], Any]) -> int:
+    return sum(count for name, count in events(step).items() if name in HOST_READS)
