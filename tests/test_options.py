@@ -1,0 +1,61 @@
+"""Options: what is accepted, and what a wrong one says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fxpasses
+from fxpasses.options import Options
+
+
+def test_defaults():
+    options = Options.parse(None)
+    assert (options.passes, options.lowering, options.verify, options.strict) == (
+        ("hoist_metadata",),
+        "inductor",
+        False,
+        False,
+    )
+
+
+def test_other_keys_go_to_inductor():
+    options = Options.parse({"shape_padding": True, "fastpack.verify": True})
+    assert dict(options.inductor) == {"shape_padding": True}
+    assert options.verify
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"fastpack.lowring": "eager"}, ["fastpack.lowring", "did you mean 'fastpack.lowering'"]),
+        ({"fastpack.nonsense": 1}, ["fastpack.nonsense", "fastpack.passes", "fastpack.strict"]),
+        ({"fastpack.lowering": "xla"}, ["fastpack.lowering", "'xla'", "inductor, aot_eager, eager"]),
+        ({"fastpack.verify": "yes"}, ["fastpack.verify", "'yes'", "True or False"]),
+        ({"fastpack.strict": 1}, ["fastpack.strict", "1", "True or False"]),
+        ({"fastpack.passes": "hoist_metadata"}, ["fastpack.passes", "a list"]),
+        ({"fastpack.passes": ["hoist_metdata"]}, ["'hoist_metdata'", "did you mean 'hoist_metadata'"]),
+        ({"fastpack.lowering": "eager", "shape_padding": True}, ["'shape_padding'", "fastpack.lowering", "eager"]),
+    ],
+)
+def test_wrong_options_say_what_and_what_instead(given, words):
+    with pytest.raises(ValueError) as error:
+        Options.parse(given)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_wrong_options_reach_the_user_of_compile_at_once():
+    with pytest.raises(ValueError, match="lowring"):
+        fxpasses.compile(torch.nn.Linear(2, 2), options={"fastpack.lowring": "eager"})
+
+
+def test_wrong_options_reach_the_user_of_the_backend_name():
+    compiled = torch.compile(lambda x: x + 1, backend="fastpack", options={"fastpack.lowring": "eager"})
+    with pytest.raises(Exception, match=r"did you mean 'fastpack\.lowering'"):
+        compiled(torch.ones(2))
+
+
+def test_mode_needs_inductor():
+    with pytest.raises(ValueError, match="max-autotune"):
+        Options.parse({"fastpack.lowering": "eager"}, mode="max-autotune")

@@ -1,0 +1,107 @@
+"""The pipeline: a pass that fails or is wrong never reaches the user's program."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+
+import pytest
+import torch
+
+import fxpasses.pipeline as pipeline
+from fxpasses.errors import PassError
+from fxpasses.options import Options
+from fxpasses.pipeline import run_passes
+from fxpasses.report import Report
+
+
+class Raises:
+    name = "raises"
+    requires = ()
+
+    def __call__(self, gm, context):
+        next(iter(gm.graph.find_nodes(op="output"))).args = (None,)  # damage that must not be seen
+        raise RuntimeError("on purpose")
+
+
+class AddsOne:
+    """Changes `a + b` to `a - b`: a wrong pass."""
+
+    name = "adds_one"
+    requires = ()
+
+    def __call__(self, gm, context):
+        for node in gm.graph.find_nodes(op="call_function", target=operator.add):
+            node.target = operator.sub
+        return Report(self.name, changed=True, summary="wrong")
+
+
+def captured(program, *inputs):
+    """The graph and inputs that a backend is given, and the graph's printed code before."""
+    found = []
+
+    def backend(gm, example_inputs):
+        found.append((gm, example_inputs))
+        return gm
+
+    torch.compile(program, backend=backend)(*inputs)
+    return found[0]
+
+
+@pytest.fixture
+def graph():
+    return captured(lambda a, b: (a + b) * 2, torch.randn(3, requires_grad=True), torch.randn(3))
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings(monkeypatch):
+    monkeypatch.setattr(pipeline, "_warned", set())
+
+
+def test_a_pass_that_raises_is_dropped_with_one_warning(graph):
+    gm, inputs = graph
+    with pytest.warns(UserWarning, match=r"the pass raises failed.*on purpose.*report") as caught:
+        result = run_passes([Raises()], gm, inputs, Options())
+    assert len(caught) == 1
+    torch.testing.assert_close(result.gm(*inputs), gm(*inputs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_passes([Raises()], gm, inputs, Options())
+
+
+def test_strict_raises(graph):
+    with pytest.raises(PassError, match="raises failed: on purpose"):
+        run_passes([Raises()], *graph, Options(strict=True))
+
+
+def test_verify_finds_a_wrong_pass(graph):
+    gm, inputs = graph
+    with pytest.raises(PassError, match=r"adds_one.*outputs"):
+        run_passes([AddsOne()], gm, inputs, Options(strict=True, verify=True))
+    with pytest.warns(UserWarning, match="adds_one"):
+        result = run_passes([AddsOne()], gm, inputs, Options(verify=True))
+    torch.testing.assert_close(result.gm(*inputs), gm(*inputs))
+
+
+def test_without_verify_the_wrong_pass_is_not_noticed(graph):
+    """So the test above shows something."""
+    gm, inputs = graph
+    result = run_passes([AddsOne()], gm, inputs, Options(strict=True))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(result.gm(*inputs), gm(*inputs))
+
+
+def test_the_captured_graph_is_not_touched(graph):
+    gm, inputs = graph
+    before = gm.print_readable(print_output=False)
+    run_passes([AddsOne()], gm, inputs, Options())
+    assert gm.print_readable(print_output=False) == before
+
+
+def test_verify_on_a_program_that_is_hoisted():
+    from tests.support import assert_same
+
+    def program(x, lengths):
+        return x * lengths.max().item()
+
+    assert_same(program, [(torch.randn(4, requires_grad=True), torch.tensor([1, 2]))], verify=True)
