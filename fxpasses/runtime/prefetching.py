@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpasses.runtime.batch_cache import versions_of
+from fxpasses.runtime.batch_cache import State
 from fxpasses.runtime.prologue import Prologue, live_prologues
 from fxpasses.runtime.transfers import start_copy
 
@@ -95,11 +95,11 @@ def _start(prologue: Prologue, inputs: dict[int, Any]) -> None:
         if not tensors:
             continue
         stream.wait_stream(torch.accelerator.current_stream(device))  # the batch itself may still be on its way
-        versions = [versions_of([tensor]) for tensor in tensors]
+        states = [State.of([tensor]) for tensor in tensors]
         with stream:
             pending = start_copy(tensors)
-        for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            prologue.cache.put("to_host", [tensor], version, pending.part(index))
+        for index, (tensor, state) in enumerate(zip(tensors, states, strict=True)):
+            prologue.cache.put("to_host", [tensor], state, pending.part(index))
 
 
 def _is_remote(value: Any) -> bool:

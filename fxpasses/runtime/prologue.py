@@ -12,7 +12,7 @@ import torch
 
 from fxpasses.errors import MetadataError
 from fxpasses.prologue_program import Check, Output, Program
-from fxpasses.runtime.batch_cache import BatchCache, batch_cache, versions_of
+from fxpasses.runtime.batch_cache import BatchCache, State, batch_cache
 from fxpasses.runtime.transfers import to_device, to_host
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -44,9 +44,9 @@ class Prologue:
         what = (self.key, sizes)
         found = self.cache.get(what, roots)
         if found is None:
-            versions = versions_of(roots)
+            state = State.of(roots)
             found = self._compute(inputs)
-            self.cache.put(what, roots, versions, found)
+            self.cache.put(what, roots, state, found)
         return found
 
     def positions(self) -> tuple[int, ...]:

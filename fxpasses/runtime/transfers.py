@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fxpasses.runtime.batch_cache import BatchCache, versions_of
+from fxpasses.runtime.batch_cache import BatchCache, State
 
 _ALIGNMENT = 16  # bytes; a multiple of the size of every integer dtype
 
@@ -43,11 +43,11 @@ def to_host(tensors: Sequence[torch.Tensor], cache: BatchCache) -> list[torch.Te
                 missing.setdefault(tensor.device, []).append(position)
             else:
                 result[position] = pending.tensors()[0]
+    states = {position: State.of([tensors[position]]) for positions in missing.values() for position in positions}
     started = [(positions, start_copy([tensors[i] for i in positions])) for positions in missing.values()]
     for positions, copy in started:
         for position, host in zip(positions, copy.tensors(), strict=True):
-            tensor = tensors[position]
-            cache.put("to_host", [tensor], versions_of([tensor]), PendingCopy([host], None))
+            cache.put("to_host", [tensors[position]], states[position], PendingCopy([host], None))
             result[position] = host
     return [tensor for tensor in result if tensor is not None]
 

@@ -122,7 +122,7 @@ def mask_by_methods_in_place(x, lengths):
 def write_through_a_view(x, lengths):
     mask = torch.zeros(TOKENS, TOKENS)
     mask.t()[0].fill_(3.0)
-    mask.view(-1)[: lengths.max().item()] += 1
+    mask.view(-1)[: lengths.max().item()].add_(1)
     return mask @ x
 
 
@@ -340,7 +340,7 @@ def test_refuses_a_read_that_comes_before_a_write():
         mask = torch.zeros(TOKENS)
         mask[: lengths[0].item()] = 1
         y = x + mask[:, None]
-        mask[: lengths[1].item()] += 1
+        mask[: lengths[1].item()].add_(1)
         return y + mask[:, None]
 
     record = assert_same(program, batches())

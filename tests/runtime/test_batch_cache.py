@@ -6,13 +6,14 @@ import gc
 import threading
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 from fxpasses.errors import MetadataError
-from fxpasses.runtime.batch_cache import BatchCache, batch_cache, versions_of
+from fxpasses.runtime.batch_cache import BatchCache, State, batch_cache
 from fxpasses.runtime.prologue import live_prologues
 from tests.support import compiled, events
 
@@ -33,13 +34,13 @@ def program(x, lengths):
 
 def test_an_entry_is_found_until_its_tensor_changes_or_dies():
     cache, tensor = BatchCache(), torch.tensor([1, 2])
-    cache.put("what", [tensor], versions_of([tensor]), "result")
+    cache.put("what", [tensor], State.of([tensor]), "result")
     assert cache.get("what", [tensor]) == "result"
     assert cache.get("else", [tensor]) is None
     assert cache.get("what", [tensor.clone()]) is None
     tensor.add_(1)
     assert cache.get("what", [tensor]) is None
-    cache.put("what", [tensor], versions_of([tensor]), "again")
+    cache.put("what", [tensor], State.of([tensor]), "again")
     assert len(cache) == 1
     del tensor
     gc.collect()
@@ -48,9 +49,9 @@ def test_an_entry_is_found_until_its_tensor_changes_or_dies():
 
 def test_a_result_computed_from_an_older_version_is_not_found():
     cache, tensor = BatchCache(), torch.tensor([1, 2])
-    versions = versions_of([tensor])
+    state = State.of([tensor])
     tensor.add_(1)  # another thread, while the result was computed
-    cache.put("what", [tensor], versions, "stale")
+    cache.put("what", [tensor], state, "stale")
     assert cache.get("what", [tensor]) is None
 
 
@@ -58,7 +59,7 @@ def test_tensors_without_versions_are_not_cached():
     cache = BatchCache()
     with torch.inference_mode():
         tensor = torch.tensor([1, 2])
-    cache.put("what", [tensor], versions_of([tensor]), "result")
+    cache.put("what", [tensor], State.of([tensor]), "result")
     assert cache.get("what", [tensor]) is None
 
 
@@ -69,6 +70,16 @@ def test_an_edit_in_place_gives_the_new_result():
     lengths[0] = 9
     assert torch.equal(function(x, lengths), program(x, lengths))
     lengths.fill_(2)
+    assert torch.equal(function(x, lengths), program(x, lengths))
+
+
+def test_an_edit_that_no_version_counts_gives_the_new_result():
+    array = numpy.array([5, 4, 3])
+    x, lengths = torch.randn(TOKENS, 4), torch.from_numpy(array)
+    function = compiled(program)
+    assert torch.equal(function(x, lengths), program(x, lengths))
+    array[0] = 9
+    assert lengths._version == 0
     assert torch.equal(function(x, lengths), program(x, lengths))
 
 
@@ -90,9 +101,7 @@ def test_nothing_outlives_the_batch_and_the_backward_pass():
     function = compiled(program, "aot_eager")
     x, lengths = torch.randn(TOKENS, 4, requires_grad=True), torch.tensor([5, 4, 3])
     loss = function(x, lengths).sum()
-    held = [
-        weakref.ref(result) for entry in batch_cache._entries.values() for result in entry[2] if torch.is_tensor(result)
-    ]
+    held = [weakref.ref(value) for result in batch_cache.results() for value in result if torch.is_tensor(value)]
     assert held and len(batch_cache) > 0
     loss.backward()
     batch = weakref.ref(lengths)
