@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.fx import GraphModule
 
 from fxpasses import inspect
 from fxpasses.capture import breaks
+from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
 from fxpasses.lowering import lower
 from fxpasses.options import Options
@@ -49,24 +49,44 @@ fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how captur
 def _compile(
     result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options, mode: str | None
 ) -> Callable[..., Any]:
-    try:
-        if result.program is None:
-            return lower(result.gm, result.example_inputs, settings, mode, salt="")
-        prologue = Prologue(result.program, input_sources(gm))
-        main = lower(result.gm, result.example_inputs, settings, mode, salt=prologue.key)
-        return with_prologue(main, prologue)
-    except (RestartAnalysis, SkipFrame):
-        raise  # Dynamo's own way of asking for another trace
-    except Exception as error:
-        if settings.strict:
+    """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing."""
+    attempts = [(result, "the rewritten graph")] if result.gm is not gm else []
+    attempts.append((Result(gm, list(example_inputs)), "the captured graph"))
+    for attempt, what in attempts:
+        try:
+            return _lower(attempt, gm, settings, mode)
+        except asks_for_another_trace():
             raise
-        log.debug("lowering failed", exc_info=error)
-        warnings.warn(
-            f'fxpasses: compiling with "{settings.lowering}" failed ({type(error).__name__}: {error}). '
-            "The graph runs uncompiled, as it was captured.",
-            stacklevel=2,
-        )
-        return gm.forward
+        except Exception as error:
+            if settings.strict:
+                raise
+            log.debug("lowering %s failed", what, exc_info=error)
+            failed = error
+    if breaks.may_trace_again(failed, _has_unbacked_symbols(gm)):
+        raise breaks.CaptureRejected("the captured graph does not compile with data-dependent values") from failed
+    warnings.warn(
+        f'fxpasses: compiling a graph with "{settings.lowering}" failed ({type(failed).__name__}: {failed}). '
+        "It runs uncompiled, as it was captured.",
+        stacklevel=2,
+    )
+    return gm.forward
+
+
+def _lower(result: Result, gm: GraphModule, settings: Options, mode: str | None) -> Callable[..., Any]:
+    if result.program is None:
+        return lower(result.gm, result.example_inputs, settings, mode, salt="")
+    prologue = Prologue(result.program, input_sources(gm))
+    main = lower(result.gm, result.example_inputs, settings, mode, salt=prologue.key)
+    return with_prologue(main, prologue)
+
+
+def _has_unbacked_symbols(gm: GraphModule) -> bool:
+    return any(
+        node.meta.get("unbacked_bindings")
+        for module in gm.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 breaks.install()

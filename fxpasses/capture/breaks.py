@@ -22,6 +22,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -41,6 +42,16 @@ _installing = threading.Lock()
 
 class CaptureRejected(RuntimeError):
     """Raised by the backend for a graph that it cannot compile with unbacked symbols in it: trace with fewer flags."""
+
+
+# While a frame is traced that could be traced with fewer flags: what tells the errors for which it would be.
+_is_reason_to_retrace: ContextVar[Callable[[BaseException], bool] | None] = ContextVar("fxpasses_retrace", default=None)
+
+
+def may_trace_again(error: BaseException, has_unbacked_symbols: bool) -> bool:
+    """Whether tracing with fewer flags may help after `error`, met in the backend's call: raise `CaptureRejected`."""
+    is_reason = _is_reason_to_retrace.get()
+    return is_reason is not None and (has_unbacked_symbols or is_reason(error))
 
 
 def install() -> bool:
@@ -121,6 +132,7 @@ class _TraceFrameInSteps:
             return self.original(*args, **kwargs)
         attempts = frame["speculation_log"]
         values, *fewer = getattr(attempts, _STEPS, None) or _steps_from(flags.wanted())
+        tracing = _is_reason_to_retrace.set(self._is_data_dependent if fewer else None)
         try:
             with flags.held_at(values):
                 return self.original(*args, **kwargs)
@@ -133,6 +145,8 @@ class _TraceFrameInSteps:
             attempts.clear()  # it records positions in a trace that the next one does not repeat
             setattr(attempts, _STEPS, fewer)
             raise self._restarting(error) from error
+        finally:
+            _is_reason_to_retrace.reset(tracing)
 
     def _restarting(self, error: Exception) -> Exception:
         restart = self._restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")

@@ -64,6 +64,15 @@ class DynamoNames:
         )
 
 
+def asks_for_another_trace() -> tuple[type[Exception], ...]:
+    """What a backend may raise to have Dynamo break the graph, skip the frame or trace it again: not its failures."""
+    exceptions = importlib.import_module("torch._dynamo.exc")
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    found = [getattr(exceptions, name, None) for name in ("RestartAnalysis", "SkipFrame")]
+    found += [getattr(fake, name, None) for name in ("DataDependentOutputException", "DynamicOutputShapeException")]
+    return tuple(exception for exception in found if exception is not None)
+
+
 def config_switch(values: Mapping[str, bool]) -> Callable[[], Callable[[], None]]:
     """A function that sets `values` in `torch._dynamo.config` and returns the one that restores what it found."""
     config = importlib.import_module("torch._dynamo.config")
