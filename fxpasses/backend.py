@@ -40,21 +40,19 @@ def fastpack_backend(
     settings = Options.parse(options, mode)
     result = run_passes([PASSES[name]() for name in settings.passes], gm, example_inputs, settings)
     inspect.note_graph(gm, result.reports)
-    return _compile(result, gm, example_inputs, settings, mode)
+    return _compile(result, gm, example_inputs, settings)
 
 
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how capture/ knows for whom Dynamo traces
 
 
-def _compile(
-    result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options, mode: str | None
-) -> Callable[..., Any]:
+def _compile(result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
     """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing."""
     attempts = [(result, "the rewritten graph")] if result.gm is not gm else []
     attempts.append((Result(gm, list(example_inputs)), "the captured graph"))
     for attempt, what in attempts:
         try:
-            return _lower(attempt, gm, settings, mode)
+            return _lower(attempt, gm, settings)
         except asks_for_another_trace():
             raise
         except Exception as error:
@@ -72,11 +70,11 @@ def _compile(
     return gm.forward
 
 
-def _lower(result: Result, gm: GraphModule, settings: Options, mode: str | None) -> Callable[..., Any]:
+def _lower(result: Result, gm: GraphModule, settings: Options) -> Callable[..., Any]:
     if result.program is None:
-        return lower(result.gm, result.example_inputs, settings, mode, salt="")
+        return lower(result.gm, result.example_inputs, settings, salt="")
     prologue = Prologue(result.program, input_sources(gm))
-    main = lower(result.gm, result.example_inputs, settings, mode, salt=prologue.key)
+    main = lower(result.gm, result.example_inputs, settings, salt=prologue.key)
     return with_prologue(main, prologue)
 
 

@@ -14,22 +14,20 @@ from fxpasses.options import Options
 Compiled = Callable[..., Any]
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, salt: str) -> Compiled:
+def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, salt: str) -> Compiled:
     """Compile `gm`. `salt` tells programs apart that have the same graph but differ in what is known of its inputs."""
     if options.lowering == "eager":
         return gm
     if options.lowering == "aot_eager":
         return torch._dynamo.lookup_backend("aot_eager")(gm, list(example_inputs))
-    return _inductor(gm, example_inputs, options, mode, salt)
+    return _inductor(gm, example_inputs, options, salt)
 
 
-def _inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, salt: str
-) -> Compiled:
+def _inductor(gm: GraphModule, example_inputs: Sequence[Any], options: Options, salt: str) -> Compiled:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    patches: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
+    patches: dict[str, Any] = dict(list_mode_options(options.mode)) if options.mode else {}
     patches |= dict(options.inductor)
     config: Any = torch.compiler.config
     tag = f"{config.cache_key_tag}:{salt}" if salt else config.cache_key_tag

@@ -10,6 +10,7 @@ from typing import Any
 PREFIX = "fastpack."
 PASSES = ("hoist_metadata",)
 LOWERINGS = ("inductor", "aot_eager", "eager")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,15 @@ class Options:
 
     passes: names of the passes to run, in the pipeline's own order. lowering: what compiles the result. verify: run
     each pass's input and output on the example inputs and compare (slow; for debugging). strict: raise where a pass
-    fails, instead of going on with the graph as it was. inductor: every option without the prefix, for Inductor.
+    fails, instead of going on with the graph as it was. mode: `torch.compile`'s, for Inductor; as an option because
+    `torch.compile` does not take `mode` and `options` together. inductor: every option without the prefix.
     """
 
     passes: tuple[str, ...] = PASSES
     lowering: str = "inductor"
     verify: bool = False
     strict: bool = False
+    mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -44,11 +47,33 @@ class Options:
             raise ValueError(f"{PREFIX}lowering is {values['lowering']!r}; choices: {', '.join(LOWERINGS)}")
         if "passes" in values:
             values["passes"] = _passes(values["passes"])
+        if mode is not None and values.setdefault("mode", mode) != mode:
+            raise ValueError(f"mode is {mode!r}, and {PREFIX}mode is {values['mode']!r}; give one")
+        if "mode" in values and values["mode"] not in MODES:
+            raise ValueError(
+                f"mode is {values['mode']!r}; choices: {', '.join(MODES)}{_nearest(values['mode'], MODES)}"
+            )
         options = cls(**values, inductor=given)
-        if options.lowering != "inductor" and (given or mode):
-            what = ", ".join(map(repr, given)) or f"mode={mode!r}"
+        if options.lowering != "inductor" and (given or options.mode):
+            what = ", ".join(map(repr, given)) or f"mode={options.mode!r}"
             raise ValueError(f'{what} goes to Inductor, but {PREFIX}lowering is "{options.lowering}"; leave one out')
+        _check_inductor(given)
         return options
+
+
+def _check_inductor(given: Mapping[str, Any]) -> None:
+    if not given:
+        return
+    from torch._inductor import list_options
+
+    known = list_options()
+    for key in given:
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ValueError(
+                f"unknown option {key!r}: it lacks the prefix {PREFIX!r}, and Inductor has none of that name"
+                f"{_nearest(name, known)}"
+            )
 
 
 def _passes(value: Any) -> tuple[str, ...]:

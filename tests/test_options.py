@@ -33,6 +33,9 @@ def test_other_keys_go_to_inductor():
         ({"fastpack.lowering": "xla"}, ["fastpack.lowering", "'xla'", "inductor, aot_eager, eager"]),
         ({"fastpack.verify": "yes"}, ["fastpack.verify", "'yes'", "True or False"]),
         ({"fastpack.strict": 1}, ["fastpack.strict", "1", "True or False"]),
+        ({"shape_pading": True}, ["'shape_pading'", "Inductor", "did you mean 'shape_padding'"]),
+        ({"lowering": "eager"}, ["'lowering'", "'fastpack.'"]),
+        ({"fastpack.mode": "max-autotun"}, ["'max-autotun'", "did you mean 'max-autotune'"]),
         ({"fastpack.passes": "hoist_metadata"}, ["fastpack.passes", "a list"]),
         ({"fastpack.passes": ["hoist_metdata"]}, ["'hoist_metdata'", "did you mean 'hoist_metadata'"]),
         ({"fastpack.lowering": "eager", "shape_padding": True}, ["'shape_padding'", "fastpack.lowering", "eager"]),
@@ -54,6 +57,28 @@ def test_wrong_options_reach_the_user_of_the_backend_name():
     compiled = torch.compile(lambda x: x + 1, backend="fastpack", options={"fastpack.lowring": "eager"})
     with pytest.raises(Exception, match=r"did you mean 'fastpack\.lowering'"):
         compiled(torch.ones(2))
+
+
+def test_mode_as_an_argument_and_as_an_option():
+    assert Options.parse(None, mode="max-autotune").mode == Options.parse({"fastpack.mode": "max-autotune"}).mode
+    with pytest.raises(ValueError, match="give one"):
+        Options.parse({"fastpack.mode": "default"}, mode="max-autotune")
+
+
+@pytest.mark.slow
+def test_mode_and_inductor_options_reach_inductor():
+    def program(x, lengths):
+        return x * lengths.max().item() + lengths.max().item()
+
+    x, lengths = torch.randn(4), torch.tensor([1, 2])
+    options = {"fastpack.mode": "max-autotune", "shape_padding": True, "fastpack.strict": True}
+    for compiled in (
+        torch.compile(program, backend="fastpack", options=options),
+        torch.compile(program, backend="fastpack", mode="max-autotune"),
+        fxpasses.compile(program, mode="max-autotune", options={"shape_padding": True}),
+    ):
+        torch._dynamo.reset()
+        torch.testing.assert_close(compiled(x, lengths), program(x, lengths))
 
 
 def test_mode_needs_inductor():
