@@ -130,6 +130,9 @@ class _Walk:
                 self._output(region, node)
             elif node.op in ("call_function", "call_method"):
                 autocast = self._call(region, node, autocast)
+            elif node.op == "call_module":
+                self.obstacles[node] = Reason.UNKNOWN_OPERATOR, f"the module `{node.target}`"
+                self._outside(region, node)
 
     def _placeholder(self, region: Region, node: Node) -> None:
         if region.parent is not None:
@@ -271,7 +274,7 @@ class _Walk:
         self.foreign[node] = tuple(dict.fromkeys(returned))
 
     def _touch(self, node: Node) -> effects.Touch | None:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
             return None
         args, kwargs = map_aggregate((node.args, node.kwargs), self._example)
         key = (node.op, node.target, _signature((args, kwargs)))

@@ -24,7 +24,7 @@ class Prologue:
     """Computes the extra inputs of a main graph from the inputs that it has anyway.
 
     sources: for each input of the main graph, how Dynamo found it (`L['lengths']`), for prefetching.
-    The autocast state is that of the moment of compilation, which Dynamo's guards hold fast for every call.
+    The state of autocast is that of the moment of compilation, which Dynamo's guards hold fast for every call.
     """
 
     def __init__(self, program: Program, sources: Sequence[str] = (), cache: BatchCache = batch_cache) -> None:
@@ -32,7 +32,7 @@ class Prologue:
         self.sources = tuple(sources)
         self.cache = cache
         self._autocast = _autocast_state()
-        self.key = f"{program.key()}:{self._autocast}"
+        self.key = f"{program.key()}:{self._autocast}:{torch.get_default_dtype()}:{torch.get_default_device()}"
         self.runs = 0
         if sources:
             _live.add(self)
