@@ -84,14 +84,16 @@ def find_closure(main: Region, fake_mode: Any, banned: dict[Node, Refusal]) -> C
     of the closure, and the analysis starts anew: it is linear in the graph, and the table's work is kept in its keys.
     """
     banned = dict(banned)
+    scratch: set[Node] = set()
     rounds = 0
     while True:
         walk = _Walk(main, fake_mode, banned, nothing=rounds > _MOST_ROUNDS)
         closure = walk.run()
         if not walk.violations:
-            closure.refusals |= banned
+            closure.refusals |= {node: refusal for node, refusal in banned.items() if node not in scratch}
             return closure
         banned |= walk.violations
+        scratch |= walk.scratch
         rounds += 1
 
 
@@ -108,6 +110,7 @@ class _Walk:
         self.values = self.closure.values
         self.obstacles = self.closure.obstacles
         self.violations: dict[Node, Refusal] = {}
+        self.scratch: set[Node] = set()  # violating allocations that hold nothing of the closure: no near misses
         self.foreign: dict[Node, tuple[Memory, ...]] = {}  # memory of the closure that outside nodes return
         self.touches: dict[Hashable, effects.Touch | None] = {}
         self.symbols: dict[Any, Value] = {}
@@ -333,6 +336,8 @@ class _Walk:
                 return  # inputs stay inputs, whoever looks at them
             if reason is Reason.WRITTEN_BY_LAYER:
                 reason = Reason.INPUT_WRITTEN
+        if not self.closure.table.entries[memory.version].work:
+            self.scratch.add(memory.node)
         name = (subject or memory.node).name
         self.violations.setdefault(memory.node, Refusal(name, reason, text, where(culprit)))
 

@@ -328,10 +328,12 @@ class _Cut:
             "inputs_added": len(self.frontier),
             "assertions_moved": len(self.asserting),
         }
-        self.report.summary = (
-            f"{len(reads)} host reads became {len(distinct_reads)}, "
-            f"{built} tensors built in layers became {len(tensors)}, once per batch"
-        )
+        parts = [f"{len(reads)} host reads became {len(distinct_reads)}"] if reads else []
+        if built > len(tensors):
+            parts.append(f"{built} tensors built in layers became {len(tensors)}")
+        elif tensors:
+            parts.append(f"{len(tensors)} tensors moved to the prologue")
+        self.report.summary = ", ".join(parts) + ", once per batch"
         for entry in entries:
             place = where(entry.node)
             self.report.changes.append(f"{entry.node.name} ×{self.table.occurrences(entry)} at {place} → packed input")
