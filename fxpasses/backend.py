@@ -75,7 +75,7 @@ def _lower(result: Result, gm: GraphModule, settings: Options) -> Callable[..., 
         return lower(result.gm, result.example_inputs, settings, salt="")
     prologue = Prologue(result.program, input_sources(gm))
     main = lower(result.gm, result.example_inputs, settings, salt=prologue.key)
-    return with_prologue(main, prologue)
+    return with_prologue(main, prologue, gm.forward)
 
 
 def _has_unbacked_symbols(gm: GraphModule) -> bool:

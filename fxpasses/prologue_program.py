@@ -50,6 +50,8 @@ class Program:
     outputs of the host graph at `imports`, tensors among them copied to the device given there.
     outputs: where each extra input of the main graph comes from. checks: evaluated after the host part.
     roots: positions of the tensor inputs on which any output depends.
+    written: positions of integer inputs that the main graph writes to; where one shares memory with a root, the program
+    is not valid.
     """
 
     host: GraphModule
@@ -60,10 +62,13 @@ class Program:
     outputs: tuple[Output, ...]
     checks: tuple[Check, ...]
     roots: tuple[int, ...]
+    written: tuple[int, ...] = ()
 
     def key(self) -> str:
         """A fingerprint: programs with equal keys compute equal results from equal inputs, in whatever graph."""
-        text: list[Any] = [_code(self.host), _code(self.device), self.imports, self.outputs, self.checks]
+        positions = (*self.host_inputs, *self.device_inputs)
+        kinds = [self.roots.index(i) if i in self.roots else "size" for i in positions]
+        text: list[Any] = [_code(self.host), _code(self.device), kinds, self.imports, self.outputs, self.checks]
         return hashlib.sha256(repr(text).encode()).hexdigest()
 
 

@@ -187,6 +187,7 @@ class _Walk:
             return autocast
         if node.target is CHECKPOINT:
             self._region(region.bodies[node], autocast)
+            self.foreign[node] = self._returned(region.bodies[node])
             self.obstacles[node] = Reason.ACTIVATION, f"`{node.name}`"
             return autocast
         operands = node.all_input_nodes
@@ -208,8 +209,9 @@ class _Walk:
         else:
             try:
                 value = self.values[node] = self.closure.table.apply(node, self.values.__getitem__, autocast)
-                if isinstance(value, Scalar):
-                    self.symbols.setdefault(symbol(node.meta.get("example_value")), value)
+                found = symbol(node.meta.get("example_value"))
+                if isinstance(value, Scalar) and found is not None:
+                    self.symbols.setdefault(found, value)
                 return autocast
             except Refused as refused:
                 obstacle = refused.reason, refused.text
@@ -233,12 +235,17 @@ class _Walk:
         position = _LOOKS.get(name)
         if position is None or len(node.args) <= position or outside != [node.args[position]] or self.nothing:
             return False
+        if effects.leaves((node.args, node.kwargs)).count(outside[0]) > 1:
+            return False  # `x.type_as(x)` asks for values too
         example = outside[0].meta.get("example_value")
         if self.levels or type(example) is not torch._subclasses.FakeTensor or not example.is_contiguous():
             return False
-        sizes = [size if isinstance(size, int) else self.symbols.get(symbol(size)) for size in example.shape]
-        if None in sizes:
-            return False
+        sizes: list[int | Scalar] = []
+        for size in example.shape:
+            known = size if isinstance(size, int) else self.symbols.get(symbol(size))
+            if not isinstance(known, (int, Scalar)):
+                return False
+            sizes.append(known)
         look = self.closure.table.look(node, example, sizes)
         try:
             self.values[node] = self.closure.table.apply(
@@ -262,9 +269,13 @@ class _Walk:
             touched += [(operand, memory) for memory in memories]
         if not touched:
             return
+        self.foreign[node] = tuple(dict.fromkeys(memory for _, memory in touched))
+        first = node.args[0] if node.args else None
+        if isinstance(first, Node) and isinstance(first.meta.get("example_value"), (tuple, list)):
+            return  # a part of a body's result, whose example shares no memory with those of the operands
         effect = self._touch(node)
         if effect is None and isinstance(node.target, torch._ops.HigherOrderOperator) and not _writes(region, node):
-            return  # a body returns nothing that it was given: Dynamo sees to that
+            return
         tensors = self._tensor_arguments(node)
         returned: list[Memory] = []
         for position, operand in enumerate(tensors):
@@ -300,6 +311,12 @@ class _Walk:
             examples = effects.leaves(self._example(leaf)) if isinstance(leaf, Node) else []
             found += [leaf for example in examples if isinstance(example, torch.Tensor)]
         return found
+
+    def _returned(self, body: Region) -> tuple[Memory, ...]:
+        """The memory of inputs that a body returns views of. Other memory that it returns leaves the closure."""
+        operands = effects.leaves(body.gm.graph.output_node().args)
+        found = (memory for operand in operands if isinstance(operand, Node) for memory in self._memories(operand))
+        return tuple(dict.fromkeys(found))
 
     def _output(self, region: Region, node: Node) -> None:
         operands = [leaf for leaf in effects.leaves(node.args) if isinstance(leaf, Node)]

@@ -145,22 +145,26 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
-def observe(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any) -> Effects:
+def observe(
+    node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any, autocast: Sequence[tuple[Any, ...]] = ()
+) -> Effects:
     """Run `node` on fake arguments and say what it does; raises `Refused` where that is not certain.
 
-    `args` and `kwargs` hold fake tensors of `fake_mode`, symbolic numbers and constants. The arguments' values do not
-    exist, so writing to them here harms nothing; methods that change a tensor's shape in place are refused beforehand.
+    `args` and `kwargs` hold fake tensors of `fake_mode`, symbolic numbers and constants; `autocast` the arguments of
+    the autocast regions around the node. The arguments' values do not exist, so writing to them here harms nothing;
+    methods that change a tensor's shape in place are refused beforehand.
     """
     check_target(node)
     inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     recorder = _Recorder()
     try:
-        with _quiet(fake_mode), recorder:
+        with _quiet(fake_mode), _regions(autocast), recorder:
             output = call(node, args, kwargs)
     except Refused:
         raise
     except Exception as error:
         raise Refused(Reason.UNKNOWN_OPERATOR, f"cannot be evaluated on fake tensors: {error}") from error
+    _check_example(node, output)
     storages = [storage_key(t) for t in inputs]
     aliases, same = [], []
     for tensor in (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)):
@@ -170,6 +174,24 @@ def observe(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: 
         same.append(any(tensor is t for t in inputs))
     writes = tuple(i for i, key in enumerate(storages) if key in recorder.written)
     return Effects(output, tuple(aliases), tuple(same), writes)
+
+
+def _check_example(node: Node, output: Any) -> None:
+    """What was observed must be what Dynamo saw; a state of the process that is not known here would show."""
+    example = node.meta.get("example_value")
+    pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(example), strict=False) if example is not None else ()
+    for seen, expected in pairs:
+        if isinstance(seen, torch.Tensor) and isinstance(expected, torch.Tensor):
+            if (seen.dtype, seen.device, seen.ndim) != (expected.dtype, expected.device, expected.ndim):
+                raise Refused(Reason.UNKNOWN_OPERATOR, f"gives {seen.dtype} here and {expected.dtype} in the program")
+
+
+@contextlib.contextmanager
+def _regions(autocast: Sequence[tuple[Any, ...]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device_type, dtype, enabled, cache_enabled in autocast:
+            stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
+        yield
 
 
 @contextlib.contextmanager

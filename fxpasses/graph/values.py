@@ -26,6 +26,7 @@ from torch.fx.node import map_aggregate
 
 from fxpasses.graph import effects
 from fxpasses.graph.effects import Refused, leaves
+from fxpasses.graph.symbols import integer_behind
 from fxpasses.report import Reason
 
 
@@ -150,7 +151,10 @@ class ValueTable:
             return picked
         tensors: list[Tensor] = []
         args, kwargs = _map_nodes(node.args, node.kwargs, lambda n: _operand(value_of(n), tensors))
-        key = (node.op, node.target, _hashable((args, kwargs)), autocast)
+        # Two operands of equal value may lie in one memory or in two, which makes a difference to views and writes.
+        memories = list(dict.fromkeys(tensor.memory for tensor in tensors))
+        places = tuple(memories.index(tensor.memory) for tensor in tensors)
+        key = (node.op, node.target, _hashable((args, kwargs)), autocast, places)
         if key in self._refused:
             raise self._refused[key]
         if key not in self._by_key:
@@ -200,12 +204,14 @@ class ValueTable:
         entry.work = any(part.work for part in parts)
         if read and not isinstance(example, torch.Tensor) and isinstance(example, _NUMBERS):
             effects.check_target(node)
+            if isinstance(example, torch.SymBool) and integer_behind(example) is None:
+                raise Refused(Reason.UNSUPPORTED_VALUE, f"a flag that is known as {example}")
             entry.fake = example
             entry.work = True
             return self._add(entry), None
 
-        fakes = _fakes(self, args), _fakes(self, kwargs)
-        effect = effects.observe(node, *fakes, self.fake_mode)
+        fakes = self._fakes(args, kwargs, tensors)
+        effect = effects.observe(node, *fakes, self.fake_mode, autocast)
         if read:  # the symbols in its sizes are Dynamo's, and so is what is known of them
             effect = effects.Effects(example, effect.aliases, effect.same, effect.writes)
         entry.fake = effect.output
@@ -220,8 +226,7 @@ class ValueTable:
         if any(output.requires_grad for output in outputs):
             raise Refused(Reason.UNSUPPORTED_VALUE, "requires a gradient")
         if not outputs or all(a is None for a in effect.aliases):
-            name = getattr(node.target, "__name__", str(node.target))
-            entry.work = entry.work or read or (bool(outputs) and name not in _FACTORIES)
+            entry.work = entry.work or read or (bool(outputs) and not self._is_factory(entry))
             entry = self._add(entry)
             self._add_items(entry, effect.output, views=False)
             return entry, effect
@@ -231,6 +236,32 @@ class ValueTable:
         ):
             raise Refused(Reason.UNKNOWN_OPERATOR, "returns views of several tensors")
         return self._number_view(entry, effect, tensors, key)
+
+    def _fakes(self, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """The operands on fake tensors. Tensors of equal value in different memory get different fakes."""
+        remaining = iter(tensors)
+        owners: dict[int, Memory] = {}
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref):
+                return leaf
+            found = self.entries[leaf.number].fake
+            if leaf.version is None or not isinstance(found, torch.Tensor):
+                return found
+            tensor = next(remaining)
+            if owners.setdefault(tensor.memory.alloc, tensor.memory) is tensor.memory:
+                return found
+            with self.fake_mode:
+                return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=found.device)
+
+        mapped = map_aggregate((args, kwargs), fake)
+        return mapped[0], mapped[1]
+
+    def _is_factory(self, entry: Entry) -> bool:
+        """Whether a result is made from numbers alone; `torch.full(size, tensor)` reads memory."""
+        name = getattr(entry.node.target, "__name__", str(entry.node.target))
+        tensors = (self.entries[ref.number] for ref in entry.operands if ref.version is not None)
+        return name in _FACTORIES and all(operand.kind == "look" for operand in tensors)
 
     def _number_view(
         self, entry: Entry, effect: effects.Effects, tensors: list[Tensor], key: Any
@@ -355,10 +386,6 @@ def _operand(value: Value, tensors: list[Tensor]) -> Any:
     if len(leaves) == 0:
         return Ref(value.number)
     raise Refused(Reason.UNSUPPORTED_VALUE, "takes a tuple of tensors as one argument")
-
-
-def _fakes(table: ValueTable, template: Any) -> Any:
-    return map_aggregate(template, lambda leaf: table.entries[leaf.number].fake if isinstance(leaf, Ref) else leaf)
 
 
 def _returned(output: Any, aliased: list[Tensor | None]) -> Value:

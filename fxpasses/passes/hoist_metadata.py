@@ -19,7 +19,7 @@ whether it becomes an input or is made in place from smaller ones (views, sums o
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,7 +128,8 @@ class _Cut:
             self._erase(region)
             region.gm.graph.lint()
             region.gm.recompile()
-        self.context.program = build_program(self.table, self.original_inputs, self.frontier, assertions)
+        program = build_program(self.table, self.original_inputs, self.frontier, assertions)
+        self.context.program = replace(program, written=self._written_inputs())
         self._describe(reads)
 
     # Deciding
@@ -174,13 +175,7 @@ class _Cut:
             root = self._input_for_symbol(found)
             if root is not None:
                 return _Provide(root)
-        if (
-            entry.read
-            and entry.kind == "op"
-            and not (isinstance(known, torch.SymBool) and integer_behind(known) is None)
-        ):
-            return _Provide(entry.number)
-        return _KEEP
+        return _Provide(entry.number) if entry.read and entry.kind == "op" else _KEEP
 
     def _input_for_symbol(self, found: Any) -> int | None:
         for node in self.original_inputs:
@@ -220,12 +215,10 @@ class _Cut:
             return node
         if isinstance(fake, torch.SymFloat):
             number = self._append_input(Extra(ref, as_dtype=torch.float64), scalar_tensor(fake), entry)
-            return self._derive(number, "call_method", "item", (number,), fake, entry)
+            return self._derive("call_method", "item", (number,), fake, entry)
         if isinstance(fake, torch.SymBool):
             number = self._append_input(Extra(ref, as_int=True), integer_behind(fake), entry)
-            return self._derive(
-                number, "call_function", operator.eq, (number, 1), number.meta["example_value"] == 1, entry
-            )
+            return self._derive("call_function", operator.eq, (number, 1), number.meta["example_value"] == 1, entry)
         return self._append_input(Extra(ref), fake, entry)
 
     def _append_input(self, extra: Extra, fake: Any, entry: Entry) -> Node:
@@ -237,7 +230,7 @@ class _Cut:
             self.sizes.add(symbol(fake))
         return node
 
-    def _derive(self, after: Node, op: str, target: Any, args: tuple[Any, ...], fake: Any, entry: Entry) -> Node:
+    def _derive(self, op: str, target: Any, args: tuple[Any, ...], fake: Any, entry: Entry) -> Node:
         """A number made from an input at the top of the main graph."""
         first = next(node for node in self.main.gm.graph.nodes if node.op != "placeholder")
         with self.main.gm.graph.inserting_before(first):
@@ -274,8 +267,7 @@ class _Cut:
         if isinstance(decision, _Constant):
             return decision.value
         version = decision.memory.version if decision.memory is not None else None
-        provided = self._provide(region, Ref(decision.number, version))
-        return provided
+        return self._provide(region, Ref(decision.number, version))
 
     def _erase(self, region: Region) -> None:
         """Drop the closure nodes that nothing needs any more, and the operands of a body that have become unused."""
@@ -302,6 +294,10 @@ class _Cut:
             if isinstance(value, Scalar) and node.target not in RANGES:
                 first.setdefault(value.number, Assertion(value.number, node))
         return list(first.values())
+
+    def _written_inputs(self) -> tuple[int, ...]:
+        obstacles = (self.closure.obstacles.get(node) for node in self.original_inputs)
+        return tuple(i for i, found in enumerate(obstacles) if found is not None and found[0] is Reason.INPUT_WRITTEN)
 
     # Reporting
 

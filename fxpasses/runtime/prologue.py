@@ -49,6 +49,11 @@ class Prologue:
             self.cache.put(what, roots, state, found)
         return found
 
+    def is_valid(self, inputs: Sequence[Any]) -> bool:
+        """Whether no input that the main graph writes to shares memory with one that the prologue reads."""
+        written = {_storage(inputs[position]) for position in self.program.written}
+        return written.isdisjoint(_storage(inputs[position]) for position in self.program.roots)
+
     def positions(self) -> tuple[int, ...]:
         """The inputs of the main graph that the prologue looks at."""
         return (*self.program.host_inputs, *self.program.device_inputs)
@@ -88,6 +93,10 @@ class Prologue:
                 raise MetadataError(_message(check, left, right))
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _convert(output: Output, value: Any) -> Any:
     if output.dimension is not None:
         return value.shape[output.dimension]
@@ -122,8 +131,19 @@ def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
     return tuple((t, torch.get_autocast_dtype(t), True) for t in types if torch.is_autocast_enabled(t))
 
 
-def with_prologue(main: Callable[..., Any], prologue: Prologue) -> Callable[..., Any]:
-    """A callable that takes the captured graph's inputs and gives `main` the prologue's outputs besides."""
+def with_prologue(main: Callable[..., Any], prologue: Prologue, captured: Callable[..., Any]) -> Callable[..., Any]:
+    """A callable that takes the captured graph's inputs and gives `main` the prologue's outputs besides.
+
+    `captured` runs the graph as it was captured, for inputs for which the prologue is not valid.
+    """
+    if prologue.program.written:
+
+        def guarded(*inputs: Any) -> Any:
+            if prologue.is_valid(inputs):
+                return main(*inputs, *prologue(inputs))
+            return captured(*inputs)
+
+        return guarded
 
     def compiled(*inputs: Any) -> Any:
         return main(*inputs, *prologue(inputs))

@@ -409,6 +409,16 @@ def test_plain_factories_and_sizes_stay_where_a_compiler_sees_them():
     assert not record.graphs[0].reports[0].changed
 
 
+def test_a_factory_that_reads_memory_reads_it_before_the_next_write():
+    def program(x, lengths):
+        value = torch.zeros(())
+        filled = torch.full((TOKENS, 1), value)
+        value.add_(lengths.max())
+        return x + filled + value
+
+    assert_same(program, batches())
+
+
 def test_constants_of_different_type_are_not_merged():
     def program(x, lengths):
         one, true, real = lengths * 1, lengths * True, lengths * 1.0
