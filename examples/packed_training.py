@@ -1,0 +1,308 @@
+"""Train a small Hugging Face decoder on packed text, in eager mode and with `backend="fastpack"`, side by side.
+
+    make demo                                        # or: python examples/packed_training.py
+    make demo ARGS="--peer inductor --layers 12"     # stock Inductor as a third column
+    make demo ARGS="--device cuda --tokens 4096"
+
+The text is the source of the installed Python's standard library, a token a byte, several documents packed into each
+batch. The attention does in every layer what packed attention does in many code bases: it asks for the longest
+document (`.item()`) and for all lengths (`.tolist()`), checks that they cover the batch, and builds a block-causal
+mask. With checkpointed layers, eager mode does all that twice a layer and step: in forward, and again in backward.
+`fastpack` needs no change to the model: it does it once a batch.
+
+All columns start from the same weights and see the same batches. The exit code is 1 if their losses disagree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import os
+import random
+import re
+import statistics
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's messages tear the progress bar apart
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity
+from tqdm import tqdm
+from transformers import AttentionInterface, DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+
+import fxpasses.inspect
+
+SEQUENCES = 8  # entries of `lengths`, filled up with zeros: `.tolist()` is unrolled, so another number is another graph
+RELATIVE_TOLERANCE = 1e-3  # float32 sums in another order, amplified by some tens of steps of AdamW
+WARM_UP = 1  # the first step compiles
+
+# What the profiler shows of a host read. An eager `.tolist()` of a CPU tensor does not show, so eager's count is low.
+HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
+DEVICE_COPY = "Memcpy DtoH"  # how the names of device-to-host copies begin; an eager `.tolist()` on CUDA is one
+MASK_BUILT = "aten::logical_and_"  # `block_causal_mask` calls it once, and nothing else does
+
+Batch = dict[str, torch.Tensor]
+
+
+# The model: any decoder of transformers, with an attention of our own
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    lengths: torch.Tensor,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention within each document of a packed batch; q, k, v are [1, heads, tokens, width], lengths [SEQUENCES].
+
+    An argument that `model(...)` does not know reaches this function by its name: that is how `lengths` gets here.
+    """
+    mask = block_causal_mask(lengths, query.shape[2])
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return output.transpose(1, 2), None
+
+
+def block_causal_mask(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
+    """True where a query (row) may look at a key (column): in the same document, and not later in it."""
+    torch._check(int(lengths.sum()) == tokens)
+    longest = lengths.max().item()
+    position = torch.arange(tokens, device=lengths.device)
+    mask = torch.zeros(tokens, tokens, dtype=torch.bool, device=lengths.device)
+    start = 0
+    for length in lengths.tolist():
+        document = (position >= start) & (position < start + length)
+        mask |= document[:, None] & document
+        start += length
+    distance = position[:, None] - position
+    return mask.logical_and_((distance >= 0) & (distance < longest))
+
+
+def new_model(layers: int, seed: int, device: str) -> LlamaForCausalLM:
+    """A randomly initialised decoder, 1.2M parameters a layer, with every layer checkpointed."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=320,
+        intermediate_size=864,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        num_hidden_layers=layers,
+        use_cache=False,
+        attn_implementation="packed",
+    )
+    model = LlamaForCausalLM(config).to(device).train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+# The data: documents of very different lengths, packed to the same number of tokens
+
+
+def documents(smallest: int, seed: int) -> Iterator[bytes]:
+    """Runs of whole paragraphs of the standard library's source, of at least `smallest` bytes; never ends."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        sys.exit(f"no Python source files in {folder}")
+    random.Random(seed).shuffle(files)
+    while True:
+        for file in files:
+            document = b""
+            for paragraph in re.split(rb"(?<=\n)\n+", file.read_bytes()):
+                document += paragraph
+                if len(document) >= smallest:
+                    yield document
+                    document = b""
+
+
+def packed_batches(steps: int, tokens: int, seed: int, device: str) -> list[Batch]:
+    """One batch a step: `tokens` tokens of up to SEQUENCES documents, the last of them cut to fit.
+
+    input_ids, labels, position_ids: int64 [1, tokens]; lengths: int64 [SEQUENCES], zeros at the end.
+    """
+    collate = DataCollatorWithFlattening(return_tensors="pt")
+    source = documents(math.ceil(tokens / SEQUENCES), seed)
+    batches = []
+    for _ in range(steps):
+        lengths: list[int] = []
+        features = []
+        while (room := tokens - sum(lengths)) > 0:
+            document = next(source)[:room]
+            lengths.append(len(document))
+            features.append({"input_ids": list(document)})
+        batch = dict(collate(features), lengths=torch.tensor(lengths + [0] * (SEQUENCES - len(lengths))))
+        batches.append({name: value.to(device) for name, value in batch.items()})
+    return batches
+
+
+# The run: the same training loop for each column of the table
+
+
+@dataclass
+class Run:
+    """What one column shows. `failure` says why a peer has no figures."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
+    graphs: int = 0
+    failure: str = ""
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the warm steps; the last one ran under the profiler and does not count."""
+        return statistics.median(self.seconds[WARM_UP:-1])
+
+    @property
+    def compile_seconds(self) -> float:
+        return max(0.0, self.seconds[0] - self.step_seconds)
+
+
+def train(compiled: Callable[..., Any], model: LlamaForCausalLM, batches: list[Batch], bar: tqdm) -> Run:
+    """A step a batch; `compiled` runs `model`. The last step is profiled, forward and backward."""
+    run = Run()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    counters.clear()
+    for number, batch in enumerate(batches):
+        last = number == len(batches) - 1
+        started = time.perf_counter()
+        with counted(run.events) if last else contextlib.nullcontext():
+            loss = compiled(**batch).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())  # waits for the device, which makes the time that of the step
+        run.seconds.append(time.perf_counter() - started)
+        bar.set_postfix(loss=f"{run.losses[-1]:.3f}")
+        bar.update()
+    run.graphs = counters["stats"]["unique_graphs"]
+    return run
+
+
+@contextlib.contextmanager
+def counted(events: Counter[str]) -> Iterator[None]:
+    """Count the operators that run inside. (A `TorchDispatchMode` would switch compilation off.)"""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with torch.profiler.profile(activities=activities) as profile:
+        yield
+    events.update({event.key: event.count for event in profile.key_averages()})
+
+
+def run_column(name: str, arguments: argparse.Namespace, batches: list[Batch], bar: tqdm) -> Run:
+    """Train a fresh model: eagerly, with `fastpack`, or with a peer, whose failure is shown and not raised."""
+    bar.set_description(name)
+    model = new_model(arguments.layers, arguments.seed, arguments.device)
+    if name == "eager":
+        return train(model, model, batches, bar)
+    torch._dynamo.reset()
+    if name == "fastpack":
+        options = {"fastpack.lowering": arguments.lowering}
+        return train(torch.compile(model, backend="fastpack", options=options), model, batches, bar)
+    # As PyTorch comes: without the flags that `fastpack` switches on, every layer breaks the graph, and Dynamo says so
+    # at length.
+    torch._logging.set_logs(dynamo=logging.ERROR)
+    stock = torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False)
+    try:
+        with stock:
+            return train(torch.compile(model, backend=name), model, batches, bar)
+    except Exception as error:
+        return Run(failure=f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0]:.60}")
+
+
+# What is shown
+
+
+def table(runs: dict[str, Run], device: str) -> str:
+    """A column a run; a failed one says why in its first row."""
+    rows: dict[str, Callable[[Run], str]] = {
+        "loss, first step": lambda run: f"{run.losses[0]:.5f}",
+        "loss, last step": lambda run: f"{run.losses[-1]:.5f}",
+        "host reads per step": lambda run: str(sum(run.events[name] for name in HOST_READS)),
+        "masks built per step": lambda run: str(run.events[MASK_BUILT]),
+        "graphs compiled": lambda run: str(run.graphs),
+        "compile time": lambda run: f"{run.compile_seconds:.1f} s" if run.graphs else "–",
+        "step time, median": lambda run: f"{1000 * run.step_seconds:.0f} ms",
+    }
+    if device == "cuda":
+        rows["device-to-host copies per step"] = lambda run: str(
+            sum(count for name, count in run.events.items() if name.startswith(DEVICE_COPY))
+        )
+    cells = [[label, *("" if run.failure else show(run) for run in runs.values())] for label, show in rows.items()]
+    for column, run in enumerate(runs.values(), start=1):
+        cells[0][column] = run.failure or cells[0][column]
+    return tabulate(cells, headers=["", *runs], colalign=("left", *["right"] * len(runs)), disable_numparse=True)
+
+
+def disagreement(expected: Run, actual: Run) -> str:
+    """The first step whose losses differ by more than rounding explains, in words; "" if there is none."""
+    for step, (wanted, got) in enumerate(zip(expected.losses, actual.losses, strict=True)):
+        if not math.isclose(wanted, got, rel_tol=RELATIVE_TOLERANCE):
+            return f"the losses of step {step} disagree: eager {wanted:.6f}, fastpack {got:.6f}"
+    return ""
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train on packed text, in eager mode and with fastpack.")
+    parser.add_argument("--layers", type=whole_number(1, 128), default=8, help="decoder layers (default 8)")
+    parser.add_argument("--tokens", type=whole_number(16, 16384), default=512, help="tokens a batch (default 512)")
+    parser.add_argument("--steps", type=whole_number(3, 1000), default=30, help="training steps (default 30)")
+    parser.add_argument("--seed", type=whole_number(0, 2**31), default=0, help="of weights and data (default 0)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
+    lowerings = ["inductor", "aot_eager", "eager"]
+    parser.add_argument("--lowering", choices=lowerings, default="inductor", help="of fastpack (default inductor)")
+    parser.add_argument("--peer", choices=["inductor"], help="one more column: this backend without fastpack")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: cuda was asked for, but PyTorch finds no CUDA device")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    AttentionInterface.register("packed", packed_attention)
+    batches = packed_batches(arguments.steps, arguments.tokens, arguments.seed, arguments.device)
+    columns = ["eager", "fastpack"] + ([arguments.peer] if arguments.peer else [])
+    with tqdm(total=arguments.steps * len(columns), unit="step") as bar, fxpasses.inspect.record() as record:
+        runs = {name: run_column(name, arguments, batches, bar) for name in columns}
+    print(table(runs, arguments.device))
+    if arguments.device == "cpu":
+        print("(The profiler sees no `.tolist()` of a CPU tensor: eager mode reads more than is counted.)")
+    summaries = [report.summary for graph in record.graphs for report in graph.reports if report.changed]
+    print("hoisted:", "; ".join(summaries) or "nothing")
+    problem = disagreement(runs["eager"], runs["fastpack"])
+    if problem:
+        print(problem, file=sys.stderr)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

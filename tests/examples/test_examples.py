@@ -1,0 +1,65 @@
+"""Each example runs as it stands, and its figures are what they should be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / example), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def figures(output: str) -> dict[str, list[str]]:
+    """The demo's table: the cells of each row by the row's name."""
+    rows = (line.rsplit(None, 2) for line in output.splitlines() if "  " in line)
+    return {row[0].strip(): row[1:] for row in rows if len(row) == 3}
+
+
+@pytest.mark.slow
+def test_quickstart():
+    done = run("quickstart.py")
+    assert done.returncode == 0, done.stderr
+    assert "16 host reads became 4, 4 tensors built in layers became 1, once per batch" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_demos_host_reads_and_masks_do_not_depend_on_the_number_of_layers():
+    tables = {}
+    for layers in ("2", "4"):
+        arguments = ["--layers", layers, "--tokens", "128", "--steps", "4", "--lowering", "aot_eager"]
+        done = run("packed_training.py", *arguments)
+        assert done.returncode == 0, done.stderr
+        tables[layers] = figures(done.stdout)
+        eager, fastpack = tables[layers]["loss, last step"]
+        assert eager == fastpack
+        assert tables[layers]["masks built per step"] == [str(2 * int(layers)), "1"]
+        assert tables[layers]["graphs compiled"][1] == "1"
+    assert tables["2"]["host reads per step"][1] == tables["4"]["host reads per step"][1]
+
+
+@pytest.mark.slow
+def test_the_demo_with_inductor():
+    done = run("packed_training.py", "--layers", "2", "--tokens", "128", "--steps", "4", "--peer", "inductor")
+    assert done.returncode == 0, done.stderr
+    assert "inductor" in done.stdout and "graphs compiled" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "3"], "'3' is not a whole number from 16"),
+        (["--layers", "none"], "'none' is not a whole number from 1"),
+        (["--peer", "xla"], "invalid choice: 'xla'"),
+    ],
+)
+def test_a_wrong_argument_gives_one_line_and_exit_code_2(arguments, words):
+    done = run("packed_training.py", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr.splitlines()[-1]
