@@ -43,6 +43,7 @@ from tqdm import tqdm
 from transformers import AttentionInterface, DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import fxpasses.inspect
+from fxpasses.data import bucket_lengths
 
 SEQUENCES = 8  # entries of `lengths`, filled up with zeros: `.tolist()` is unrolled, so another number is another graph
 RELATIVE_TOLERANCE = 1e-3  # float32 sums in another order, amplified by some tens of steps of AdamW
@@ -147,7 +148,7 @@ def packed_batches(steps: int, tokens: int, seed: int, device: str) -> list[Batc
             document = next(source)[:room]
             lengths.append(len(document))
             features.append({"input_ids": list(document)})
-        batch = dict(collate(features), lengths=torch.tensor(lengths + [0] * (SEQUENCES - len(lengths))))
+        batch = dict(collate(features), lengths=bucket_lengths(lengths, [SEQUENCES]))
         batches.append({name: value.to(device) for name, value in batch.items()})
     return batches
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxpasses import inspect
-from fxpasses.capture import breaks
+from fxpasses.capture import breaks, recompiles
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
 from fxpasses.lowering import lower
@@ -40,6 +40,7 @@ def fastpack_backend(
     settings = Options.parse(options, mode)
     result = run_passes([PASSES[name]() for name in settings.passes], gm, example_inputs, settings)
     inspect.note_graph(gm, result.reports)
+    recompiles.note_sizes(gm)
     return _compile(result, gm, example_inputs, settings)
 
 

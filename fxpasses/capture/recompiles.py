@@ -1,0 +1,58 @@
+"""Tell the user when a model is compiled again and again because batches hold another number of sequences.
+
+Private name, checked on torch 2.11, 2.13 and 2.15: `torch._guards.CompileContext`, whose id says which frame Dynamo
+compiles. Where it is missing there is no warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxpasses.graph.provenance import source
+from fxpasses.graph.symbols import constant
+
+_MOST = 3
+# Frame and input to the sizes compiled so far. Dynamo keeps no such history that a backend could ask.
+_sizes: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
+_warned: set[tuple[int, str]] = set()
+
+
+def note_sizes(gm: GraphModule) -> None:
+    """Warn once for an input of integers whose every element is read, when it was compiled for more than 3 sizes."""
+    context = getattr(torch._guards, "CompileContext", None)
+    compilation = context.current_compile_id() if context is not None else None
+    if compilation is None or compilation.frame_id is None:
+        return
+    for node in gm.graph.find_nodes(op="placeholder"):
+        size = _fixed_size(node.meta.get("example_value"))
+        if size is None or not source(node):
+            continue
+        key = (compilation.frame_id, source(node))
+        if compilation.frame_compile_id == 0:  # the first time for this frame; `torch._dynamo.reset` counts anew
+            _sizes[key].clear()
+            _warned.discard(key)
+        _sizes[key].add(size)
+        if len(_sizes[key]) > _MOST and key not in _warned:
+            _warned.add(key)
+            warnings.warn(
+                f"fxpasses: a model is compiled for the {len(_sizes[key])}th size of {source(node)} "
+                f"({', '.join(map(str, sorted(_sizes[key])))}): `.tolist()` is unrolled, so each number of sequences "
+                "is a graph of its own, and Dynamo stops at its limit. Pad the lengths with "
+                "fxpasses.data.bucket_lengths.",
+                stacklevel=2,
+            )
+
+
+def _fixed_size(example: Any) -> int | None:
+    """The size of an integer vector, where the graph holds for this size alone: Dynamo leaves sizes open if it can."""
+    if not isinstance(example, torch.Tensor) or example.ndim != 1:
+        return None
+    if example.dtype.is_floating_point or example.dtype.is_complex:
+        return None
+    size = constant(example.shape[0])
+    return size if isinstance(size, int) else None
