@@ -49,9 +49,9 @@ fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how captur
 
 def _compile(result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
     """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing."""
-    attempts = [(result, "the rewritten graph")] if result.gm is not gm else []
-    attempts.append((Result(gm, list(example_inputs)), "the captured graph"))
-    for attempt, what in attempts:
+    attempts = [result] if result.gm is not gm else []
+    attempts.append(Result(gm, list(example_inputs)))
+    for attempt in attempts:
         try:
             return _lower(attempt, gm, settings)
         except asks_for_another_trace():
@@ -59,16 +59,18 @@ def _compile(result: Result, gm: GraphModule, example_inputs: Sequence[Any], set
         except Exception as error:
             if settings.strict:
                 raise
-            log.debug("lowering %s failed", what, exc_info=error)
             failed = error
+            if attempt.gm is not gm:
+                _warn("compiling a graph as rewritten", error, "It is compiled as it was captured.")
     if breaks.may_trace_again(failed, _has_unbacked_symbols(gm)):
         raise breaks.CaptureRejected("the captured graph does not compile with data-dependent values") from failed
-    warnings.warn(
-        f'fxpasses: compiling a graph with "{settings.lowering}" failed ({type(failed).__name__}: {failed}). '
-        "It runs uncompiled, as it was captured.",
-        stacklevel=2,
-    )
+    _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.")
     return gm.forward
+
+
+def _warn(what: str, error: Exception, instead: str) -> None:
+    log.debug("%s failed", what, exc_info=error)
+    warnings.warn(f"fxpasses: {what} failed ({type(error).__name__}: {error}). {instead}", stacklevel=3)
 
 
 def _lower(result: Result, gm: GraphModule, settings: Options) -> Callable[..., Any]:

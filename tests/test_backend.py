@@ -1,0 +1,60 @@
+"""The backend when something fails: the program goes on, with one warning."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import fxpasses.backend as backend
+from fxpasses import fastpack_backend
+
+
+def program(x, lengths):
+    return x * lengths.max().item() + lengths.max().item()
+
+
+INPUTS = torch.randn(4), torch.tensor([1, 3])
+OPTIONS = {"fastpack.lowering": "eager"}
+
+
+def fail_for(monkeypatch, fails):
+    stock = backend.lower
+
+    def lower(gm, example_inputs, options, salt):
+        if fails(gm):
+            raise RuntimeError("no compiler")
+        return stock(gm, example_inputs, options, salt)
+
+    monkeypatch.setattr(backend, "lower", lower)
+
+
+def is_rewritten(gm):
+    return any(node.name.startswith("packed_") for node in gm.graph.nodes)
+
+
+def test_a_rewritten_graph_that_does_not_compile_is_compiled_as_captured(monkeypatch):
+    fail_for(monkeypatch, is_rewritten)
+    with pytest.warns(UserWarning, match="as rewritten failed .*no compiler.*compiled as it was captured"):
+        assert torch.equal(torch.compile(program, backend="fastpack", options=OPTIONS)(*INPUTS), program(*INPUTS))
+
+
+def test_a_graph_that_does_not_compile_at_all_runs_uncompiled(monkeypatch):
+    fail_for(monkeypatch, lambda gm: True)
+    with pytest.warns(UserWarning, match="no compiler.*runs uncompiled"):
+        compiled = torch.compile(program, backend="fastpack", options=OPTIONS)
+        assert torch.equal(compiled(*INPUTS), program(*INPUTS))
+
+
+def test_strict_raises_what_the_compiler_raised(monkeypatch):
+    fail_for(monkeypatch, lambda gm: True)
+    compiled = torch.compile(program, backend="fastpack", options={**OPTIONS, "fastpack.strict": True})
+    with pytest.raises(Exception, match="no compiler"):
+        compiled(*INPUTS)
+
+
+def test_nothing_is_said_where_nothing_fails():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(program, backend=fastpack_backend, options=OPTIONS)(*INPUTS)
