@@ -8,7 +8,7 @@ Public names: `fastpack_backend` (importing it switches two capture flags of Dyn
 
 from typing import TYPE_CHECKING, Any
 
-from fxpasses.errors import MetadataError, PassError
+from fxpasses.errors import AssumptionError, MetadataError, PassError
 
 if TYPE_CHECKING:
     from fxpasses import inspect
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fxpasses.runtime.prefetching import prefetch
 
 __version__ = "0.1.0"
-__all__ = ["MetadataError", "PassError", "compile", "fastpack_backend", "inspect", "prefetch"]
+__all__ = ["AssumptionError", "MetadataError", "PassError", "compile", "fastpack_backend", "inspect", "prefetch"]
 
 _HOMES = {
     "compile": "fxpasses.compiling",

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxpasses import inspect
-from fxpasses.capture import breaks, recompiles
+from fxpasses.capture import breaks, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
 from fxpasses.lowering import lower
@@ -39,9 +39,13 @@ def fastpack_backend(
     """
     settings = Options.parse(options, mode)
     result = run_passes([PASSES[name]() for name in settings.passes], gm, example_inputs, settings)
-    inspect.note_graph(gm, result.reports)
+    assumed = tracing.report()
+    inspect.note_graph(gm, [*([assumed] if assumed is not None else []), *result.reports])
     recompiles.note_sizes(gm)
-    return _compile(result, gm, example_inputs, settings)
+    if result.program is not None:
+        sources = input_sources(gm)
+        tracing.note_companions([sources[position] for position in result.program.host_inputs])
+    return tracing.checked(_compile(result, gm, example_inputs, settings), gm)
 
 
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how capture/ knows for whom Dynamo traces
@@ -52,20 +56,37 @@ def _compile(result: Result, gm: GraphModule, example_inputs: Sequence[Any], set
     attempts = [result] if result.gm is not gm else []
     attempts.append(Result(gm, list(example_inputs)))
     for attempt in attempts:
-        try:
-            return _lower(attempt, gm, settings)
-        except asks_for_another_trace():
-            raise
-        except Exception as error:
-            if settings.strict:
-                raise
-            failed = error
-            if attempt.gm is not gm:
-                _warn("compiling a graph as rewritten", error, "It is compiled as it was captured.")
+        compiled = _try_to_lower(attempt, gm, settings)
+        if not isinstance(compiled, Exception):
+            return compiled
+        failed = compiled
+        if settings.strict:
+            raise failed
+        if attempt.gm is not gm:
+            _warn("compiling a graph as rewritten", failed, "It is compiled as it was captured.")
     if breaks.may_trace_again(failed, _has_unbacked_symbols(gm)):
         raise breaks.CaptureRejected("the captured graph does not compile with data-dependent values") from failed
     _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.")
     return gm.forward
+
+
+def _try_to_lower(attempt: Result, gm: GraphModule, settings: Options) -> Callable[..., Any] | Exception:
+    """Compile without the batch's help; where autograd asks for a size that only the batch knows, with it."""
+    try:
+        with tracing.paused():
+            return _lower(attempt, gm, settings)
+    except asks_for_another_trace():
+        raise
+    except Exception as error:
+        if not breaks.is_data_dependent(error):
+            return error
+    try:
+        with tracing.without_caches():
+            return _lower(attempt, gm, settings)
+    except asks_for_another_trace():
+        raise
+    except Exception as error:
+        return error
 
 
 def _warn(what: str, error: Exception, instead: str) -> None:

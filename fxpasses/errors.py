@@ -7,5 +7,9 @@ class MetadataError(RuntimeError):
     """A batch breaks an assertion that the model makes of its metadata, such as `sum(lengths) == tokens`."""
 
 
+class AssumptionError(MetadataError):
+    """A batch breaks what a compiled graph assumes of it, and this torch lacks what compiling another one takes."""
+
+
 class PassError(RuntimeError):
     """A pass failed, or its result differs from the graph it was given. Raised with `fastpack.strict` alone."""

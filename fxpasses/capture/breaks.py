@@ -21,19 +21,21 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any, TypeVar
 
-from fxpasses.capture import flags
+from fxpasses.capture import flags, tracing
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
 from fxpasses.capture.flags import Values
+from fxpasses.options import PREFIX
 
 log = logging.getLogger(__name__)
 
 MARKER = "_is_fastpack"
 _STEPS = "_fxpasses_steps"  # those left, on the speculation log: it lives as long as the attempts at one compilation
+_NO_HINTS = "_fxpasses_no_hints"  # likewise
 _MAX_WRAPPERS = 16
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
@@ -52,6 +54,26 @@ def may_trace_again(error: BaseException, has_unbacked_symbols: bool) -> bool:
     """Whether tracing with fewer flags may help after `error`, met in the backend's call: raise `CaptureRejected`."""
     is_reason = _is_reason_to_retrace.get()
     return is_reason is not None and (has_unbacked_symbols or is_reason(error))
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether `error` comes of an unbacked symbol: it is such an error, wraps one or was raised in handling one."""
+    try:
+        kinds = (*DynamoNames.find().data_dependent, CaptureRejected)
+    except MissingName:
+        return False
+    pending: list[Any] = [error]
+    seen: set[int] = set()
+    while pending:
+        error = pending.pop()
+        if not isinstance(error, BaseException) or id(error) in seen:
+            continue
+        if isinstance(error, kinds):
+            return True
+        seen.add(id(error))
+        # `BackendCompilerFailed` keeps what the backend raised as `inner_exception`.
+        pending += [error.__cause__, error.__context__, getattr(error, "inner_exception", None)]
+    return False
 
 
 def install() -> bool:
@@ -93,6 +115,16 @@ def is_fastpack(backend: Any) -> bool:
     return any(getattr(function, MARKER, False) is True for function in _unwrapped(backend))
 
 
+def option(backend: Any, name: str) -> Any:
+    """The option `fastpack.<name>` that a backend was given by `torch.compile` or `fxpasses.compile`, or None."""
+    for function in _unwrapped(backend):
+        given = function.keywords if isinstance(function, functools.partial) else getattr(function, "kwargs", None)
+        options = given.get("options") if isinstance(given, Mapping) else None
+        if isinstance(options, Mapping) and PREFIX + name in options:
+            return options[PREFIX + name]
+    return None
+
+
 def _unwrapped(backend: Any) -> Iterator[Any]:
     """`backend` and what it wraps, outermost first. Torch 2.11, 2.13 and 2.15 wrap in the same way:
 
@@ -124,50 +156,54 @@ class _TraceFrameInSteps:
         self._signature = inspect.signature(names.trace_frame)
         self._passed_on = names.passed_on
         self._restart = names.restart
-        self._data_dependent = (*names.data_dependent, CaptureRejected)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = self._signature.bind(*args, **kwargs).arguments
-        if frame["one_graph"] or not is_fastpack(frame["compiler_fn"]):
-            return self.original(*args, **kwargs)
+        if not is_fastpack(frame["compiler_fn"]):
+            with tracing.no_hints():
+                return self.original(*args, **kwargs)
+        if frame["one_graph"]:
+            return self._trace(frame, args, kwargs)
         attempts = frame["speculation_log"]
         values, *fewer = getattr(attempts, _STEPS, None) or _steps_from(flags.wanted())
-        tracing = _is_reason_to_retrace.set(self._is_data_dependent if fewer else None)
+        token = _is_reason_to_retrace.set(is_data_dependent if fewer else None)
         try:
             with flags.held_at(values):
-                return self.original(*args, **kwargs)
+                return self._trace(frame, args, kwargs) if values.scalar_outputs else self.original(*args, **kwargs)
         except self._passed_on:
             raise
         except Exception as error:
-            if not fewer or not self._is_data_dependent(error):
+            if not fewer or not is_data_dependent(error):
                 raise
             log.info("%s is traced again with %s: %s", _where(frame["code"]), fewer[0], _first_line(error))
             attempts.clear()  # it records positions in a trace that the next one does not repeat
             setattr(attempts, _STEPS, fewer)
             raise self._restarting(error) from error
         finally:
-            _is_reason_to_retrace.reset(tracing)
+            _is_reason_to_retrace.reset(token)
+
+    def _trace(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        attempts = frame["speculation_log"]
+        if option(frame["compiler_fn"], "capture") == "off" or getattr(attempts, _NO_HINTS, False):
+            return self.original(*args, **kwargs)
+        with tracing.hints_while_tracing(frame["code"]) as hints:
+            result = self.original(*args, **kwargs)
+            try:
+                if hints is not None:
+                    tracing.finish(hints, result.output_graph, frame["code"])
+            except Exception as error:  # a graph whose assumptions cannot be guarded must not run
+                log.warning("%s is traced again without hints: %s", _where(frame["code"]), _first_line(error))
+                log.debug("the guard could not be made", exc_info=error)
+                attempts.clear()
+                setattr(attempts, _NO_HINTS, True)
+                raise self._restarting(error) from error
+            return result
 
     def _restarting(self, error: Exception) -> Exception:
         restart = self._restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")
         # Dynamo frees the failed attempt's graph by this attribute.
         restart._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)  # type: ignore[attr-defined]
         return restart
-
-    def _is_data_dependent(self, error: BaseException) -> bool:
-        """Whether `error` comes of an unbacked symbol: it is such an error, wraps one or was raised in handling one."""
-        pending: list[Any] = [error]
-        seen: set[int] = set()
-        while pending:
-            error = pending.pop()
-            if not isinstance(error, BaseException) or id(error) in seen:
-                continue
-            if isinstance(error, self._data_dependent):
-                return True
-            seen.add(id(error))
-            # `BackendCompilerFailed` keeps what the backend raised as `inner_exception`.
-            pending += [error.__cause__, error.__context__, getattr(error, "inner_exception", None)]
-        return False
 
 
 def _steps_from(start: Values) -> list[Values]:

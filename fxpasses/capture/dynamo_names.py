@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -71,6 +71,32 @@ def asks_for_another_trace() -> tuple[type[Exception], ...]:
     found = [getattr(exceptions, name, None) for name in ("RestartAnalysis", "SkipFrame")]
     found += [getattr(fake, name, None) for name in ("DataDependentOutputException", "DynamicOutputShapeException")]
     return tuple(exception for exception in found if exception is not None)
+
+
+def add_guard(output: Any, holds: Callable[..., bool], sources: Sequence[str], texts: list[str]) -> None:
+    """Have Dynamo call `holds` with the values of `sources` before it runs the graph of `output`: if not, trace anew.
+
+    It is asked after all other guards: the values have the types and sizes that they had while tracing. `texts` say in
+    Dynamo's logs what does not hold. Raises `MissingName`.
+    """
+    closure_vars, shape_source = check_guard_names()
+    closure = dict(closure_vars())
+    call = f"___fxpasses_batch({', '.join(sources)})"
+
+    def FXPASSES_BATCH(builder: Any, guard: Any) -> None:  # Dynamo's logs show the name
+        builder.add_python_lambda_leaf_guard_to_root(
+            [call], [f"{call}  # {'; '.join(texts)}"], closure_vars={**closure, "___fxpasses_batch": holds}
+        )
+
+    output.guards.add(shape_source().make_guard(FXPASSES_BATCH))
+
+
+def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[], Any]]:
+    """What `add_guard` reaches for; raises `MissingName` where torch lacks it."""
+    guards = importlib.import_module("torch._dynamo.guards")
+    _attribute(_attribute(guards, "GuardBuilder"), "add_python_lambda_leaf_guard_to_root")
+    sources = importlib.import_module("torch._dynamo.source")
+    return _attribute(guards, "_get_closure_vars"), _attribute(sources, "ShapeEnvSource")
 
 
 def config_switch(values: Mapping[str, bool]) -> Callable[[], Callable[[], None]]:

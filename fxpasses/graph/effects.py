@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
@@ -196,9 +197,9 @@ def _regions(autocast: Sequence[tuple[Any, ...]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(fake_mode: Any) -> Iterator[None]:
-    """Fake mode without gradients, and without leaving new symbols for Dynamo to bind."""
+    """Fake mode as Dynamo runs it, without gradients, and without leaving new symbols for Dynamo to bind."""
     ignore: Callable[[], Any] = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
-    with torch.no_grad(), fake_mode, ignore():
+    with torch.no_grad(), fake_mode, enable_python_dispatcher(), ignore():
         yield
 
 

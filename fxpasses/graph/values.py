@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate
 
 from fxpasses.graph import effects
 from fxpasses.graph.effects import Refused, leaves
-from fxpasses.graph.symbols import integer_behind
+from fxpasses.graph.symbols import constant, integer_behind
 from fxpasses.report import Reason
 
 
@@ -204,7 +204,7 @@ class ValueTable:
         entry.work = any(part.work for part in parts)
         if read and not isinstance(example, torch.Tensor) and isinstance(example, _NUMBERS):
             effects.check_target(node)
-            if isinstance(example, torch.SymBool) and integer_behind(example) is None:
+            if isinstance(example, torch.SymBool) and constant(example) is None and integer_behind(example) is None:
                 raise Refused(Reason.UNSUPPORTED_VALUE, f"a flag that is known as {example}")
             entry.fake = example
             entry.work = True
@@ -213,6 +213,9 @@ class ValueTable:
         fakes = self._fakes(args, kwargs, tensors)
         effect = effects.observe(node, *fakes, self.fake_mode, autocast)
         if read:  # the symbols in its sizes are Dynamo's, and so is what is known of them
+            if isinstance(example, torch.Tensor) and any(self.entries[ref.number].kind == "look" for ref in refs):
+                with self.fake_mode:
+                    example = example.detach()  # of made-up values
             effect = effects.Effects(example, effect.aliases, effect.same, effect.writes)
         entry.fake = effect.output
         outputs = _tensor_leaves(effect.output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from fxpasses.graph.emission import slice_of
 from fxpasses.graph.provenance import source
 from fxpasses.graph.values import Entry, Ref, ValueTable
 
@@ -16,8 +17,13 @@ _LONGEST = 80
 
 
 def describe(table: ValueTable, operand: Any) -> str:
-    """The expression for a reference or a constant, shortened in the middle of deep ones."""
-    return _describe(table, operand, 6)
+    """The expression for a reference or a constant; of a long one, its last step and the inputs it is made of."""
+    text = _describe(table, operand, 6)
+    if "…" not in text or not isinstance(operand, Ref):
+        return text
+    roots = [table.entries[number] for number in slice_of(table, [operand])]
+    names = dict.fromkeys(input_name(root) for root in roots if root.kind == "root")
+    return f"{table.entries[operand.number].node.name} (from {', '.join(names)})"
 
 
 def _describe(table: ValueTable, operand: Any, depth: int) -> str:

@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxpasses.graph.closure import RANGES, Closure, find_closure
+from fxpasses.graph.prologue import Assertion, Extra, build_program
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import (
@@ -40,7 +41,6 @@ from fxpasses.graph.symbols import (
     symbol,
 )
 from fxpasses.graph.values import Entry, Memory, Ref, Scalar, Tensor, Value, number_of
-from fxpasses.passes.prologue import Assertion, Extra, build_program
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 

@@ -20,18 +20,27 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 
 
+AutocastState = tuple[tuple[str, torch.dtype, bool], ...]
+
+
 class Prologue:
     """Computes the extra inputs of a main graph from the inputs that it has anyway.
 
     sources: for each input of the main graph, how Dynamo found it (`L['lengths']`), for prefetching.
-    The state of autocast is that of the moment of compilation, which Dynamo's guards hold fast for every call.
+    autocast: the state to compute under; that of the moment of compilation, which Dynamo's guards hold fast.
     """
 
-    def __init__(self, program: Program, sources: Sequence[str] = (), cache: BatchCache = batch_cache) -> None:
+    def __init__(
+        self,
+        program: Program,
+        sources: Sequence[str] = (),
+        cache: BatchCache = batch_cache,
+        autocast: AutocastState | None = None,
+    ) -> None:
         self.program = program
         self.sources = tuple(sources)
         self.cache = cache
-        self._autocast = _autocast_state()
+        self._autocast = autocast_state() if autocast is None else autocast
         self.key = f"{program.key()}:{self._autocast}:{torch.get_default_dtype()}:{torch.get_default_device()}"
         self.runs = 0
         if sources:
@@ -124,7 +133,8 @@ def live_prologues() -> list[Prologue]:
     return list(_live)
 
 
-def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
+def autocast_state() -> AutocastState:
+    """The autocast regions that are open now: device type, dtype and whether it is on."""
     types = ["cpu"]
     if torch.accelerator.is_available():
         types.append(str(torch.accelerator.current_accelerator()).split(":")[0])

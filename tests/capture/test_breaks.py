@@ -20,10 +20,11 @@ from fxpasses.capture.dynamo_names import DynamoNames
 
 
 class Recording:
-    """A backend that runs the graph as it is, and keeps it."""
+    """A backend that runs the graph as it is, and keeps it. Value hints, which avoid most hazards, are off for it."""
 
     def __init__(self, *, fastpack: bool) -> None:
         self.graphs: list[GraphModule] = []
+        self.kwargs = {"options": {"fastpack.capture": "off"}}  # as `torch.compile` keeps them
         if fastpack:
             self._is_fastpack = True
 

@@ -1,0 +1,168 @@
+"""What a graph assumes of its batch: the answers that hints gave while it was traced, each once and in words.
+
+The answers (`capture/hints.py`) hold for the batch being traced. Those that state consistency (`sum(lengths) ==
+tokens`) are assertions in the graph already: a batch that breaks them is wrong, and raises. The others are choices
+(`longest > 512`), which another batch may make otherwise: `capture/guarding.py` sees to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.solve import try_solve
+
+from fxpasses.capture.hints import Answer, Hints
+from fxpasses.capture.live import LiveMetadata
+from fxpasses.graph.prologue import Extra
+from fxpasses.graph.wording import describe
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A condition over symbols that must hold for a batch, and the same in words: `lengths.max() > 512`."""
+
+    condition: Any
+    text: str
+    where: str
+    names: Mapping[Any, str]  # of the condition's symbols, in words
+
+    def __str__(self) -> str:
+        return f"{self.text}, at {self.where}" if self.where else self.text
+
+
+def assumptions_of(hints: Hints) -> list[Assumption]:
+    """The choices among the answers of a trace, each once, without those that others imply."""
+    metadata = hints.metadata
+    if metadata is None:
+        return []
+    canonical = _Canonical(metadata)
+    found: dict[Any, Answer] = {}
+    for answer in hints.answers:
+        for part in sympy.And.make_args(hints.defined(answer.condition)):
+            condition = canonical(part)
+            if not answer.states_consistency and condition != sympy.true:
+                found.setdefault(condition, answer)
+    kept = _without_implied(found)
+    return [
+        Assumption(c, canonical.in_words(c), found[c].where, {s: canonical.name(s) for s in c.free_symbols})
+        for c in kept
+    ]
+
+
+class _Canonical:
+    """One symbol for each value, however many layers asked for it."""
+
+    def __init__(self, metadata: LiveMetadata) -> None:
+        self.metadata = metadata
+        self._symbols: dict[Extra, Any] = {}
+
+    def __call__(self, condition: Any) -> Any:
+        condition = condition.xreplace({found: self._symbol(found) for found in condition.free_symbols})
+        if len(condition.free_symbols) == 1:
+            (found,) = condition.free_symbols
+            solved = try_solve(condition, found)  # `n - 2 > 2` is `n > 4`
+            if solved is not None:
+                return type(solved[0])(found, solved[1])
+        return condition
+
+    def _symbol(self, found: Any) -> Any:
+        if self.metadata.is_size(found):
+            return found
+        return self._symbols.setdefault(self.metadata.extra(found), found)
+
+    def in_words(self, condition: Any) -> str:
+        flag = self._flag(condition)
+        if flag is not None:
+            return flag
+        words = {found: sympy.Symbol(self.name(found)) for found in condition.free_symbols}
+        if isinstance(condition, sympy.Eq):
+            return f"{condition.lhs.xreplace(words)} == {condition.rhs.xreplace(words)}"
+        if isinstance(condition, sympy.Rel):
+            left, right = condition.lhs.xreplace(words), condition.rhs.xreplace(words)
+            return f"{left} {condition.rel_op} {right}"
+        return str(condition.xreplace(words))
+
+    def _flag(self, condition: Any) -> str | None:
+        """`(lengths > 6).any()` for a condition that it is 1."""
+        if not isinstance(condition, (sympy.Eq, sympy.Ne)) or not condition.lhs.is_Symbol:
+            return None
+        if self.metadata.is_size(condition.lhs) or condition.rhs not in (0, 1):
+            return None
+        extra = self.metadata.extra(condition.lhs)
+        if not isinstance(self.metadata.walk.closure.table.entries[extra.ref.number].fake, (bool, torch.SymBool)):
+            return None
+        holds = isinstance(condition, sympy.Eq) == (condition.rhs == 1)
+        text = self.name(condition.lhs)
+        return text if holds else f"not {text}"
+
+    def name(self, found: Any) -> str:
+        if self.metadata.is_size(found):
+            return _short(self.metadata.size_source(found))
+        extra = self.metadata.extra(found)
+        text = describe(self.metadata.walk.closure.table, extra.ref)
+        return text if extra.dimension is None else f"{text}.shape[{extra.dimension}]"
+
+
+def _short(expression: str) -> str:
+    """`x.size()[1]` for `L['x'].size()[1]`."""
+    return expression.replace("L['", "", 1).replace("']", "", 1) if expression.startswith("L['") else expression
+
+
+def _without_implied(conditions: Iterable[Any]) -> list[Any]:
+    """Of the conditions on one integer alone, only the tightest: an equality, or a lower and an upper bound."""
+    conditions = list(conditions)
+    ranges: dict[Any, _Range] = {}
+    for condition in conditions:
+        if (bounds := _Range.of(condition)) is not None:
+            whole = ranges.setdefault(bounds.symbol, _Range(bounds.symbol))
+            whole.low, whole.high = max(whole.low, bounds.low), min(whole.high, bounds.high)
+    kept: dict[Any, Any] = {}  # by what it says, so that `n > 4` and `n >= 5` count once
+    for condition in conditions:
+        bounds = _Range.of(condition)
+        if bounds is not None:
+            whole = ranges[bounds.symbol]
+            tight = bounds.low == whole.low > -math.inf or bounds.high == whole.high < math.inf
+            exact = whole.low == whole.high and (bounds.low, bounds.high) != (whole.low, whole.high)
+            if tight and not (exact and any(_Range.of(c) == whole for c in conditions)):
+                kept.setdefault((bounds.symbol, bounds.low, bounds.high), condition)
+        elif not _is_outside(condition, ranges):
+            kept.setdefault(condition, condition)
+    return list(kept.values())
+
+
+def _is_outside(condition: Any, ranges: dict[Any, _Range]) -> bool:
+    """Whether `n != 1` says nothing, because n is greater anyway."""
+    if not isinstance(condition, sympy.Ne) or condition.lhs not in ranges or not condition.rhs.is_Integer:
+        return False
+    return not ranges[condition.lhs].low <= condition.rhs <= ranges[condition.lhs].high
+
+
+@dataclass
+class _Range:
+    """What conditions say of an integer symbol: low <= symbol <= high."""
+
+    symbol: Any
+    low: float = -math.inf
+    high: float = math.inf
+
+    @classmethod
+    def of(cls, condition: Any) -> _Range | None:
+        """`n > 4` is n >= 5; None for a condition that is no bound of a single integer."""
+        if not isinstance(condition, sympy.Rel) or len(condition.free_symbols) != 1:
+            return None
+        (found,) = condition.free_symbols
+        if condition.lhs != found or not condition.rhs.is_Integer or not found.is_integer:
+            return None
+        limit = int(condition.rhs)
+        if isinstance(condition, sympy.Eq):
+            return cls(found, limit, limit)
+        if isinstance(condition, (sympy.Gt, sympy.Ge)):
+            return cls(found, low=limit + isinstance(condition, sympy.Gt))
+        if isinstance(condition, (sympy.Lt, sympy.Le)):
+            return cls(found, high=limit - isinstance(condition, sympy.Lt))
+        return None

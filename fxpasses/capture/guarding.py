@@ -1,0 +1,131 @@
+"""Hold each batch against what a graph assumes: a batch that chooses otherwise gets a graph of its own.
+
+The assumptions become a Dynamo guard over the batch's metadata. It computes their numbers as the prologue does, once
+per batch and from the same copy on the host; where one does not hold, Dynamo traces the frame again, and keeps both
+graphs. Where this torch has no such guards, the graph raises `AssumptionError` instead of running on such a batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from fxpasses.capture.assumptions import Assumption, assumptions_of
+from fxpasses.capture.dynamo_names import MissingName, add_guard, check_guard_names
+from fxpasses.capture.hints import Hints
+from fxpasses.errors import AssumptionError
+from fxpasses.graph.provenance import source
+from fxpasses.graph.symbols import symbol
+from fxpasses.runtime.prologue import Prologue
+from fxpasses.runtime.transfers import to_host
+
+_MOST_VERDICTS = 256
+
+
+def can_guard() -> bool:
+    """Whether this torch has the names that data guards need."""
+    try:
+        check_guard_names()
+    except MissingName:
+        return False
+    return True
+
+
+def guard(output: Any, hints: Hints) -> list[Assumption]:
+    """Add the guard for a finished trace to Dynamo's `OutputGraph`; returns what it guards."""
+    found = assumptions_of(hints)
+    if found:
+        batch_guard = BatchGuard(found, hints)
+        add_guard(output, batch_guard, batch_guard.sources, [str(assumption) for assumption in found])
+    return found
+
+
+def checked(compiled: Callable[..., Any], gm: GraphModule, hints: Hints) -> Callable[..., Any]:
+    """`compiled`, which takes the inputs of `gm`, with the assumptions checked at each call.
+
+    Raises `KeyError` where a number that they speak of cannot be computed from the graph's inputs.
+    """
+    found = assumptions_of(hints)
+    if not found:
+        return compiled
+    batch_guard = BatchGuard(found, hints)
+    places: dict[Any, int] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        places[source(node)] = places[symbol(node.meta.get("example_value"))] = position
+    keys = batch_guard.sources[: batch_guard.roots] + batch_guard.sizes
+    positions = [places[key] for key in keys]
+
+    def run(*inputs: Any) -> Any:
+        chosen = [inputs[position] for position in positions]
+        broken = batch_guard.broken(chosen)
+        if broken:
+            raise AssumptionError(_message(broken, batch_guard.numbers(chosen)))
+        return compiled(*inputs)
+
+    return run
+
+
+def _message(broken: Sequence[Assumption], values: dict[Any, Any]) -> str:
+    names = {name: values[found] for assumption in broken for found, name in assumption.names.items()}
+    return (
+        f"the batch breaks what the compiled graph assumes: {'; '.join(map(str, broken))}, but "
+        f"{', '.join(f'{name} is {value}' for name, value in names.items())}. torch {torch.__version__} lacks the "
+        'names by which another graph would be compiled; options={"fastpack.capture": "off"} leaves such questions '
+        "to graph breaks"
+    )
+
+
+class BatchGuard:
+    """Says whether a batch fulfils the assumptions of a graph.
+
+    sources: the expressions by which Dynamo finds what it is called with: `roots` inputs of the graph, then `sizes`,
+    then the tensors that the graph's own prologue reads, which come to the host in the same transfer.
+    """
+
+    def __init__(self, assumptions: list[Assumption], hints: Hints) -> None:
+        assert hints.metadata is not None
+        metadata = hints.metadata
+        free = sorted({found for a in assumptions for found in a.condition.free_symbols}, key=str)
+        self.assumptions = assumptions
+        self.sizes = [found for found in free if metadata.is_size(found)]
+        self._symbols = [found for found in free if not metadata.is_size(found)]
+        program, roots = metadata.program([metadata.extra(found) for found in self._symbols])
+        self.roots = len(roots)
+        self.sources = [metadata.source_of(root) for root in roots]
+        self.sources += [metadata.size_source(found) for found in self.sizes]
+        self.sources += [name for name in dict.fromkeys(hints.companions) if name not in self.sources]
+        self._prologue = Prologue(program, self.sources[: self.roots], autocast=hints.autocast)  # found by prefetching
+        self._verdicts: dict[tuple[Any, ...], list[Assumption]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *inputs: Any) -> bool:
+        """For Dynamo, which takes an error for False: the new trace then meets the program's own error."""
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        to_host([tensor for tensor in tensors if not tensor.is_floating_point()], self._prologue.cache)
+        return not self.broken(inputs)
+
+    def numbers(self, inputs: Sequence[Any]) -> dict[Any, Any]:
+        """The values of all symbols, for inputs in the order of `sources`."""
+        sizes = inputs[self.roots : self.roots + len(self.sizes)]
+        values = (*self._prologue(inputs[: self.roots]), *sizes)
+        symbols = (*self._symbols, *self.sizes)
+        return {s: int(v) if isinstance(v, bool) else v for s, v in zip(symbols, values, strict=True)}
+
+    def broken(self, inputs: Sequence[Any]) -> list[Assumption]:
+        """The assumptions that do not hold for a batch."""
+        values = self.numbers(inputs)
+        key = tuple(values.values())
+        if key not in self._verdicts:
+            verdict = [a for a in self.assumptions if not sympy_interp(PythonReferenceAnalysis, values, a.condition)]
+            with self._lock:
+                if len(self._verdicts) >= _MOST_VERDICTS:
+                    self._verdicts.clear()
+                self._verdicts[key] = verdict
+            return verdict
+        return self._verdicts.get(key) or []

@@ -1,0 +1,300 @@
+"""The metadata of a graph that Dynamo is still writing, and the values that it has for the batch being traced.
+
+The rules are those of `graph/walk.py`: a number or a data-dependent size is metadata if it is computed from integer
+inputs and sizes alone, with memory versions, through checkpoint bodies. A value is computed by a program like the
+prologue's, on the real inputs, and once for all layers that ask for it, because they ask for the same number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxpasses.graph.prologue import Extra, build_program
+from fxpasses.graph.provenance import source
+from fxpasses.graph.regions import Region
+from fxpasses.graph.symbols import integer_behind, is_unbacked, symbol
+from fxpasses.graph.values import Many, Memory, Ref, Scalar, Tensor, Value
+from fxpasses.graph.walk import Walk
+from fxpasses.prologue_program import Program
+from fxpasses.report import Reason
+from fxpasses.runtime.prologue import Prologue
+
+log = logging.getLogger(__name__)
+
+# Their results have a size that one integer or bool argument tells, whatever the values of the other tensor are.
+_SIZED_BY_METADATA = frozenset({"getitem", "masked_select", "repeat_interleave"})
+# What a use outside the closure may do to memory so that nothing is known of its contents any more.
+_OVERWRITTEN = frozenset({Reason.WRITTEN_BY_LAYER, Reason.INPUT_WRITTEN, Reason.UNKNOWN_OPERATOR})
+
+
+class NotKnown(Exception):
+    """A symbol is no metadata, or its value cannot be computed."""
+
+
+class LiveMetadata:
+    """What is known of one trace. `output` is Dynamo's `OutputGraph`; `autocast` the state around the whole frame."""
+
+    def __init__(self, output: Any, autocast: Any) -> None:
+        self.output = output
+        self._autocast = autocast
+        self._values: dict[Extra, Any] = {}
+        self.is_walking = False
+        self._over = False
+        self._regions: dict[Any, _LiveRegion] = {}
+        self.walk = _LiveWalk(output.fake_mode)
+
+    def close(self) -> None:
+        """The capture is over: what Dynamo does to its graph from now on, such as removing what is dead, is no news."""
+        self._advance()
+        self._over = True
+
+    # Asking
+
+    def is_metadata(self, node: Node) -> bool:
+        self._advance()
+        return isinstance(self.walk.values.get(node), (Scalar, Tensor))
+
+    def extra(self, found: Any) -> Extra:
+        """How a symbol is computed from the inputs; raises `NotKnown`."""
+        self._advance()
+        try:
+            return self.walk.numbers[found]
+        except KeyError:
+            raise NotKnown(str(found)) from None
+
+    def value(self, found: Any) -> int | float:
+        """The value of a symbol for the inputs being traced; raises `NotKnown`."""
+        extra = self.extra(found)
+        if extra not in self._values:
+            self._values[extra] = self._compute(extra)
+        return self._values[extra]
+
+    def is_size(self, found: Any) -> bool:
+        """Whether a symbol is a size of an input, which Dynamo knows by itself."""
+        return found in self.output.shape_env.var_to_sources
+
+    def size(self, found: Any) -> Any:
+        """The value of such a size in the batch being traced."""
+        return self.output.shape_env.backed_var_to_val.get(found)
+
+    def size_source(self, found: Any) -> str:
+        """The expression by which Dynamo finds such a size, `L['x'].size()[1]`."""
+        name = self.output.shape_env.var_to_sources[found][0].name
+        return name() if callable(name) else name
+
+    def source_of(self, root: Node) -> str:
+        """The expression by which Dynamo finds an input of the graph in the frame."""
+        # Dynamo may have found the size to be a constant since: its symbol is the one that it had in the walk.
+        return source(root) or next(
+            self.size_source(found) for found, value in self.walk.symbols.items() if value is self.walk.values[root]
+        )
+
+    def program(self, extras: list[Extra]) -> tuple[Program, list[Node]]:
+        """A program that computes `extras`, and the placeholders that its inputs stand for."""
+        roots = self.roots()
+        return build_program(self.walk.closure.table, roots, extras, []), roots
+
+    def roots(self) -> list[Node]:
+        return [entry.node for entry in self.walk.closure.table.entries if entry.kind == "root"]
+
+    def _compute(self, extra: Extra) -> int | float:
+        try:
+            program, roots = self.program([extra])
+            with _outside_of_modes():
+                inputs = [_real(node) for node in roots]
+                (value,) = Prologue(program, autocast=self._autocast)(inputs)
+        except Exception as error:  # whatever the user's program raises on its batch, it raises again when it runs
+            raise NotKnown(f"{type(error).__name__}: {error}") from error
+        return int(value) if isinstance(value, bool) else value
+
+    # Walking
+
+    def _advance(self) -> None:
+        """Walk what Dynamo has written since the last question. Questions that the walk asks find it as it is."""
+        if self.is_walking or self._over:
+            return
+        self.is_walking = True
+        try:
+            with _outside_of_modes():
+                self._catch_up()
+        except Exception as error:  # a defect here must not stop a training run: there are no hints from here on
+            log.debug("the walk over Dynamo's graph failed", exc_info=error)
+            self._over = True
+        finally:
+            self.is_walking = False
+
+    def _catch_up(self) -> None:
+        if any(region.was_rolled_back() for region in self._regions.values()):
+            self._regions = {}
+            self.walk = self.walk.anew()
+        for tracer in self._tracers():
+            region = self._regions.get(tracer)
+            if region is None:
+                parent = self._regions.get(tracer.parent) if tracer.parent is not None else None
+                region = self._regions[tracer] = _LiveRegion(self.output, tracer, parent)
+            region.advance(self.walk)
+
+    def _tracers(self) -> list[Any]:
+        """Dynamo's tracers of the graphs that it is in the middle of, outermost first."""
+        found, tracer = [], self.output.current_tracer
+        while tracer is not None:
+            found.append(tracer)
+            tracer = tracer.parent
+        return found[::-1]
+
+
+class _LiveWalk(Walk):
+    """A walk that is never over: nothing is known yet of how the rest of the program uses a value."""
+
+    def __init__(self, fake_mode: Any) -> None:
+        super().__init__(Region(GraphModule({}, Graph())), fake_mode, {}, nothing=False)
+        self.numbers: dict[Any, Extra] = {}  # by symbol
+
+    def anew(self) -> _LiveWalk:
+        """A walk from the start again, which knows inputs and symbols by the same numbers."""
+        other = _LiveWalk(self.fake_mode)
+        other.closure.table = self.closure.table
+        other.numbers = self.numbers
+        inputs = {entry.node for entry in self.closure.table.entries if entry.kind == "root"}
+        other.values.update((node, value) for node, value in self.values.items() if node in inputs)
+        other.symbols.update((found, value) for found, value in self.symbols.items() if value in other.values.values())
+        return other
+
+    def visit(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> tuple[Any, ...]:
+        after = super().visit(region, node, autocast)
+        if node in self.values:
+            self._note_symbols(self.values[node], node.meta.get("example_value"))
+        elif node.meta.get("unbacked_bindings"):
+            self._note_symbols(self._stand_in(node, autocast), node.meta.get("example_value"))
+        return after
+
+    def _note_symbols(self, value: Value, example: Any) -> None:
+        if isinstance(value, Many) and isinstance(example, (tuple, list)):
+            for item, part in zip(value.items, example, strict=False):
+                self._note_symbols(item, part)
+        elif isinstance(value, Scalar):
+            number = integer_behind(example) if isinstance(example, torch.SymBool) else example
+            found = symbol(number) if not isinstance(number, torch.SymFloat) else number.node.expr
+            if found is not None:
+                self.numbers.setdefault(found, Extra(Ref(value.number)))
+        elif isinstance(value, Tensor) and isinstance(example, torch.Tensor):
+            for dimension, size in enumerate(example.shape):
+                if symbol(size) is not None and is_unbacked(size):
+                    ref = Ref(value.number, value.memory.version)
+                    self.numbers.setdefault(symbol(size), Extra(ref, dimension=dimension))
+
+    def _stand_in(self, node: Node, autocast: tuple[Any, ...]) -> Value:
+        """`x[mask]` for an activation x: a value of the same size, its contents made up."""
+        name = getattr(node.target, "__name__", str(node.target))
+        outside = [operand for operand in node.all_input_nodes if operand not in self.values]
+        if name not in _SIZED_BY_METADATA or not node.args or outside != [node.args[0]]:
+            return None
+        return self._numbered_by_looks(node, outside[0], autocast)
+
+    def _body(self, region: Region, call: Node, autocast: tuple[Any, ...]) -> None:
+        """A body that is written to the end. What it asked was walked while it was written, and now all is."""
+        outside = [(memory, memory.version) for operand in call.all_input_nodes for memory in self._memories(operand)]
+        name = call.args[0]
+        assert isinstance(name, Node)
+        region.bodies[call] = Region(getattr(region.gm, str(name.target)), region, call)
+        super()._body(region, call, autocast)
+        for memory, version in outside:
+            if memory.version != version:
+                self._ban(memory, Reason.WRITTEN_BY_LAYER, f"by `{call.name}`", call)
+
+    def _ban(self, memory: Memory, reason: Reason, text: str, culprit: Node, subject: Node | None = None) -> None:
+        if reason not in _OVERWRITTEN:
+            return
+        for node in [node for node, value in self.values.items() if memory in _memories(value)]:
+            del self.values[node]
+            self.obstacles[node] = reason, text
+
+
+def _memories(value: Value) -> tuple[Memory, ...]:
+    items = value.items if isinstance(value, Many) else (value,)
+    return tuple(item.memory for item in items if isinstance(item, Tensor))
+
+
+class _LiveRegion(Region):
+    """A graph in the hands of one of Dynamo's tracers, and how far it has been walked."""
+
+    def __init__(self, output: Any, tracer: Any, parent: Region | None) -> None:
+        super().__init__(cast(GraphModule, _Modules(tracer.graph, output.nn_modules)))
+        self.parent = parent
+        self._tracer = tracer
+        self._last: Node | None = None
+        self._autocast: tuple[Any, ...] = ()
+
+    def was_rolled_back(self) -> bool:
+        """Whether Dynamo has erased what was walked already."""
+        return self._last is not None and self._last._erased
+
+    def advance(self, walk: _LiveWalk) -> None:
+        for node in self.placeholders():  # they are inserted above the rest at any time
+            if node in walk.values or node in walk.obstacles:
+                continue
+            size = symbol(node.meta.get("example_value"))
+            if self.parent is not None and size in walk.symbols:
+                walk.values[node] = walk.symbols[size]
+            elif self._has_operand(node):
+                walk.visit(self, node, self._autocast)
+        graph = self._tracer.graph
+        node = self._last.next if self._last is not None else next(iter(graph.nodes), graph._root)
+        while node is not graph._root:
+            if node.next is graph._root and node.op != "placeholder" and "example_value" not in node.meta:
+                return  # Dynamo is still at it
+            if node.op != "placeholder":
+                self._autocast = walk.visit(self, node, self._autocast)
+            self._last = node
+            node = node.next
+
+    def _has_operand(self, node: Node) -> bool:
+        """Find what a placeholder of a body stands for, which Dynamo notes a little later than it makes it."""
+        if self.parent is None:
+            return True
+        for outer, inner in self._tracer.lifted_freevars.items():
+            if getattr(inner, "node", None) is node and hasattr(outer, "node"):
+                self.operands[node] = outer.node
+                return True
+        return False
+
+
+class _Modules(torch.nn.Module):
+    """Looks like the `GraphModule` that Dynamo will make: a graph, and submodules found by name."""
+
+    def __init__(self, graph: Graph, modules: dict[str, Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        self._found = lambda name: modules[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found: Callable[[str], Any] = self.__dict__["_found"]
+            try:
+                return found(name)
+            except KeyError:
+                raise AttributeError(name) from None
+
+
+@contextmanager
+def _outside_of_modes() -> Iterator[None]:
+    """Most questions are asked inside fake mode, some while autograd is traced: nothing of ours may get into that."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
+def _real(placeholder: Node) -> Any:
+    """The input behind a placeholder, as it is before the program runs."""
+    example = placeholder.meta["example_value"]
+    if isinstance(example, torch.SymInt):
+        return int(example.node.hint)
+    return placeholder.meta["grapharg"].example

@@ -1,0 +1,60 @@
+"""`mask[start : start + n]` where torch gives the slice a size of its own: the size is what Python makes of the bounds.
+
+Torch 2.11 does so for all bounds that only the batch knows, later versions for few. Such a symbol is born and asked for
+inside one operator (`mask[a:b, a:b] = block`), so no node of the graph tells what it is; its bounds do.
+
+Private name, checked on torch 2.11, 2.13 and 2.15: `torch._subclasses.fake_impls.op_implementations_dict`, what runs an
+operator on fake tensors, called with the fake mode, the operator and its arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import Max, Min
+
+from fxpasses.capture.hints import Definition, Hints, current
+from fxpasses.graph.symbols import expression, is_unbacked, symbol
+
+
+def slice_with_hints(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the implementation of `aten.slice.Tensor`."""
+
+    def slice_tensor(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(mode, func, *args, **kwargs)
+        hints = current.get()
+        if hints is None or hints.metadata is None or hints.metadata.output.shape_env is not mode.shape_env:
+            return result
+        tensor, dimension, start, end, step = _arguments(*args, **kwargs)
+        size = result.shape[dimension]
+        if step == 1 and symbol(size) is not None and is_unbacked(size):
+            bounds = [expression(number) for number in (tensor.shape[dimension], start, end)]
+            definition = _definition(hints, *map(sympy.sympify, bounds))
+            if definition is not None and not definition.value.has(symbol(size)):
+                hints.definitions[symbol(size)] = definition
+        return result
+
+    return slice_tensor
+
+
+def _arguments(
+    tensor: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> tuple[torch.Tensor, int, Any, Any, int]:
+    return tensor, dim, 0 if start is None else start, sys.maxsize if end is None else end, step
+
+
+def _definition(hints: Hints, size: Any, start: Any, end: Any) -> Definition | None:
+    """The length of `[start:end]` of `size` elements; None where a bound has no hint."""
+    bounds, conditions = [], []
+    for bound in (start, end):
+        value = hints.number(bound)
+        if value is None:
+            return None
+        if bound.free_symbols:
+            conditions.append(bound >= 0 if value >= 0 else bound < 0)  # a negative bound counts from the end
+        bounds.append(Min(bound, size) if value >= 0 else Max(bound + size, 0))
+    return Definition(Max(bounds[1] - bounds[0], 0), tuple(conditions))

@@ -1,0 +1,390 @@
+"""One walk over a graph and its checkpoint bodies that numbers what is metadata and notes how the rest looks at it.
+
+The rules of `graph/closure.py`, node by node, so that a graph can be walked while Dynamo still writes it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from fxpasses.graph import effects
+from fxpasses.graph.effects import Refused
+from fxpasses.graph.provenance import source, where
+from fxpasses.graph.regions import CHECKPOINT, Region
+from fxpasses.graph.symbols import is_symbolic, symbol
+from fxpasses.graph.values import Many, Memory, Scalar, Tensor, Value, ValueTable
+from fxpasses.report import Reason, Refusal
+
+# These tell the shape environment a range of a number; what it must hold at run time stands beside them.
+RANGES = frozenset(
+    {
+        torch.ops.aten.sym_constrain_range.default,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+        torch._check_is_size,
+    }
+)
+_ASSERTIONS = RANGES | {torch.ops.aten._assert_scalar.default, torch._check}
+# Operations that look at one argument's size, dtype and device alone, with that argument's position.
+_LOOKS = {
+    "new_empty": 0, "new_full": 0, "new_ones": 0, "new_tensor": 0, "new_zeros": 0, "empty_like": 0, "full_like": 0,
+    "ones_like": 0, "zeros_like": 0, "expand_as": 1, "reshape_as": 1, "type_as": 1, "view_as": 1,
+}  # fmt: skip
+# An integer buffer larger than this (bytes) is data, such as a quantised weight, and not metadata.
+_LARGEST_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """`user`, in `region`, which is outside the closure, looks at the closure value of `operand`."""
+
+    region: Region
+    user: Node
+    operand: Node
+    versions: tuple[tuple[Memory, int], ...]
+
+
+@dataclass(eq=False)
+class Closure:
+    """The result of the analysis.
+
+    values: the closure's nodes, of all regions. uses: in program order. assertions: nodes that assert something of
+    closure scalars alone. copied: output operands that must be returned as copies. refusals: by node, why it is not in
+    the closure, for nodes that nearly were.
+    """
+
+    table: ValueTable
+    values: dict[Node, Value] = field(default_factory=dict)
+    uses: list[Use] = field(default_factory=list)
+    assertions: list[tuple[Region, Node]] = field(default_factory=list)
+    copied: set[Node] = field(default_factory=set)
+    obstacles: dict[Node, tuple[Reason, str]] = field(default_factory=dict)
+    refusals: dict[Node, Refusal] = field(default_factory=dict)
+
+
+class Walk:
+    """The state of one walk: what is numbered so far, and what stands in the way of the rest.
+
+    `visit` takes the nodes in program order. `violations`: allocations that turned out to be no metadata after all.
+    """
+
+    def __init__(self, main: Region, fake_mode: Any, banned: dict[Node, Refusal], nothing: bool) -> None:
+        self.main = main
+        self.fake_mode = fake_mode
+        self.banned = banned
+        self.nothing = nothing  # give up: every node counts as banned
+        self.closure = Closure(ValueTable(fake_mode))
+        self.values = self.closure.values
+        self.obstacles = self.closure.obstacles
+        self.violations: dict[Node, Refusal] = {}
+        self.scratch: set[Node] = set()  # violating allocations that hold nothing of the closure: no near misses
+        self.foreign: dict[Node, tuple[Memory, ...]] = {}  # memory of the closure that outside nodes return
+        self.touches: dict[Hashable, effects.Touch | None] = {}
+        self.symbols: dict[Any, Value] = {}
+        self.levels = 0  # of vmap and grad transforms around the node
+
+    def run(self) -> Closure:
+        self._region(self.main, ())
+        for use in self.closure.uses:
+            for memory, version in use.versions:
+                if memory.version != version:
+                    text = f"`{use.user.name}` reads it before its last write"
+                    self._ban(memory, Reason.READ_BEFORE_WRITE, text, use.user)
+        return self.closure
+
+    def _region(self, region: Region, autocast: tuple[Any, ...]) -> None:
+        for node in region.gm.graph.nodes:
+            autocast = self.visit(region, node, autocast)
+
+    def visit(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Take one node; `autocast` are the autocast regions around it, returned as they are after it."""
+        if node.op == "placeholder":
+            self._placeholder(region, node)
+        elif node.op == "output":
+            self._output(region, node)
+        elif node.op in ("call_function", "call_method"):
+            return self._call(region, node, autocast)
+        elif node.op == "call_module":
+            self.obstacles[node] = Reason.UNKNOWN_OPERATOR, f"the module `{node.target}`"
+            self._outside(region, node)
+        return autocast
+
+    def _placeholder(self, region: Region, node: Node) -> None:
+        if region.parent is not None:
+            operand = region.operands[node]
+            if not isinstance(operand, Node):
+                return
+            if operand in self.values:
+                self.values[node] = self.values[operand]
+            else:
+                self.foreign[node] = self.foreign.get(operand, ())
+                self.obstacles[node] = self.obstacles.get(operand, (Reason.ACTIVATION, f"`{operand.name}`"))
+            return
+        example = node.meta.get("example_value")
+        obstacle = self.obstacle_of_input(node, example)
+        if obstacle is not None:
+            self.obstacles[node] = obstacle
+            return
+        value = self.values[node] = self.closure.table.root(node, example)
+        if isinstance(value, Scalar) and symbol(example) is not None:
+            self.symbols[symbol(example)] = value
+
+    def obstacle_of_input(self, node: Node, example: Any) -> tuple[Reason, str] | None:
+        if node in self.banned:
+            return self.banned[node].reason, self.banned[node].text
+        if self.nothing:
+            return Reason.UNKNOWN_OPERATOR, "too many conflicting writes"
+        if isinstance(example, torch.SymInt):
+            return None
+        if not isinstance(example, torch.Tensor):
+            return Reason.UNSUPPORTED_VALUE, f"`{node.name}`"
+        if isinstance(example, torch.nn.Parameter):
+            return Reason.PARAMETER, f"`{node.name}`"
+        if example.dtype.is_floating_point or example.dtype.is_complex or example.requires_grad:
+            return Reason.ACTIVATION, f"`{node.name}`"
+        if type(example) is not torch._subclasses.FakeTensor or example.layout is not torch.strided:
+            return Reason.UNSUPPORTED_VALUE, f"`{node.name}` is a {type(example).__name__}"
+        if "_buffers" in source(node) and example.untyped_storage().nbytes() > _LARGEST_BUFFER:
+            return Reason.PARAMETER, f"`{node.name}` is a large integer buffer"
+        return None
+
+    def _call(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> tuple[Any, ...]:
+        name = getattr(node.target, "__name__", "")
+        if name == "_enter_autocast":
+            return (*autocast, tuple(node.args))
+        if name == "_exit_autocast":
+            return autocast[:-1]
+        if name.endswith(("increment_nesting", "decrement_nesting")):
+            self.levels += 1 if name.endswith("increment_nesting") else -1
+            return autocast
+        if node.target is CHECKPOINT:
+            self._body(region, node, autocast)
+            return autocast
+        operands = node.all_input_nodes
+        outside = [n for n in operands if n not in self.values]
+        if node.target in _ASSERTIONS and operands and not outside:
+            self.closure.assertions.append((region, node))
+            return autocast
+        if node in self.banned:
+            obstacle = self.banned[node].reason, self.banned[node].text
+        elif outside:
+            if self._size_of_outside(node) or self._looks_at_outside(node, outside, autocast):
+                return autocast
+            known = (self.obstacles[n] for n in outside if n in self.obstacles)
+            obstacle = next(known, (Reason.ACTIVATION, f"`{outside[0].name}`"))
+        elif self.nothing or self.levels:
+            obstacle = Reason.HIGHER_ORDER, "a function transform"
+        elif not operands and not isinstance(node.meta.get("example_value"), torch.Tensor):
+            return autocast  # it acts on the state of the process, or gives nothing
+        else:
+            try:
+                value = self.values[node] = self.closure.table.apply(node, self.values.__getitem__, autocast)
+                found = symbol(node.meta.get("example_value"))
+                if isinstance(value, Scalar) and found is not None:
+                    self.symbols.setdefault(found, value)
+                return autocast
+            except Refused as refused:
+                obstacle = refused.reason, refused.text
+                if refused.reason is not Reason.HIGHER_ORDER or operands:
+                    self.closure.refusals[node] = Refusal(node.name, refused.reason, refused.text, where(node))
+        self.obstacles[node] = obstacle
+        self._outside(region, node)
+        return autocast
+
+    def _body(self, region: Region, call: Node, autocast: tuple[Any, ...]) -> None:
+        self._region(region.bodies[call], autocast)
+        self.foreign[call] = self._returned(region.bodies[call])
+        self.obstacles[call] = Reason.ACTIVATION, f"`{call.name}`"
+
+    def _size_of_outside(self, node: Node) -> bool:
+        """Number a size of an activation by its symbol, where the symbol is an input or a closure scalar."""
+        found = symbol(node.meta.get("example_value"))
+        if found is None or found not in self.symbols:
+            return False
+        self.values[node] = self.symbols[found]
+        return True
+
+    def _looks_at_outside(self, node: Node, outside: list[Node], autocast: tuple[Any, ...]) -> bool:
+        """Number `x.new_full(size, 0)`, `mask.type_as(x)` and the like, which ask an activation for no values."""
+        name = getattr(node.target, "__name__", str(node.target))
+        position = _LOOKS.get(name)
+        if position is None or len(node.args) <= position or outside != [node.args[position]] or self.nothing:
+            return False
+        if self.levels:
+            return False
+        value = self._numbered_by_looks(node, outside[0], autocast)
+        if value is None:
+            return False
+        self.values[node] = value
+        return True
+
+    def _numbered_by_looks(self, node: Node, looked_at: Node, autocast: tuple[Any, ...]) -> Value:
+        """Number a node as if nobody asked for the values of `looked_at`, an activation; None where that cannot be."""
+        if effects.leaves((node.args, node.kwargs)).count(looked_at) > 1:
+            return None  # `x.type_as(x)` asks for values too
+        example = looked_at.meta.get("example_value")
+        if type(example) is not torch._subclasses.FakeTensor or not example.is_contiguous():
+            return None
+        sizes: list[int | Scalar] = []
+        for size in example.shape:
+            known = size if isinstance(size, int) else self.symbols.get(symbol(size))
+            if not isinstance(known, (int, Scalar)):
+                return None
+            sizes.append(known)
+        look = self.closure.table.look(node, example, sizes)
+        try:
+            return self.closure.table.apply(
+                node, lambda operand: look if operand is looked_at else self.values[operand], autocast
+            )
+        except Refused:
+            return None
+
+    def _outside(self, region: Region, node: Node) -> None:
+        """Note what a node outside the closure looks at, writes and returns."""
+        touched: list[tuple[Node, Memory]] = []
+        for operand in node.all_input_nodes:
+            memories = self._memories(operand)
+            if operand in self.values:
+                versions = tuple((memory, memory.version) for memory in memories)
+                self.closure.uses.append(Use(region, node, operand, versions))
+                if isinstance(self.values[operand], Many):
+                    for memory in memories:
+                        self._ban(memory, Reason.UNSUPPORTED_VALUE, "a tuple of tensors", node, subject=operand)
+            touched += [(operand, memory) for memory in memories]
+        if not touched:
+            return
+        self.foreign[node] = tuple(dict.fromkeys(memory for _, memory in touched))
+        first = node.args[0] if node.args else None
+        if isinstance(first, Node) and isinstance(first.meta.get("example_value"), (tuple, list)):
+            return  # a part of a body's result, whose example shares no memory with those of the operands
+        effect = self._touch(node)
+        if effect is None and isinstance(node.target, torch._ops.HigherOrderOperator) and not _writes(region, node):
+            return
+        tensors = self._tensor_arguments(node)
+        returned: list[Memory] = []
+        for position, operand in enumerate(tensors):
+            for memory in self._memories(operand):
+                if effect is None or position in effect.writes:
+                    reason = Reason.UNKNOWN_OPERATOR if effect is None else Reason.WRITTEN_BY_LAYER
+                    self._ban(memory, reason, f"by `{node.name}`", node)
+                if effect is not None and position in effect.returns:
+                    returned.append(memory)
+        self.foreign[node] = tuple(dict.fromkeys(returned))
+
+    def _touch(self, node: Node) -> effects.Touch | None:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
+            return None
+        args, kwargs = map_aggregate((node.args, node.kwargs), self._example)
+        key = (node.op, node.target, _signature((args, kwargs)))
+        if key not in self.touches:
+            self.touches[key] = effects.touch(node, args, kwargs, self.fake_mode)
+        return self.touches[key]
+
+    def _example(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf
+        if "example_value" in leaf.meta:
+            return leaf.meta["example_value"]
+        value = self.values.get(leaf)
+        return self.closure.table.entries[value.number].fake if isinstance(value, (Scalar, Tensor)) else None
+
+    def _tensor_arguments(self, node: Node) -> list[Node]:
+        """The nodes behind the tensors that `effects.touch` counts, in its order."""
+        found = []
+        for leaf in effects.leaves((node.args, node.kwargs)):
+            examples = effects.leaves(self._example(leaf)) if isinstance(leaf, Node) else []
+            found += [leaf for example in examples if isinstance(example, torch.Tensor)]
+        return found
+
+    def _returned(self, body: Region) -> tuple[Memory, ...]:
+        """The memory of inputs that a body returns views of. Other memory that it returns leaves the closure."""
+        operands = effects.leaves(body.gm.graph.output_node().args)
+        found = (memory for operand in operands if isinstance(operand, Node) for memory in self._memories(operand))
+        return tuple(dict.fromkeys(found))
+
+    def _output(self, region: Region, node: Node) -> None:
+        operands = [leaf for leaf in effects.leaves(node.args) if isinstance(leaf, Node)]
+        shared = Counter(memory for operand in operands for memory in self._memories(operand))
+        for operand in dict.fromkeys(operands):
+            memories = self._memories(operand)
+            for memory in memories:
+                if region.parent is not None or shared[memory] > 1 or not self._is_whole(operand, memory):
+                    self._ban(memory, Reason.ESCAPES, "", node, subject=operand)
+            if operand in self.values:
+                versions = tuple((memory, memory.version) for memory in memories)
+                self.closure.uses.append(Use(region, node, operand, versions))
+                if memories:
+                    self.closure.copied.add(operand)
+
+    def _is_whole(self, node: Node, memory: Memory) -> bool:
+        value = self.values.get(node)
+        return isinstance(value, Tensor) and value.number == memory.alloc
+
+    def _memories(self, node: Node) -> tuple[Memory, ...]:
+        value = self.values.get(node)
+        if isinstance(value, Tensor):
+            return (value.memory,)
+        if isinstance(value, Many):
+            return tuple(dict.fromkeys(item.memory for item in value.items if isinstance(item, Tensor)))
+        return self.foreign.get(node, ())
+
+    def _is_root(self, memory: Memory) -> bool:
+        return self.closure.table.entries[memory.alloc].kind == "root"
+
+    def _ban(self, memory: Memory, reason: Reason, text: str, culprit: Node, subject: Node | None = None) -> None:
+        if self._is_root(memory):
+            if reason in (Reason.READ_BEFORE_WRITE, Reason.ESCAPES, Reason.UNSUPPORTED_VALUE):
+                return  # inputs stay inputs, whoever looks at them
+            if reason is Reason.WRITTEN_BY_LAYER:
+                reason = Reason.INPUT_WRITTEN
+        if not self.closure.table.entries[memory.version].work:
+            self.scratch.add(memory.node)
+        name = (subject or memory.node).name
+        self.violations.setdefault(memory.node, Refusal(name, reason, text, where(culprit)))
+
+
+def _signature(tree: Any) -> Hashable:
+    """What a node's effects on memory can depend on: tensors by their metadata, the rest by value."""
+    parts: list[Hashable] = []
+
+    def add(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            parts.append((leaf.dtype, str(leaf.device), str(tuple(leaf.shape)), str(leaf.stride()), leaf.requires_grad))
+        else:
+            parts.append(
+                (type(leaf).__name__, str(leaf) if is_symbolic(leaf) or isinstance(leaf, float) else repr(leaf))
+            )
+        return leaf
+
+    map_aggregate(tree, add)
+    return tuple(parts)
+
+
+def _writes(region: Region, call: Node) -> bool:
+    """Whether a body among the operands of a higher-order operator may write to something."""
+    for operand in call.all_input_nodes:
+        body = getattr(region.gm, str(operand.target), None) if operand.op == "get_attr" else None
+        if not isinstance(body, torch.fx.GraphModule):
+            continue
+        for node in body.graph.nodes:
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            in_place = name.endswith("_") and not name.endswith("__")
+            if node.op.startswith("call") and (in_place or name in _WRITERS or "out" in node.kwargs):
+                return True
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and _writes(Region(body), node):
+                return True
+            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                return True
+    return False
+
+
+_WRITERS = frozenset(
+    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
+     "irshift", "imatmul"}
+)  # fmt: skip
