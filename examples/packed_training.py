@@ -2,6 +2,7 @@
 
     make demo                                        # or: python examples/packed_training.py
     make demo ARGS="--peer inductor --layers 12"     # stock Inductor as a third column
+    make demo ARGS="--attention flash"               # Hugging Face's own flash-attention path
     make demo ARGS="--device cuda --tokens 4096"
 
 The text is the source of the installed Python's standard library, a token a byte, several documents packed into each
@@ -9,6 +10,11 @@ batch. The attention does in every layer what packed attention does in many code
 document (`.item()`) and for all lengths (`.tolist()`), checks that they cover the batch, and builds a block-causal
 mask. With checkpointed layers, eager mode does all that twice a layer and step: in forward, and again in backward.
 `fastpack` needs no change to the model: it does it once a batch.
+
+`--attention flash` is the model as Hugging Face ships it, and a batch that says by `position_ids` alone where documents
+begin. Its flash-attention path asks in every layer whether the batch is packed (`if tensor:`), where (`nonzero`) and
+how long the longest document is (`.item()`). Stock `torch.compile` breaks the graph there, and compiles no layer.
+Here no batch is one document alone: that takes the other side of `if tensor:`, and `fastpack` a second graph.
 
 All columns start from the same weights and see the same batches. The exit code is 1 if their losses disagree.
 """
@@ -37,6 +43,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin on a bu
 
 import torch
 import torch.nn.functional as F
+import varlen_attention
 from tabulate import tabulate
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity
@@ -47,7 +54,8 @@ import fxpasses.inspect
 from fxpasses.data import bucket_lengths
 
 SEQUENCES = 8  # entries of `lengths`, filled up with zeros: `.tolist()` is unrolled, so another number is another graph
-RELATIVE_TOLERANCE = 1e-3  # float32 sums in another order, amplified by some tens of steps of AdamW
+# Of losses: sums in another order, amplified by some tens of steps of AdamW.
+RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 WARM_UP = 1  # the first step compiles
 
 # What the profiler shows of a host read. An eager `.tolist()` of a CPU tensor does not show, so eager's count is low.
@@ -58,7 +66,7 @@ MASK_BUILT = "aten::logical_and_"  # `block_causal_mask` calls it once, and noth
 Batch = dict[str, torch.Tensor]
 
 
-# The model: any decoder of transformers, with an attention of our own
+# The model: any decoder of transformers, with its own flash attention or with an attention of ours
 
 
 def packed_attention(
@@ -96,22 +104,27 @@ def block_causal_mask(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
     return mask.logical_and_((distance >= 0) & (distance < longest))
 
 
-def new_model(layers: int, seed: int, device: str) -> LlamaForCausalLM:
+def new_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
     """A randomly initialised decoder, 1.2M parameters a layer, with every layer checkpointed."""
-    torch.manual_seed(seed)
+    torch.manual_seed(arguments.seed)
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=320,
         intermediate_size=864,
         num_attention_heads=5,
         num_key_value_heads=5,
-        num_hidden_layers=layers,
+        num_hidden_layers=arguments.layers,
         use_cache=False,
-        attn_implementation="packed",
+        attn_implementation=varlen_attention.install() if arguments.attention == "flash" else "packed",
     )
-    model = LlamaForCausalLM(config).to(device).train()
+    model = LlamaForCausalLM(config).to(arguments.device, dtype(arguments)).train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def dtype(arguments: argparse.Namespace) -> torch.dtype:
+    """Flash attention on CUDA has no float32."""
+    return torch.bfloat16 if arguments.attention == "flash" and arguments.device == "cuda" else torch.float32
 
 
 # The data: documents of very different lengths, packed to the same number of tokens
@@ -134,23 +147,27 @@ def documents(smallest: int, seed: int) -> Iterator[bytes]:
                     document = b""
 
 
-def packed_batches(steps: int, tokens: int, seed: int, device: str) -> list[Batch]:
+def packed_batches(arguments: argparse.Namespace) -> list[Batch]:
     """One batch a step: `tokens` tokens of up to SEQUENCES documents, the last of them cut to fit.
 
-    input_ids, labels, position_ids: int64 [1, tokens]; lengths: int64 [SEQUENCES], zeros at the end.
+    input_ids, labels, position_ids: int64 [1, tokens]; for the attention of ours lengths: int64 [SEQUENCES], zeros at
+    the end.
     """
     collate = DataCollatorWithFlattening(return_tensors="pt")
-    source = documents(math.ceil(tokens / SEQUENCES), seed)
+    source = documents(math.ceil(arguments.tokens / SEQUENCES), arguments.seed)
+    longest = arguments.tokens // 2 if arguments.attention == "flash" else arguments.tokens
     batches = []
-    for _ in range(steps):
+    for _ in range(arguments.steps):
         lengths: list[int] = []
         features = []
-        while (room := tokens - sum(lengths)) > 0:
-            document = next(source)[:room]
+        while (room := arguments.tokens - sum(lengths)) > 0:
+            document = next(source)[: min(room, longest)]
             lengths.append(len(document))
             features.append({"input_ids": list(document)})
-        batch = dict(collate(features), lengths=bucket_lengths(lengths, [SEQUENCES]))
-        batches.append({name: value.to(device) for name, value in batch.items()})
+        batch = dict(collate(features))
+        if arguments.attention == "mask":
+            batch["lengths"] = bucket_lengths(lengths, [SEQUENCES])
+        batches.append({name: value.to(arguments.device) for name, value in batch.items()})
     return batches
 
 
@@ -165,6 +182,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
     graphs: int = 0
+    graph_breaks: int = 0
     failure: str = ""
 
     @property
@@ -195,6 +213,7 @@ def train(compiled: Callable[..., Any], model: LlamaForCausalLM, batches: list[B
         bar.set_postfix(loss=f"{run.losses[-1]:.3f}")
         bar.update()
     run.graphs = counters["stats"]["unique_graphs"]
+    run.graph_breaks = sum(counters["graph_break"].values())
     return run
 
 
@@ -210,7 +229,7 @@ def counted(events: Counter[str]) -> Iterator[None]:
 def run_column(name: str, arguments: argparse.Namespace, batches: list[Batch], bar: tqdm) -> Run:
     """Train a fresh model: eagerly, with `fastpack`, or with a peer, whose failure is shown and not raised."""
     bar.set_description(name)
-    model = new_model(arguments.layers, arguments.seed, arguments.device)
+    model = new_model(arguments)
     if name == "eager":
         return train(model, model, batches, bar)
     torch._dynamo.reset()
@@ -223,7 +242,7 @@ def run_column(name: str, arguments: argparse.Namespace, batches: list[Batch], b
     stock = torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False)
     try:
         with stock:
-            return train(torch.compile(model, backend=name), model, batches, bar)
+            return train(torch.compile(model, backend=arguments.peer), model, batches, bar)
     except Exception as error:
         return Run(failure=f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0]:.60}")
 
@@ -231,18 +250,20 @@ def run_column(name: str, arguments: argparse.Namespace, batches: list[Batch], b
 # What is shown
 
 
-def table(runs: dict[str, Run], device: str) -> str:
+def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
     """A column a run; a failed one says why in its first row."""
     rows: dict[str, Callable[[Run], str]] = {
         "loss, first step": lambda run: f"{run.losses[0]:.5f}",
         "loss, last step": lambda run: f"{run.losses[-1]:.5f}",
         "host reads per step": lambda run: str(sum(run.events[name] for name in HOST_READS)),
         "masks built per step": lambda run: str(run.events[MASK_BUILT]),
+        "graph breaks": lambda run: str(run.graph_breaks),
         "graphs compiled": lambda run: str(run.graphs),
         "compile time": lambda run: f"{run.compile_seconds:.1f} s" if run.graphs else "–",
         "step time, median": lambda run: f"{1000 * run.step_seconds:.0f} ms",
     }
-    if device == "cuda":
+    del rows["graph breaks" if arguments.attention == "mask" else "masks built per step"]
+    if arguments.device == "cuda":
         rows["device-to-host copies per step"] = lambda run: str(
             sum(count for name, count in run.events.items() if name.startswith(DEVICE_COPY))
         )
@@ -252,10 +273,25 @@ def table(runs: dict[str, Run], device: str) -> str:
     return tabulate(cells, headers=["", *runs], colalign=("left", *["right"] * len(runs)), disable_numparse=True)
 
 
-def disagreement(expected: Run, actual: Run) -> str:
+def notes(runs: dict[str, Run], arguments: argparse.Namespace) -> list[str]:
+    """What the table's figures do not say themselves."""
+    lines = []
+    if arguments.device == "cpu" and arguments.attention == "mask":
+        lines.append("(The profiler sees no `.tolist()` of a CPU tensor: eager mode reads more than is counted.)")
+    if "stock eager" in runs:
+        lines.append(
+            "(Stock eager is `torch.compile(model, backend='eager')`: the graphs that Inductor would get, run as they"
+        )
+        lines.append(" are. Its times say nothing of compiled code.)")
+    if arguments.attention == "flash":
+        lines.append("(The graphs of stock hold no decoder layer: PyTorch skips a checkpointed layer that breaks.)")
+    return lines
+
+
+def disagreement(expected: Run, actual: Run, tolerance: float) -> str:
     """The first step whose losses differ by more than rounding explains, in words; "" if there is none."""
     for step, (wanted, got) in enumerate(zip(expected.losses, actual.losses, strict=True)):
-        if not math.isclose(wanted, got, rel_tol=RELATIVE_TOLERANCE):
+        if not math.isclose(wanted, got, rel_tol=tolerance):
             return f"the losses of step {step} disagree: eager {wanted:.6f}, fastpack {got:.6f}"
     return ""
 
@@ -278,8 +314,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     lowerings = ["inductor", "aot_eager", "eager"]
     parser.add_argument("--lowering", choices=lowerings, default="inductor", help="of fastpack (default inductor)")
-    parser.add_argument("--peer", choices=["inductor"], help="one more column: this backend without fastpack")
+    attentions = {"choices": ["mask", "flash"], "default": "mask"}
+    parser.add_argument("--attention", **attentions, help="a mask of our own (default), or flash as in Hugging Face")
+    peers = "one more column: stock torch.compile with this backend (default with --attention flash: eager)"
+    parser.add_argument("--peer", choices=["inductor", "eager"], help=peers)
     arguments = parser.parse_args()
+    if arguments.attention == "flash" and arguments.peer is None:
+        arguments.peer = "eager"
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda was asked for, but PyTorch finds no CUDA device")
     return arguments
@@ -288,16 +329,16 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     AttentionInterface.register("packed", packed_attention)
-    batches = packed_batches(arguments.steps, arguments.tokens, arguments.seed, arguments.device)
-    columns = ["eager", "fastpack"] + ([arguments.peer] if arguments.peer else [])
+    batches = packed_batches(arguments)
+    columns = ["eager", "fastpack"] + ([f"stock {arguments.peer}"] if arguments.peer else [])
     with tqdm(total=arguments.steps * len(columns), unit="step") as bar, fxpasses.inspect.record() as record:
         runs = {name: run_column(name, arguments, batches, bar) for name in columns}
-    print(table(runs, arguments.device))
-    if arguments.device == "cpu":
-        print("(The profiler sees no `.tolist()` of a CPU tensor: eager mode reads more than is counted.)")
+    print(table(runs, arguments))
+    for line in notes(runs, arguments):
+        print(line)
     summaries = [report.summary for graph in record.graphs for report in graph.reports if report.changed]
     print("hoisted:", "; ".join(summaries) or "nothing")
-    problem = disagreement(runs["eager"], runs["fastpack"])
+    problem = disagreement(runs["eager"], runs["fastpack"], RELATIVE_TOLERANCE[dtype(arguments)])
     if problem:
         print(problem, file=sys.stderr)
     return 1 if problem else 0

@@ -1,4 +1,4 @@
-"""What a test may assume: fresh Dynamo state, seed 0, at most 2 threads; gpu tests run only where CUDA is."""
+"""What a test may assume: fresh Dynamo state, seed 0, one thread; gpu tests run only where CUDA is."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 
-MAX_THREADS = 2
+MAX_THREADS = 1
 
 # No deadline: the first example of a property pays for compilation.
 hypothesis.settings.register_profile("fxpasses", deadline=None, derandomize=bool(os.environ.get("CI")))

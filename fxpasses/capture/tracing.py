@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch._dynamo.config as _config
 from torch.fx import GraphModule
 
 from fxpasses.capture import guarding
@@ -40,11 +41,18 @@ def hints_while_tracing(code: CodeType) -> Iterator[Hints | None]:
     hints = Hints()
     token = current.set(hints)
     try:
-        yield hints
+        with _config.patch(ignore_logging_functions=_config.ignore_logging_functions | _said_once()):
+            yield hints
     finally:
         hints.end()
         current.reset(token)
         _patched.leave()
+
+
+def _said_once() -> set[Any]:
+    """transformers' `logger.warning_once`, which some models call in every layer, and which breaks the graph."""
+    methods = (getattr(logging.Logger, name, None) for name in ("warning_once", "info_once"))
+    return {method for method in methods if method is not None}
 
 
 @contextmanager

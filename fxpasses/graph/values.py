@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate
 
 from fxpasses.graph import effects
 from fxpasses.graph.effects import Refused, leaves
-from fxpasses.graph.symbols import constant, integer_behind
+from fxpasses.graph.symbols import constant, integer_behind, symbol
 from fxpasses.report import Reason
 
 
@@ -170,6 +170,19 @@ class ValueTable:
         entry.occurrences += 1
         self._note_same(entry, node)
         return self._result(entry, effect, node, tensors)
+
+    def source_of(self, found: Any) -> tuple[int, int | None] | None:
+        """The number of the value that an unbacked symbol was made for, and the dimension if it is a size of that."""
+        for entry in self.entries:
+            if not entry.read or entry.kind != "op":
+                continue
+            if symbol(entry.fake) == found:
+                return entry.number, None
+            if isinstance(entry.fake, torch.Tensor):
+                for dimension, size in enumerate(entry.fake.shape):
+                    if symbol(size) == found:
+                        return entry.number, dimension
+        return None
 
     def occurrences(self, entry: Entry) -> int:
         """How many nodes compute the value."""

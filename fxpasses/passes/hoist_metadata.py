@@ -34,6 +34,7 @@ from fxpasses.graph.symbols import (
     bytes_of,
     constant,
     declare_equal,
+    expression,
     integer_behind,
     is_symbolic,
     is_unbacked,
@@ -212,6 +213,8 @@ class _Cut:
             for dimension, size in enumerate(fake.shape):
                 if symbol(size) is not None and is_unbacked(size) and symbol(size) not in self.sizes:
                     self._append_input(Extra(ref, dimension=dimension), size, entry)
+                elif is_unbacked(size):
+                    self._bind_parts(size, entry)
             return node
         if isinstance(fake, torch.SymFloat):
             number = self._append_input(Extra(ref, as_dtype=torch.float64), scalar_tensor(fake), entry)
@@ -220,6 +223,19 @@ class _Cut:
             number = self._append_input(Extra(ref, as_int=True), integer_behind(fake), entry)
             return self._derive("call_function", operator.eq, (number, 1), number.meta["example_value"] == 1, entry)
         return self._append_input(Extra(ref), fake, entry)
+
+    def _bind_parts(self, size: Any, entry: Entry) -> None:
+        """A size `u1 + 1` binds no symbol for Inductor: `u1` becomes an input of its own."""
+        for found in sorted(expression(size).free_symbols - self.sizes, key=str):
+            extra = self.table.source_of(found)
+            if extra is None:
+                continue
+            number, dimension = extra
+            fake = self.table.entries[number].fake
+            if dimension is None:
+                self._append_input(Extra(Ref(number)), fake, entry)
+            else:
+                self._append_input(Extra(Ref(number, number), dimension=dimension), fake.shape[dimension], entry)
 
     def _append_input(self, extra: Extra, fake: Any, entry: Entry) -> Node:
         node = _append_placeholder(self.main, f"packed_{len(self.frontier)}", fake, entry)

@@ -32,7 +32,11 @@ def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequ
         for prologue in live_prologues():
             inputs = _inputs(prologue, frame)
             if inputs is not None:
-                _start(prologue, inputs)
+                try:
+                    _start(prologue, inputs)
+                except Exception as error:  # of another model with inputs of these names; or else the call raises it
+                    log.debug("a prologue does not take the batch: %s", error)
+                    continue
                 started += 1
         if started:
             break

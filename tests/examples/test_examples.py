@@ -16,10 +16,10 @@ def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
-def figures(output: str) -> dict[str, list[str]]:
+def figures(output: str, columns: int = 2) -> dict[str, list[str]]:
     """The demo's table: the cells of each row by the row's name."""
-    rows = (line.rsplit(None, 2) for line in output.splitlines() if "  " in line)
-    return {row[0].strip(): row[1:] for row in rows if len(row) == 3}
+    rows = (line.rsplit(None, columns) for line in output.splitlines() if "  " in line)
+    return {row[0].strip(): row[1:] for row in rows if len(row) == columns + 1}
 
 
 @pytest.mark.slow
@@ -51,12 +51,26 @@ def test_the_demo_with_inductor():
     assert "inductor" in done.stdout and "graphs compiled" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_demo_on_hugging_faces_own_flash_path():
+    arguments = ["--attention", "flash", "--layers", "4", "--tokens", "256", "--steps", "3", "--lowering", "aot_eager"]
+    done = run("packed_training.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    table = figures(done.stdout, columns=3)  # eager, fastpack, stock eager
+    assert len(set(table["loss, last step"])) == 1
+    eager, fastpack, stock = map(int, table["host reads per step"])
+    assert fastpack < stock <= eager
+    assert table["graph breaks"][1] == "0" != table["graph breaks"][2]
+    assert table["graphs compiled"][1] == "1" < table["graphs compiled"][2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--tokens", "3"], "'3' is not a whole number from 16"),
         (["--layers", "none"], "'none' is not a whole number from 1"),
         (["--peer", "xla"], "invalid choice: 'xla'"),
+        (["--attention", "none"], "invalid choice: 'none'"),
     ],
 )
 def test_a_wrong_argument_gives_one_line_and_exit_code_2(arguments, words):

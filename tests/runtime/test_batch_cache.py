@@ -189,6 +189,20 @@ def test_prefetch_computes_the_prologue_before_the_call():
     assert torch.equal(function(x, lengths), program(x, lengths))
 
 
+def test_prefetch_leaves_the_batch_to_the_models_that_take_it():
+    def needs_long(x, lengths):
+        torch._check(lengths[0].item() >= 4)
+        return x * lengths[0].item()
+
+    other, function = compiled(needs_long), compiled(program)
+    x, lengths = torch.randn(TOKENS, 4), torch.tensor([5, 4, 3])
+    other(x, lengths)
+    function(x, lengths)
+    short = torch.tensor([2, 2, 8])
+    assert fxpasses.prefetch(function, {"x": x, "lengths": short}) >= 1
+    assert torch.equal(function(x, short), program(x, short))
+
+
 def test_prefetch_for_a_module_with_positional_arguments():
     class Model(torch.nn.Module):
         def forward(self, x, batch):

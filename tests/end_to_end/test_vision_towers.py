@@ -1,0 +1,88 @@
+"""Vision towers of Hugging Face: each layer splits its patches by `lengths.tolist()`, image by image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+from tests.support import assert_same, compiled, host_reads
+
+PATCH = 4
+PATCH_NUMBERS = 3 * 2 * PATCH * PATCH  # channels, frames, height, width
+SIZES: dict[str, Any] = {"num_heads": 2, "patch_size": PATCH, "attn_implementation": "sdpa"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """On a busy machine, threads that wait for each other take a hundred times as long as these tensors need."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Qwen2(torch.nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        config = Qwen2VLVisionConfig(depth=layers, embed_dim=32, hidden_size=16, mlp_ratio=2, **SIZES)
+        self.tower = Qwen2VisionTransformerPretrainedModel(config)
+
+    def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return self.tower(patches, grid).pooler_output
+
+
+class Qwen25(Qwen2):
+    """Its first layer attends within windows of 4 x 4 patches, its last within images."""
+
+    def __init__(self, layers: int = 2) -> None:
+        torch.nn.Module.__init__(self)
+        windows = {"window_size": 4 * PATCH, "fullatt_block_indexes": [layers - 1]}
+        widths = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 16}
+        self.tower = Qwen2_5_VisionTransformerPretrainedModel(
+            Qwen2_5_VLVisionConfig(depth=layers, **widths, **windows, **SIZES)
+        )
+
+
+towers = pytest.mark.parametrize("tower", [Qwen2, Qwen25])
+
+
+def batch(*images: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches [patches, numbers] and the images' frames, height and width in patches, [images, 3]."""
+    grid = torch.tensor(images)
+    return torch.randn(int(grid.prod(1).sum()), PATCH_NUMBERS, requires_grad=True), grid
+
+
+@towers
+def test_one_graph_and_the_numbers_of_eager_mode(tower):
+    record = assert_same(tower(), [batch((1, 8, 4), (1, 4, 6))], "aot_eager", tolerance=1e-5)
+    assert len(record.graphs) == 1
+
+
+def test_images_of_other_sizes_take_the_same_graph():
+    """As long as there are as many, with as many patches together."""
+    batches = [batch((1, 8, 4), (1, 4, 6)), batch((1, 4, 8), (1, 6, 4)), batch((1, 4, 4), (1, 10, 4))]
+    assert len(assert_same(Qwen2(), batches, "aot_eager").graphs) == 1
+
+
+@pytest.mark.slow
+def test_more_frames_are_another_graph_with_the_numbers_of_eager_mode():
+    batches = [batch((1, 8, 4), (1, 4, 6)), batch((2, 4, 4), (1, 6, 4)), batch((1, 4, 4), (1, 10, 4))]
+    assert len(assert_same(Qwen2(), batches, "aot_eager").graphs) == 2
+
+
+@pytest.mark.slow
+@towers
+def test_host_reads_do_not_depend_on_the_number_of_layers(tower):
+    reads = {}
+    for layers in (2, 4):
+        program = compiled(tower(layers), "aot_eager")
+        program(*batch((1, 8, 4), (1, 4, 6))).sum().backward()  # compiles
+        inputs = batch((1, 8, 4), (1, 4, 6))
+        reads[layers] = host_reads(lambda: program(*inputs).sum().backward())  # noqa: B023
+    assert reads[2] == reads[4] > 0
