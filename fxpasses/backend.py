@@ -15,13 +15,14 @@ from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
 from fxpasses.lowering import lower
 from fxpasses.options import Options
+from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.pipeline import Pass, Result, run_passes
 from fxpasses.runtime.prologue import Prologue, with_prologue
 
 log = logging.getLogger(__name__)
 
-PASSES: Mapping[str, Callable[[], Pass]] = {"hoist_metadata": HoistMetadata}
+PASSES: Mapping[str, Callable[[], Pass]] = {"group_experts": GroupExperts, "hoist_metadata": HoistMetadata}
 
 
 def fastpack_backend(

@@ -9,6 +9,7 @@ import torch
 import torch.compiler.config
 from torch.fx import GraphModule
 
+from fxpasses import __version__
 from fxpasses.options import Options
 
 Compiled = Callable[..., Any]
@@ -30,7 +31,8 @@ def _inductor(gm: GraphModule, example_inputs: Sequence[Any], options: Options, 
     patches: dict[str, Any] = dict(list_mode_options(options.mode)) if options.mode else {}
     patches |= dict(options.inductor)
     config: Any = torch.compiler.config
-    tag = f"{config.cache_key_tag}:{salt}" if salt else config.cache_key_tag
+    # PyTorch's caches do not look into our operators, whose gradients may change with the version.
+    tag = ":".join([config.cache_key_tag, "fxpasses", __version__, salt])
     compile_graph: Any = compile_fx
     with config.patch(cache_key_tag=tag):
         return compile_graph(gm, list(example_inputs), config_patches=patches or None)

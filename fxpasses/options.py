@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("hoist_metadata",)
+PASSES = ("group_experts", "hoist_metadata")
 LOWERINGS = ("inductor", "aot_eager", "eager")
 CAPTURE = ("on", "off")
+EXPERTS = ("auto", "off")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -19,15 +20,17 @@ class Options:
     """The backend's options, as given in `torch.compile(..., options={"fastpack.<name>": value})`.
 
     passes: names of the passes to run, in the pipeline's own order. lowering: what compiles the result. capture: "off"
-    leaves questions that the program asks of its batch to Dynamo, which breaks the graph at most of them. verify: run
-    each pass's input and output on the example inputs and compare (slow; for debugging). strict: raise where a pass
-    fails, instead of going on with the graph as it was. mode: `torch.compile`'s, for Inductor; as an option because
-    `torch.compile` does not take `mode` and `options` together. inductor: every option without the prefix.
+    leaves questions that the program asks of its batch to Dynamo, which breaks the graph at most of them. experts:
+    "off" leaves loops over experts as they are. verify: run each pass's input and output on the example inputs and
+    compare (slow; for debugging). strict: raise where a pass fails, instead of going on with the graph as it was. mode:
+    `torch.compile`'s, for Inductor; as an option because `torch.compile` does not take `mode` and `options` together.
+    inductor: every option without the prefix.
     """
 
     passes: tuple[str, ...] = PASSES
     lowering: str = "inductor"
     capture: str = "on"
+    experts: str = "auto"
     verify: bool = False
     strict: bool = False
     mode: str | None = None
@@ -48,8 +51,9 @@ class Options:
                 raise ValueError(f"{PREFIX}{name} is {values[name]!r}; it takes True or False")
         if "lowering" in values and values["lowering"] not in LOWERINGS:
             raise ValueError(f"{PREFIX}lowering is {values['lowering']!r}; choices: {', '.join(LOWERINGS)}")
-        if "capture" in values and values["capture"] not in CAPTURE:
-            raise ValueError(f"{PREFIX}capture is {values['capture']!r}; choices: {', '.join(CAPTURE)}")
+        for name, choices in (("capture", CAPTURE), ("experts", EXPERTS)):
+            if name in values and values[name] not in choices:
+                raise ValueError(f"{PREFIX}{name} is {values[name]!r}; choices: {', '.join(choices)}")
         if "passes" in values:
             values["passes"] = _passes(values["passes"])
         if mode is not None and values.setdefault("mode", mode) != mode:

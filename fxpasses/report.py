@@ -19,6 +19,7 @@ class Reason(enum.Enum):
     HIGHER_ORDER = "it comes out of, or lies in, the body of a higher-order operator"
     UNKNOWN_OPERATOR = "an operator's effects are not known"
     TOO_LARGE = "it is large and used once"
+    NOT_ALIKE = "the experts are not known to be one program on different rows"
     UNSUPPORTED_VALUE = "its kind of value cannot be an input of a graph"
 
 

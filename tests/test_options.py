@@ -12,7 +12,7 @@ from fxpasses.options import Options
 def test_defaults():
     options = Options.parse(None)
     assert (options.passes, options.lowering, options.verify, options.strict) == (
-        ("hoist_metadata",),
+        ("group_experts", "hoist_metadata"),
         "inductor",
         False,
         False,

@@ -44,6 +44,13 @@ _RESHAPING_METHODS = frozenset(
 )  # fmt: skip
 
 
+# Functions that write to their first argument, although their names do not end in an underscore.
+WRITERS = frozenset(
+    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
+     "irshift", "imatmul"}
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Effects:
     """What a node does. `aliases[i]` belongs to the i-th tensor among the leaves of `output`.

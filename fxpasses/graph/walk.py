@@ -375,16 +375,10 @@ def _writes(region: Region, call: Node) -> bool:
         for node in body.graph.nodes:
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
             in_place = name.endswith("_") and not name.endswith("__")
-            if node.op.startswith("call") and (in_place or name in _WRITERS or "out" in node.kwargs):
+            if node.op.startswith("call") and (in_place or name in effects.WRITERS or "out" in node.kwargs):
                 return True
             if isinstance(node.target, torch._ops.HigherOrderOperator) and _writes(Region(body), node):
                 return True
             if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
                 return True
     return False
-
-
-_WRITERS = frozenset(
-    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
-     "irshift", "imatmul"}
-)  # fmt: skip

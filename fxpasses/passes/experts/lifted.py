@@ -1,0 +1,123 @@
+"""What all branches' values are together, and how their examples on fake tensors show where the rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.symbols import expression, is_unbacked
+from fxpasses.passes.experts.selection import is_integer, is_topk_index
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor of all rows, which lie along one dimension of it (`row`)."""
+
+    node: Node
+    row: int = 0
+
+    @property
+    def ndim(self) -> int:
+        return int(self.node.meta["example_value"].ndim)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The result of `nonzero`: a matrix with a column for each coordinate."""
+
+    coordinates: tuple[Rows, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A tensor of one size for each expert: one tensor [E, ...], or E of them. transposed: their `.mT` is meant."""
+
+    stacked: Node | None
+    listed: tuple[Node, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """The rows. places: int64 [N], the pair of each, and ids: int [N], its expert, where pairs were sorted.
+
+    offsets: int32 [E], where each expert's rows end. rows: N. covers: there are no rows of no expert at the end.
+    """
+
+    places: Node | None
+    ids: Node | None
+    offsets: Node
+    rows: Any
+    covers: bool
+
+
+def parts_of(example: Any) -> list[Any]:
+    return list(example) if isinstance(example, (tuple, list)) else [example]
+
+
+def row_of(example: Any) -> int | None:
+    """The dimension along which a branch's tensor has its rows: the one whose size only the batch knows."""
+    if not isinstance(example, torch.Tensor):
+        return None
+    found = [d for d, size in enumerate(example.shape) if _is_data(size)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_data(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and is_unbacked(size) and not isinstance(expression(size), int)
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def dimensions_of(index: Sequence[Any]) -> list[Any]:
+    """The index parts that make a dimension of the result: adjacent index tensors make one together."""
+    found: list[Any] = []
+    for part in index:
+        if isinstance(part, Rows) and any(isinstance(other, Rows) for other in found):
+            continue
+        if not isinstance(part, int):
+            found.append(part)
+    return found
+
+
+def elements(sizes: Sequence[Any]) -> int:
+    total = 1
+    for size in sizes:
+        total *= int(size)
+    return total
+
+
+def chooses_among(ids: Node) -> int | None:
+    """How many experts there are to choose from, where `ids` is the index of `torch.topk`: they are below that."""
+    name = ids.target if isinstance(ids.target, str) else getattr(ids.target, "__name__", "")
+    source = ids.args[0] if ids.args else None
+    if not isinstance(source, Node):
+        return None
+    if name == "getitem" and ids.args[1] == 1 and getattr(source.target, "__name__", source.target) == "topk":
+        scores = source.args[0]
+        if not is_topk_index(ids):
+            return None
+        size = scores.meta["example_value"].shape[-1] if isinstance(scores, Node) else None
+        return size if isinstance(size, int) else None
+    shape_only = (
+        "to",
+        "long",
+        "int",
+        "contiguous",
+        "detach",
+        "view",
+        "reshape",
+        "flatten",
+        "squeeze",
+        "transpose",
+        "t",
+    )
+    if name in shape_only or (name == "getitem" and is_integer(source)):
+        return chooses_among(source)
+    return None

@@ -1,0 +1,382 @@
+"""Run a mixture of experts once on all tokens, sorted by expert, and not in a loop over the experts.
+
+Before, for each expert (E queries, E small programs; the host waits for the device at each query):
+
+    where_0 = torch.where(idx == 0);  tok_0 = where_0[0];  slot_0 = where_0[1]
+    y_0 = silu(x[tok_0] @ w1[0]) @ w2[0];  out.index_add_(0, tok_0, y_0 * weights[tok_0, slot_0, None])
+
+After, whatever E is:
+
+    sorted, order = torch.sort(idx.flatten(), stable=True);  offsets = searchsorted(sorted, arange(E), right=True)
+    tok = order // k;  slot = order % k
+    y = grouped_mm(silu(grouped_mm(gather_rows(x, tok), w1, offsets)), w2, offsets)
+    out.index_add_(0, tok, y * weights[tok, slot, None])
+
+*Find* loops by their ends (`experts/loops.py`), *unify* the branches (`graph/families.py`), know what their queries
+mean (`experts/selection.py`), and *lift* the common program to all rows (`experts/lifting.py`). A loop in which
+anything is not understood stays as it is, with the reason in the report. Sums are taken in the order of the loop.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Node
+
+from fxpasses.graph import effects
+from fxpasses.graph.families import Family, Mismatch, Unifier, members
+from fxpasses.graph.provenance import where
+from fxpasses.graph.regions import Region
+from fxpasses.graph.symbols import is_symbolic
+from fxpasses.passes.experts.lifting import Lifting, Rows, is_query
+from fxpasses.passes.experts.loops import Loop, find_loops, has_rows
+from fxpasses.passes.experts.selection import Unknown, cut_of, selection_of
+from fxpasses.pipeline import Context
+from fxpasses.report import Reason, Refusal, Report
+
+_FACTORIES = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like",
+                        "clone", "new_full"})  # fmt: skip
+_MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode")
+
+
+class GroupExperts:
+    """The pass."""
+
+    name = "group_experts"
+    requires: tuple[str, ...] = ()
+
+    def __call__(self, gm: torch.fx.GraphModule, context: Context) -> Report:
+        report = Report(self.name)
+        if context.options.experts == "off":
+            return report
+        grouped = 0
+        for region in Region(gm).walk():
+            for loop in list(find_loops(region.gm.graph)):
+                found = self._group(region, loop, context.fake_mode)
+                if isinstance(found, Refusal):
+                    report.refusals.append(found)
+                else:
+                    grouped += len(found)
+                    report.changes += found
+            region.gm.recompile()
+        report.changed = grouped > 0
+        if grouped:
+            report.summary = f"{grouped} {'loops' if grouped > 1 else 'loop'} over experts became grouped programs"
+            report.figures = {"loops_grouped": grouped}
+        return report
+
+    def _group(self, region: Region, loop: Loop, fake_mode: Any) -> list[str] | Refusal:
+        """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
+        refusal = None
+        for rounds in loop.rounds():
+            groupings = []
+            try:
+                groupings = [_Grouping(region, inner, fake_mode) for inner in rounds]
+                if len({grouping.experts() for grouping in groupings}) > 1:
+                    raise Unknown("the rounds of the loop are of different experts")
+                return self._run_all(groupings)
+            except (Unknown, Mismatch) as unknown:
+                at = where(unknown.node) if unknown.node is not None else ""
+                first = loop.merges[0].node
+                refusal = refusal or Refusal(first.name, Reason.NOT_ALIKE, str(unknown), at or where(first))
+        assert refusal is not None
+        return refusal
+
+    def _run_all(self, groupings: list[_Grouping]) -> list[str]:
+        changes: list[str] = []
+        for grouping in groupings:
+            try:
+                changes.append(grouping.run())
+            except (Unknown, Mismatch):
+                if not changes:
+                    raise
+                break  # the rounds before stand for themselves
+        return changes
+
+
+class _Grouping:
+    """One loop: check everything first, lift, and put the result where the last branch ended."""
+
+    def __init__(self, region: Region, loop: Loop, fake_mode: Any) -> None:
+        """Raises `Unknown` or `Mismatch` where the branches are not one program, or the loop may not be moved."""
+        self.graph = region.gm.graph
+        self.loop = loop
+        self.fake_mode = fake_mode
+        self.emitted: list[Node] = []
+        self.positions = {node: position for position, node in enumerate(self.graph.nodes)}
+        self.values = Unifier().unify([merge.values for merge in loop.merges])
+        families = members([self.values])
+        self.branch = [family for family in families if any(has_rows(node) for node in family.nodes)]
+        queries = [family for family in families if is_query(family)]
+        queries += [key for key in [_mask_key(loop, self.values)] if key is not None]
+        self.selection = selection_of(_mask_of(queries[0])) if queries else None
+        self.cut = next((cut for family in families if (cut := cut_of(family)) is not None), None)
+        if self.selection is None and self.cut is None:
+            raise Unknown("the branches ask for no tokens")
+        self.inside = self._check(families, self.cut.nodes if self.cut is not None else ())
+
+    def experts(self) -> Any:
+        """Which experts the branches are of."""
+        selection = self.selection
+        return (selection.first, selection.step, selection.count) if selection is not None else None
+
+    def run(self) -> str:
+        """What was done, in words; raises `Unknown`, and leaves the graph as it was."""
+        lifting = Lifting(self._emit)
+        last = max(self.loop.merges, key=lambda merge: self.positions[merge.node]).node
+        place = where(last)
+        try:
+            with self.graph.inserting_before(last):
+                if self.selection is not None:
+                    lifting.begin(self.selection)
+                elif self.cut is not None:
+                    lifting.begin_cut(self.cut)
+                # In the order of the program, so that what is written in place is written before it is read.
+                for family in sorted(self.branch, key=lambda family: self.positions[family.nodes[0]]):
+                    lifting.lift(family)
+                result = self._merge(lifting, self.values)
+        except (Unknown, Mismatch):
+            self._undo()
+            raise
+        self._replace(result, last)
+        self._erase(self.inside)
+        return f"{self.loop.kind} ×{len(self.loop.merges)} at {place} → one grouped program"
+
+    # Legality
+
+    def _check(self, families: list[Family], cut: tuple[Node, ...]) -> set[Node]:
+        """Nothing else may look at the branches' rows, and nothing else may write while the loop runs."""
+        loop = self.loop
+        own = {node for family in families for node in family.nodes}
+        parts = {part for merge in loop.merges for part in merge.parts}
+        ends = {merge.node for merge in loop.merges}
+        rows = {node for family in self.branch for node in family.nodes} | parts | set(cut)
+        scaffolding = self._assertions_on(rows)
+        for node in rows:
+            for user in node.users:
+                if user not in rows and user not in ends and user not in scaffolding:
+                    raise Unknown(f"`{user.name}` looks at an expert's tokens as well", user)
+        first = min(self.positions[node] for node in rows | ends)
+        last = max(self.positions[merge.node] for merge in loop.merges)
+        for node in self.graph.nodes:
+            if not first <= self.positions[node] <= last or node in ends:
+                continue
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            if name in _MODES:
+                raise Unknown(f"`{name}` in the middle of the loop", node)
+            if _writes(node) and node not in rows:
+                raise Unknown(f"`{node.name}` writes in the middle of the loop", node)
+        self._check_buffer(own, ends | parts, first, last)
+        # What only led to the rows (masks, a weight of each expert) goes with them, if nobody else looks at it.
+        made = {node for node in own if node.op.startswith("call") and not _writes(node)}
+        return rows | scaffolding | made
+
+    def _check_buffer(self, own: set[Node], ends: set[Node], first: int, last: int) -> None:
+        buffer = self.loop.buffer
+        if buffer is None:
+            return
+        name = buffer.target if isinstance(buffer.target, str) else getattr(buffer.target, "__name__", "")
+        chained = {merge.node for merge in self.loop.merges}
+        if not (name in _FACTORIES or self._is_functional()):
+            raise Unknown(f"`{buffer.name}`, which the results are merged into, may share memory", buffer)
+        for holder in {buffer, *chained}:
+            for user in holder.users:
+                if user not in ends and first <= self.positions[user] < last:
+                    raise Unknown(f"`{user.name}` looks at the sum before it is complete", user)
+        if any(node in own for node in (buffer, *chained)):
+            raise Unknown("a branch reads what another has added", buffer)
+
+    def _is_functional(self) -> bool:
+        return self.loop.kind in ("index_add", "scatter_add", "index_put")
+
+    def _assertions_on(self, rows: set[Node]) -> set[Node]:
+        """What only asserts sizes of rows: all that follows from it ends in an assertion."""
+        found: set[Node] = set()
+        for node in reversed(self.graph.nodes):
+            if node.op not in ("call_function", "call_method") or node in rows:
+                continue
+            if node.target is torch.ops.aten._assert_scalar.default or node.target is torch._check:
+                if any(self._follows(operand, rows) for operand in node.all_input_nodes):
+                    found.add(node)
+            elif node.users and all(user in found for user in node.users) and not _is_tensor_op(node):
+                found.add(node)
+        return found
+
+    def _follows(self, node: Node, rows: set[Node]) -> bool:
+        waiting, seen = [node], set()
+        while waiting:
+            current = waiting.pop()
+            if current in rows:
+                return True
+            if current in seen or not is_symbolic(current.meta.get("example_value")):
+                if not (isinstance(current.meta.get("example_value"), torch.Tensor) and current not in seen):
+                    continue
+                if current.target is not operator.getitem:
+                    continue
+            seen.add(current)
+            waiting += current.all_input_nodes
+        return False
+
+    # Rewriting
+
+    def _emit(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: Node | None = None
+    ) -> Node:
+        """A node where the last branch ended, with its value on fake tensors."""
+        kwargs = kwargs or {}
+        if like is not None:
+            node = self.graph.create_node(like.op, like.target, args, kwargs)
+        else:
+            op = "call_method" if isinstance(target, str) else "call_function"
+            node = self.graph.create_node(op, target, args, kwargs)
+        self.emitted.append(node)
+        origin = like or self.loop.merges[0].node
+        node.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+        fakes = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
+        try:
+            with self.fake_mode, enable_python_dispatcher():
+                node.meta["example_value"] = effects.call(node, *fakes)
+        except Exception as error:
+            raise Unknown(f"`{node.name}` cannot be made for all rows: {error}", origin) from error
+        return node
+
+    def _undo(self) -> None:
+        for node in reversed(self.emitted):
+            self.graph.erase_node(node)
+
+    def _merge(self, lifting: Lifting, values: Any) -> Node | None:
+        loop, order = self.loop, lifting.order
+        assert order is not None
+
+        def covered(rows: Rows) -> Node:
+            """The rows, with zeros where a row is of no expert."""
+            if order.covers:
+                return rows.node
+            count = self._emit(operator.getitem, (order.offsets, -1))
+            device = rows.node.meta["example_value"].device
+            places = self._emit(torch.arange, (order.rows,), {"device": device})
+            inside = self._emit(operator.lt, (places, count))
+            shape = [1] * rows.ndim
+            shape[rows.row] = -1
+            return self._emit(torch.where, (self._emit("reshape", (inside, shape)), rows.node, 0))
+
+        if loop.kind == "cat":
+            (value,) = values
+            rows = lifting.lift(value)
+            if not isinstance(rows, Rows) or rows.row != 0 or not order.covers:
+                raise Unknown("the rows of all experts together are not known to be all rows")
+            return rows.node
+        if loop.kind in ("setadd", "assign"):
+            key, value = values
+            return self._merge_by_key(lifting, key, value, covered)
+        args, kwargs = values
+        first = loop.merges[0].node
+        if loop.kind.startswith("index_put"):
+            if kwargs.get("accumulate", args[2] if len(args) > 2 else False) is not True:
+                raise Unknown("`index_put` without accumulate", first)
+        elif kwargs.get("dim", args[0]) != 0:
+            raise Unknown(f"`{loop.kind}` along another dimension", first)
+        lifted_args = [self._argument(lifting, arg, covered) for arg in args]
+        lifted_kwargs = {name: self._argument(lifting, arg, covered) for name, arg in kwargs.items()}
+        return self._emit(first.target, (loop.buffer, *lifted_args), lifted_kwargs, like=first)
+
+    def _argument(self, lifting: Lifting, arg: Any, covered: Callable[[Rows], Node]) -> Any:
+        if isinstance(arg, (tuple, list)):
+            return type(arg)([self._argument(lifting, part, covered) for part in arg])
+        lifted = lifting.lift(arg)
+        if isinstance(lifted, Rows):
+            if lifted.row != 0:
+                raise Unknown("rows in another dimension than the first", self.loop.merges[0].node)
+            floating = lifted.node.meta["example_value"].dtype.is_floating_point
+            return covered(lifted) if floating else lifted.node
+        if lifted is not None and not isinstance(lifted, (int, float, str, Node)):
+            raise Unknown("the results are merged in a way that is not known", self.loop.merges[0].node)
+        return lifted
+
+    def _merge_by_key(self, lifting: Lifting, key: Any, value: Any, covered: Callable[[Rows], Node]) -> Node:
+        selection = lifting.selection
+        if selection is None or lifting.order is None:
+            raise Unknown("parts are put in places that are not known", self.loop.merges[0].node)
+        keys = key if isinstance(key, tuple) else (key,)
+        coordinates: list[Rows] = []
+        for part in keys:
+            if isinstance(part, Family) and part.example.dtype is torch.bool:
+                coordinates += lifting.coordinates_of(part)
+            else:
+                lifted = lifting.lift(part)
+                if not isinstance(lifted, Rows):
+                    raise Unknown("a key that is not known", self.loop.merges[0].node)
+                coordinates.append(lifted)
+        rows = lifting.lift(value)
+        if not isinstance(rows, Rows) or rows.row != 0:
+            raise Unknown("a value that is no row", self.loop.merges[0].node)
+        if not selection.has_distinct_tokens():
+            raise Unknown("a token may be twice in one expert, as far as the graph shows", selection.ids)
+        places = tuple(c.node for c in coordinates)
+        adds = self.loop.kind == "setadd"
+        if not adds and not (len(places) == len(selection.axes) or self._one_slot(selection)):
+            raise Unknown("the last expert of a token overwrites the others", self.loop.merges[0].node)
+        dtype = self.loop.buffer.meta["example_value"].dtype  # type: ignore[union-attr]
+        node = covered(rows) if adds else rows.node
+        if node.meta["example_value"].dtype != dtype:
+            if adds:
+                raise Unknown("the sum has another dtype than its parts", self.loop.merges[0].node)
+            node = self._emit("to", (node, dtype))
+        if not adds and not lifting.order.covers:
+            raise Unknown("rows of no expert would be overwritten", self.loop.merges[0].node)
+        if adds and len(places) == 1:
+            return self._emit("index_add_", (self.loop.buffer, 0, places[0], node))
+        return self._emit("index_put_", (self.loop.buffer, places, node), {"accumulate": adds})
+
+    def _one_slot(self, selection: Any) -> bool:
+        sizes = selection.ids.meta["example_value"].shape
+        return len(selection.axes) == 2 and sizes[selection.axes[1]] == 1
+
+    def _replace(self, result: Node | None, last: Node) -> None:
+        """Let the rest of the graph look at the result where it looked at the last branch's."""
+        merges = [merge.node for merge in self.loop.merges]
+        if result is not None:
+            if self.loop.kind != "setadd" and self.loop.kind != "assign":
+                last.replace_all_uses_with(result)
+        for node in dict.fromkeys(reversed(merges)):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def _erase(self, inside: set[Node]) -> None:
+        for node in sorted(inside, key=lambda node: -self.positions[node]):
+            if not node.users:
+                self.graph.erase_node(node)
+
+
+def _mask_of(query: Any) -> Any:
+    if isinstance(query, Family) and query.example is not None and getattr(query.example, "dtype", None) is torch.bool:
+        return query
+    return query.args[1] if query.name == "getitem" else query.args[0]
+
+
+def _mask_key(loop: Loop, values: Any) -> Family | None:
+    """The mask of `out[mask] = y`, which asks for tokens as well."""
+    if loop.kind not in ("setadd", "assign"):
+        return None
+    key = values[0]
+    return key if isinstance(key, Family) and getattr(key.example, "dtype", None) is torch.bool else None
+
+
+def _writes(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return True
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True  # its body may
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in effects.WRITERS or "out" in node.kwargs
+    return in_place or bool(node.kwargs.get("inplace"))
+
+
+def _is_tensor_op(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor) and node.target is not operator.getitem

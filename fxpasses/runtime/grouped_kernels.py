@@ -1,0 +1,153 @@
+"""What the operators of `grouped_linear.py` compute, on tensors with data; nothing here knows autograd.
+
+Two ways. On CUDA devices with a grouped kernel (bf16, compute capability 9 or 10, widths that fill 16 bytes) it is
+`torch.nn.functional.grouped_mm`, and the host waits for nothing. Everywhere else it is one `mm` per group that has
+rows, the very call that a loop over the experts makes. It needs the offsets on the host: where they lie on a device,
+each operator waits for it once. Offsets may lie on the CPU while the rows do not; then nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from fxpasses.runtime.expert_order import row_groups
+
+Weights = torch.Tensor | Sequence[torch.Tensor]
+
+_VECTOR = 16  # bytes: F.grouped_mm takes only rows and columns that start at multiples of this
+_CACHE_LINE = 64  # bytes: what PyTorch's CPU allocator aligns to
+
+
+def matmul(
+    rows: torch.Tensor, weights: Weights, offsets: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    """`rows[a:b] @ weights[e] (+ bias[e])` for each group, zeros for the rows after the last: [N, K] -> [N, M]."""
+    width = weights[0].shape[0 if transposed else 1]
+    if _has_grouped_kernel(rows, rows.shape[1], width):
+        stacked = weights if isinstance(weights, torch.Tensor) else torch.stack(list(weights))
+        ends = _on_device(offsets, rows)
+        out = F.grouped_mm(_vectorised(rows), _vectorised(stacked.mT if transposed else stacked), offs=ends)
+        if bias is not None:
+            out = out + expand(bias, ends, rows.shape[0])
+        # The kernel leaves these rows as they were allocated, and 0 * NaN would get through any mask of the caller.
+        return out.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= ends[-1]).unsqueeze(1), 0)
+    out, end = rows.new_empty(rows.shape[0], width), 0
+    for group, start, end in _groups(offsets, rows.shape[0]):
+        if start == end:
+            continue
+        weight = weights[group].t() if transposed else weights[group]
+        part = _as_if_alone(rows, start, end)
+        if bias is None:
+            _write(out[start:end], torch.mm, part, weight)
+        else:
+            _write(out[start:end], torch.addmm, bias[group], part, weight)
+    out[end:].zero_()
+    return out
+
+
+def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B]."""
+    shape = (offsets.shape[0], left.shape[1], right.shape[1])
+    if _has_grouped_kernel(left, *shape[1:]):
+        ends = _on_device(offsets, left)
+        out = F.grouped_mm(_vectorised(left).t(), _vectorised(right), offs=ends)
+        # Empty groups are left as allocated on compute capability 10 (pytorch/pytorch#172439), and are zero on 9.
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        return out.masked_fill_(empty[:, None, None], 0)
+    out = left.new_empty(shape)
+    for group, start, end in _groups(offsets, left.shape[0]):
+        if start == end:
+            out[group].zero_()
+        else:
+            _write(out[group], torch.mm, _as_if_alone(left, start, end).t(), _as_if_alone(right, start, end))
+    return out
+
+
+def outer_list(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+    """As `outer`, each product in memory of its own: E tensors [A, B]."""
+    if _has_grouped_kernel(left, left.shape[1], right.shape[1]):
+        return [product.clone() for product in outer(left, right, offsets)]
+    return [
+        torch.mm(_as_if_alone(left, start, end).t(), _as_if_alone(right, start, end))
+        for _, start, end in _groups(offsets, left.shape[0])
+    ]
+
+
+def total(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The sum of each group's rows: [N, M] -> [E, M]."""
+    if _has_grouped_kernel(rows, rows.shape[1]):
+        # A product with ones: accumulates in float32, in a fixed order, which `index_add_` with its atomics does not.
+        ones = rows.new_ones(rows.shape[0], _VECTOR // rows.element_size())
+        return outer(ones, rows, offsets)[:, 0].contiguous()
+    out = rows.new_empty(offsets.shape[0], rows.shape[1])
+    for group, start, end in _groups(offsets, rows.shape[0]):
+        torch.sum(rows[start:end], 0, out=out[group])
+    return out
+
+
+def expand(values: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tensor:
+    """`values[e]` for each row of group e, zeros for the rows after the last: [E, M] -> [size, M]."""
+    padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
+    return padded.index_select(0, row_groups(offsets.to(values.device), size))
+
+
+def _groups(offsets: torch.Tensor, size: int) -> Iterator[tuple[int, int, int]]:
+    """(group, start, end) of all groups; checks the offsets."""
+    ends = offsets.tolist()
+    start = 0
+    for group, end in enumerate(ends):
+        if not start <= end <= size:
+            raise ValueError(f"offsets must rise from 0 to at most the {size} rows, but they are {ends}")
+        yield group, start, end
+        start = end
+
+
+def _as_if_alone(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """`rows[start:end]` in memory aligned as a tensor of its own would be.
+
+    BLAS libraries pick their kernels by alignment too, and round differently: without this, groups of rows whose width
+    is no multiple of 64 bytes differ from the loop in the last bit (seen with MKL 2024.2).
+    """
+    part = rows[start:end]
+    return part if start * rows.stride(0) * rows.element_size() % _CACHE_LINE == 0 else part.clone()
+
+
+def _write(out: torch.Tensor, product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> None:
+    """`out.copy_(product(*operands))`, without the copy where `out` is aligned as a tensor of its own would be."""
+    if out.storage_offset() * out.element_size() % _CACHE_LINE == 0:
+        product(*operands, out=out)
+    else:
+        out.copy_(product(*operands))
+
+
+def _has_grouped_kernel(operand: torch.Tensor, *widths: int) -> bool:
+    """Whether `F.grouped_mm` runs without reading the offsets on the host.
+
+    By aten/src/ATen/native/cuda/GroupedBlas.cpp and its checks of strides; written without a device to run it on.
+    """
+    return (
+        operand.is_cuda
+        and torch.version.hip is None
+        and operand.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(operand.device)[0] in (9, 10)
+        and operand.shape[0] > 0  # it rejects a contraction of length 0
+        and all(width > 0 and width * operand.element_size() % _VECTOR == 0 for width in widths)
+    )
+
+
+def _vectorised(matrices: torch.Tensor) -> torch.Tensor:
+    """`matrices`, copied where its strides or its address do not suit `F.grouped_mm`."""
+    step = _VECTOR // matrices.element_size()
+    rows, columns = matrices.shape[-2:]
+    row_stride, column_stride = matrices.stride()[-2:]
+    row_major = column_stride == 1 and row_stride >= columns and row_stride % step == 0
+    column_major = row_stride == 1 and column_stride >= rows and column_stride % step == 0
+    suits = (row_major or column_major) and matrices.data_ptr() % _VECTOR == 0
+    return matrices if suits else matrices.clone(memory_format=torch.contiguous_format)
+
+
+def _on_device(offsets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return offsets.to(rows.device, torch.int32, non_blocking=True)

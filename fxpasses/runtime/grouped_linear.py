@@ -1,0 +1,282 @@
+"""Linear layers of many experts on rows sorted by expert, as operators that autograd and Inductor know.
+
+Rows [N, K] lie sorted by group; offsets [E], int32 or int64, tell where each group ends, so that group e is
+`rows[offsets[e - 1]:offsets[e]]`. Rows after the last group give zeros. `sort_by_expert` makes such an order.
+
+| operator | each group | gradients |
+|---|---|---|
+| `grouped_mm(rows, weights, offsets, bias, transposed)` | `rows[a:b] @ weights[e]`, or `addmm` with `bias[e]` | `grouped_mm`, `grouped_outer`, `grouped_sum` |
+| `grouped_mm_list(...)` | the same, weights in E tensors, not copied on the CPU | `grouped_mm_list`, `grouped_outer_list`, `grouped_sum` |
+| `grouped_outer(left, right, offsets)` | `left[a:b].T @ right[a:b]` | `grouped_mm` |
+| `grouped_sum(rows, offsets)` | `rows[a:b].sum(0)` | `grouped_expand` |
+| `grouped_expand(values, offsets, size)` | `values[e]` for each row | `grouped_sum` |
+| `gather_rows(rows, index)` | none: `rows[index]`, sorted or not | `index_add`, last row first |
+
+On the CPU each group makes the call that a loop over the experts would make, forward and backward, so results and
+gradients are equal to the loop's bit for bit. On CUDA devices with a grouped kernel they are so up to rounding.
+Which way is taken, and when the host waits for the device, says `grouped_kernels.py`.
+"""  # noqa: E501 - a table row is one line
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, custom_op
+
+from fxpasses.runtime import grouped_kernels as kernels
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@custom_op("fxpasses::grouped_mm", mutates_args=())
+def grouped_mm(
+    rows: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """`rows[a:b] @ weights[e]` for each group.
+
+    rows: [N, K]. weights: [E, K, M], or with `transposed` [E, M, K], as `nn.Linear` stores them; any strides.
+    offsets: int32 or int64 [E], on the device of `rows` or on the CPU. bias: [E, M]; with it, each group is one
+    `addmm`, as in `F.linear`, which may round differently than a product and a sum (use `grouped_expand` for those).
+    Returns [N, M]. All of one dtype; under autocast in that of autocast, as `torch.mm`. Raises `ValueError` where
+    offsets do not rise, or go beyond N; kernels on a device do not check.
+    """
+    _check(rows, weights, offsets, bias, transposed)
+    return kernels.matmul(rows, weights, offsets, bias, transposed)
+
+
+@custom_op("fxpasses::grouped_mm_list", mutates_args=())
+def grouped_mm_list(
+    rows: Tensor, weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """As `grouped_mm`, with weights in E tensors [K, M] (or [M, K]) of one size, each with a gradient of its own.
+
+    A grouped kernel of a device needs them in one tensor: there they are copied into one on every use.
+    """
+    _check(rows, weights, offsets, bias, transposed)
+    return kernels.matmul(rows, weights, offsets, bias, transposed)
+
+
+@custom_op("fxpasses::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B]."""
+    return kernels.outer(left, right, offsets)
+
+
+@custom_op("fxpasses::grouped_outer_list", mutates_args=())
+def grouped_outer_list(left: Tensor, right: Tensor, offsets: Tensor) -> list[Tensor]:
+    """As `grouped_outer`, in E tensors [A, B] that share no memory, so that one can be freed without the others."""
+    return kernels.outer_list(left, right, offsets)
+
+
+@custom_op("fxpasses::grouped_sum", mutates_args=())
+def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
+    """The sum of each group's rows: [N, M] -> [E, M]."""
+    return kernels.total(rows, offsets)
+
+
+@custom_op("fxpasses::grouped_expand", mutates_args=())
+def grouped_expand(values: Tensor, offsets: Tensor, size: int) -> Tensor:
+    """`values[e]` for each of the `size` rows, zeros for rows after the last group: [E, M] -> [size, M]."""
+    return kernels.expand(values, offsets, size)
+
+
+@custom_op("fxpasses::gather_rows", mutates_args=())
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """`rows[index]`, whose gradient is added up from the last row to the first: [T, D], int64 [N] -> [N, D].
+
+    A loop over the experts gathers in ascending order, and autograd goes through it backwards: a token's gradients are
+    added from its last expert to its first. The gradient of `rows[index]` adds them the other way round, which differs
+    in the last bit from three experts a token on.
+    """
+    return rows.index_select(0, index)
+
+
+# Shapes
+
+
+@grouped_mm.register_fake
+def _(rows: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+    _check(rows, weights, offsets, bias, transposed)
+    return rows.new_empty(rows.shape[0], weights.shape[1 if transposed else 2])
+
+
+@grouped_mm_list.register_fake
+def _(
+    rows: Tensor, weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    _check(rows, weights, offsets, bias, transposed)
+    return rows.new_empty(rows.shape[0], weights[0].shape[0 if transposed else 1])
+
+
+@grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    return left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
+
+
+@grouped_outer_list.register_fake
+def _(left: Tensor, right: Tensor, offsets: Tensor) -> list[Tensor]:
+    return [left.new_empty(left.shape[1], right.shape[1]) for _ in range(offsets.shape[0])]
+
+
+@grouped_sum.register_fake
+def _(rows: Tensor, offsets: Tensor) -> Tensor:
+    return rows.new_empty(offsets.shape[0], rows.shape[1])
+
+
+@grouped_expand.register_fake
+def _(values: Tensor, offsets: Tensor, size: int) -> Tensor:
+    return values.new_empty(size, values.shape[1])
+
+
+@gather_rows.register_fake
+def _(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.new_empty(index.shape[0], rows.shape[1])
+
+
+def _check(rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor | None, transposed: bool) -> None:
+    """Raises `ValueError` where sizes or dtypes do not fit; a loop over no rows would not notice."""
+    one = weights[0]  # on sizes that are symbols, only comparisons are allowed: no sets, no formatting before a failure
+    depth, width = one.shape[::-1] if transposed else one.shape
+    listed = [weights] if isinstance(weights, Tensor) else weights
+    if len(weights) != offsets.shape[0]:
+        raise ValueError(f"{offsets.shape[0]} groups need as many weights, but there are {len(weights)}")
+    if any(tuple(weight.shape[-2:]) != tuple(one.shape) for weight in listed):
+        raise ValueError(f"weights must have one size, but have {[tuple(weight.shape) for weight in listed]}")
+    if rows.shape[1] != depth:
+        raise ValueError(f"rows are {rows.shape[1]} wide, but the weights take {depth}")
+    if bias is not None and tuple(bias.shape) != (len(weights), width):
+        raise ValueError(f"bias must be {(len(weights), width)}, but is {tuple(bias.shape)}")
+    dtypes = {tensor.dtype for tensor in (rows, *listed, *([] if bias is None else [bias]))}
+    if len(dtypes) != 1:
+        raise ValueError(f"rows, weights and bias must have one dtype, but have {sorted(map(str, dtypes))}")
+
+
+# Gradients: each operator is linear in each operand, and the operators are closed under differentiation.
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, weights, offsets, _, ctx.transposed = inputs  # defaults are filled in here, unlike in `needs_input_grad`
+    listed = weights if isinstance(weights, list) else [weights]
+    ctx.save_for_backward(rows, offsets, *listed)
+
+
+def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, offsets, weights = ctx.saved_tensors
+    column_major = _is_column_major(weights[0].t() if ctx.transposed else weights[0])
+    needs_rows, needs_weights, _, needs_bias = _needed(ctx)
+    rows_grad = grouped_mm(grad, weights, offsets, None, not ctx.transposed) if needs_rows else None
+    weights_grad = None
+    if needs_weights:
+        weights_grad = grouped_outer(*((grad, rows) if column_major else (rows, grad)), offsets)
+        weights_grad = weights_grad if column_major == ctx.transposed else weights_grad.mT
+    bias_grad = grouped_sum(grad, offsets) if needs_bias else None
+    return (rows_grad, weights_grad, None, bias_grad, None)[: len(ctx.needs_input_grad)]
+
+
+def _matmul_list_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, offsets, *weights = ctx.saved_tensors
+    column_major = _is_column_major(weights[0].t() if ctx.transposed else weights[0])
+    needs_rows, needs_weights, _, needs_bias = _needed(ctx)
+    rows_grad = grouped_mm_list(grad, weights, offsets, None, not ctx.transposed) if needs_rows else None
+    weights_grad: list[Tensor | None] = [None] * len(weights)
+    if any(needs_weights):
+        products = grouped_outer_list(*((grad, rows) if column_major else (rows, grad)), offsets)
+        products = products if column_major == ctx.transposed else [product.t() for product in products]
+        weights_grad = [p if needed else None for p, needed in zip(products, needs_weights, strict=True)]
+    bias_grad = grouped_sum(grad, offsets) if needs_bias else None
+    return (rows_grad, weights_grad, None, bias_grad, None)[: len(ctx.needs_input_grad)]
+
+
+def _needed(ctx: Any) -> tuple[Any, ...]:
+    """Which of rows, weights, offsets and bias need gradients; the dispatcher leaves out arguments at their default."""
+    return (*ctx.needs_input_grad, False)[:4]
+
+
+def _is_column_major(matrix: Tensor) -> bool:
+    """Whether PyTorch's gradient of `mm` for this second operand is `(grad.T @ rows).T`, and not `rows.T @ grad`.
+
+    Both are the gradient; to round as the loop, it must be the same product. Rule of `mm_mat2_grad` in
+    torch/csrc/autograd/FunctionsManual.cpp, torch 2.11 to 2.15.
+    """
+    return bool(matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0])
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+
+
+def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    left, right, offsets = ctx.saved_tensors
+    return grouped_mm(right, grad, offsets, None, True), grouped_mm(left, grad, offsets, None, False), None
+
+
+def _outer_list_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    left, right, offsets = ctx.saved_tensors
+    return grouped_mm_list(right, grads, offsets, None, True), grouped_mm_list(left, grads, offsets, None, False), None
+
+
+def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, offsets = inputs
+    ctx.size = rows.shape[0]
+    ctx.save_for_backward(offsets)
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return grouped_expand(grad, ctx.saved_tensors[0], ctx.size), None
+
+
+def _expand_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _expand_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return grouped_sum(grad, ctx.saved_tensors[0]), None, None
+
+
+def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, index = inputs
+    ctx.size = rows.shape[0]
+    ctx.save_for_backward(index)
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (index,) = ctx.saved_tensors
+    return grad.new_zeros(ctx.size, grad.shape[1]).index_add(0, index.flip(0), grad.flip(0)), None
+
+
+grouped_mm.register_autograd(_matmul_backward, setup_context=_save)
+grouped_mm_list.register_autograd(_matmul_list_backward, setup_context=_save)
+grouped_outer.register_autograd(_outer_backward, setup_context=_save_operands)
+grouped_outer_list.register_autograd(_outer_list_backward, setup_context=_save_operands)
+grouped_sum.register_autograd(_sum_backward, setup_context=_sum_setup)
+grouped_expand.register_autograd(_expand_backward, setup_context=_expand_setup)
+gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+# Autocast. `torch.library.register_autocast` casts to a dtype fixed at registration; products follow that of autocast.
+
+
+def _autocast_rule(name: str, device_type: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops.fxpasses, name).default
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [cast(item) for item in value]
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
+            return value
+        return value.to(torch.get_autocast_dtype(device_type)) if value.device.type == device_type else value
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return operator(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
+
+    return rule
+
+
+_library = Library("fxpasses", "FRAGMENT")  # a registration lives as long as its library
+for _name in ("grouped_mm", "grouped_mm_list", "grouped_outer", "grouped_outer_list"):
+    for _device_type in AUTOCAST_DEVICES:
+        _library.impl(_name, _autocast_rule(_name, _device_type), f"Autocast{_device_type.upper()}")

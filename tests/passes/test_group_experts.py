@@ -1,0 +1,196 @@
+"""Loops over experts, in every spelling of the table, against eager mode: results, gradients, queries at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxpasses.inspect
+from fxpasses.capture import flags
+from fxpasses.inspect import Record
+from tests.passes.expert_models import HIDDEN, LoraLinears
+from tests.passes.expert_spellings import DECOYS, SPELLINGS, Moe, cases, name_of
+from tests.support import compiled, events
+
+TOKENS = 24
+# Recognised, and why not: a score of zero hides a pair; two results of one query; sizes by slices; masked_scatter.
+STAY = {"dense_scores", "concatenated", "slices_of_counts", "slices_of_offsets", "padded_split", "masked_select"}
+# The loop adds (shared + e3) + e2 to the gradient of x, the grouped program shared + (e3 + e2).
+OTHER_ORDER = {"shared_expert", "deepseek_v3"}
+CASES = [case for case in cases(SPELLINGS) if not case[0].skips_empty]
+GROUPED = [case for case in CASES if case[0].identical and case[0].name not in STAY]
+
+
+@pytest.fixture(autouse=True)
+def capturing() -> Iterator[None]:
+    with flags.scoped():
+        yield
+
+
+def model_of(case: Any, count: int = 4) -> Moe:
+    torch.manual_seed(1)
+    return Moe(case[0], case[1], count)
+
+
+def tokens(case: Any, number: int = TOKENS) -> Tensor:
+    torch.manual_seed(2)
+    return torch.randn(number, HIDDEN).to(case[0].dtype).requires_grad_()
+
+
+def run(program: Any, model: nn.Module, x: Tensor) -> dict[str, Any]:
+    for parameter in (x, *model.parameters()):
+        parameter.grad = None
+    out = program(x)
+    out.float().square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    # A loop leaves an expert that no token chose without a gradient where the grouped program gives zeros.
+    return {"out": out.detach(), "x": x.grad, **{n: torch.zeros(()) if g is None else g for n, g in grads.items()}}
+
+
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 0.0) -> None:
+    for name, value in expected.items():
+        if value.ndim == 0:
+            assert not actual[name].any(), name
+        else:
+            torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance)
+
+
+def check(case: Any, model: nn.Module, x: Tensor, program: Any = None, **options: Any) -> Record:
+    program = program or model
+    with fxpasses.inspect.record() as record:
+        actual = run(compiled(program, "aot_eager", **options), model, x)
+    tolerance = 1e-6 if case[0].name in OTHER_ORDER else 0.0
+    assert_equal(actual, run(program, model, x), tolerance)
+    return record
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=name_of)
+def test_grouped_equals_eager(case: Any) -> None:
+    """Bit for bit in float32 on the CPU, gradients of the input, the experts and the router among them."""
+    record = check(case, model_of(case), tokens(case))
+    assert record.figures("group_experts")["loops_grouped"] >= 1, record
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in GROUPED], ids=name_of)
+def test_what_is_not_understood_runs_as_it_is_and_says_why(case: Any) -> None:
+    record = check(case, model_of(case), tokens(case))
+    assert "loops_grouped" not in record.figures("group_experts")
+    if case[0].name not in ("slices_of_counts", "masked_select"):  # their ends are not those of a loop
+        assert "not:" in str(record)
+
+
+@pytest.mark.parametrize("case", [case for case in cases(DECOYS) if case[0].name != "dropout"], ids=name_of)
+def test_decoys_stay(case: Any) -> None:
+    record = check(case, model_of(case), tokens(case))
+    assert "loops_grouped" not in record.figures("group_experts"), record
+
+
+BASIC = [case for case in GROUPED if name_of(case) in (
+    "where_pairs-SwiGluStacked", "where_mask_slots_first-SwiGluLinears", "bool_mask_add-SwiGluStacked",
+    "repeated_mask-SwiGluLinears", "split_counts-SwiGluLinears", "any_slot_flatten-SwiGluStacked", "gpt_oss-GptOss",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BASIC, ids=name_of)
+def test_no_query_at_run_time(case: Any) -> None:
+    """But for assertions, which read on the CPU and do not wait on a device."""
+    model, x = model_of(case), tokens(case)
+    program = compiled(model, "aot_eager")
+    run(program, model, x)
+    counts = events(lambda: run(program, model, x))
+    assert counts["aten::nonzero"] == counts["aten::masked_select"] == 0
+    assert counts["aten::_local_scalar_dense"] == counts["aten::_assert_async"]
+
+
+@pytest.mark.parametrize("case", BASIC, ids=name_of)
+@pytest.mark.parametrize("favour", ["one expert", "none", "one token each"])
+def test_uneven_choices(case: Any, favour: str) -> None:
+    """All tokens on the same experts, so that others are empty; and an expert with one token."""
+    model, x = model_of(case), tokens(case, 4 if favour == "one token each" else TOKENS)
+    with torch.no_grad():
+        if favour == "one expert":
+            model.gate.weight.zero_()
+            model.gate.weight[:2] = 0.01  # ties go to the first
+        elif favour == "one token each":
+            x.copy_(torch.eye(4, HIDDEN) * 4)
+            model.gate.weight.copy_(torch.eye(4, HIDDEN) + torch.eye(4, HIDDEN).roll(1, 0) / 2)
+    check(case, model, x)
+
+
+@pytest.mark.parametrize("case", BASIC, ids=name_of)
+@pytest.mark.parametrize(("number", "count"), [(1, 4), (8, 64)])
+def test_few_tokens(case: Any, number: int, count: int) -> None:
+    check(case, model_of(case, count), tokens(case, number))
+
+
+@pytest.mark.parametrize("case", BASIC, ids=name_of)
+def test_in_a_checkpoint(case: Any) -> None:
+    model = model_of(case)
+
+    def program(x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)
+
+    assert check(case, model, tokens(case), program).figures("group_experts")["loops_grouped"] == 1
+
+
+@pytest.mark.parametrize("case", BASIC, ids=name_of)
+def test_another_number_of_tokens(case: Any) -> None:
+    model = model_of(case)
+    program = compiled(model, "aot_eager", dynamic=True)
+    with fxpasses.inspect.record() as record:
+        for number in (24, 31, 8):
+            x = tokens(case, number)
+            assert_equal(run(program, model, x), run(model, model, x), 1e-6)
+    assert record.figures("group_experts")["loops_grouped"] == len(record.graphs) == 1
+
+
+@pytest.mark.parametrize("case", BASIC[:1], ids=name_of)
+def test_autocast(case: Any) -> None:
+    model, x = model_of(case), tokens(case)
+
+    def program(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    record = check(case, model, x, program)
+    assert record.figures("group_experts").get("loops_grouped", 0) <= 1
+
+
+def test_the_graph_does_not_grow_with_the_experts() -> None:
+    case = next(case for case in GROUPED if name_of(case) == "where_pairs-SwiGluStacked")
+    sizes = []
+    for count in (8, 32):
+        torch._dynamo.reset()
+        nodes: list[int] = []
+
+        def count_nodes(gm: Any, inputs: Any, nodes: list[int] = nodes, **options: Any) -> Any:
+            from fxpasses.options import Options
+            from fxpasses.passes.group_experts import GroupExperts
+            from fxpasses.pipeline import run_passes
+
+            result = run_passes([GroupExperts()], gm, inputs, Options(strict=True))
+            nodes.append(len(result.gm.graph.nodes))
+            return gm.forward
+
+        torch.compile(model_of(case, count), backend=count_nodes)(tokens(case))
+        sizes.append(nodes[0])
+    assert sizes[0] == sizes[1]
+
+
+def test_adapters_with_frozen_experts() -> None:
+    case = next(case for case in GROUPED if case[1] is LoraLinears)
+    model = model_of(case)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name or "gate" in name)
+    check(case, model, tokens(case))
+
+
+def test_off_leaves_the_loop() -> None:
+    case = GROUPED[0]
+    record = check(case, model_of(case), tokens(case), experts="off")
+    assert "loops_grouped" not in record.figures("group_experts")
