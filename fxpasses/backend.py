@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpasses import inspect
+from fxpasses import inspect, overrides
 from fxpasses.capture import breaks, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
@@ -39,27 +39,45 @@ def fastpack_backend(
     does not stop the program: the graph runs as it was captured, with one warning.
     """
     settings = Options.parse(options, mode)
-    result = run_passes([PASSES[name]() for name in settings.passes], gm, example_inputs, settings)
+    passes = overrides.passes(settings.passes, known=tuple(PASSES))
+    watch = inspect.watch(gm, example_inputs, settings)
     assumed = tracing.report()
-    inspect.note_graph(gm, [*([assumed] if assumed is not None else []), *result.reports])
+    if assumed is not None:
+        watch.after_pass(assumed, Result(gm, list(example_inputs)), "")
+    result = run_passes([PASSES[name]() for name in passes], gm, example_inputs, settings, watch.after_pass)
     recompiles.note_sizes(gm)
     if result.program is not None:
         sources = input_sources(gm)
         tracing.note_companions([sources[position] for position in result.program.host_inputs])
-    return tracing.checked(_compile(result, gm, example_inputs, settings), gm)
+    watch.lowering()
+    try:
+        compiled, outcome = _compile(result, gm, example_inputs, settings)
+    except Exception as error:
+        watch.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
+        raise
+    watch.finish(outcome)
+    return tracing.checked(compiled, gm)
 
 
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how capture/ knows for whom Dynamo traces
 
 
-def _compile(result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options) -> Callable[..., Any]:
-    """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing."""
+_RETRACED = (*asks_for_another_trace(), breaks.CaptureRejected)
+
+
+def _compile(
+    result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options
+) -> tuple[Callable[..., Any], str]:
+    """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing.
+
+    Returns what to call, and which graph it is: "rewritten", "captured", or "uncompiled".
+    """
     attempts = [result] if result.gm is not gm else []
     attempts.append(Result(gm, list(example_inputs)))
     for attempt in attempts:
         compiled = _try_to_lower(attempt, gm, settings)
         if not isinstance(compiled, Exception):
-            return compiled
+            return compiled, "rewritten" if attempt.gm is not gm else "captured"
         failed = compiled
         if settings.strict:
             raise failed
@@ -68,7 +86,7 @@ def _compile(result: Result, gm: GraphModule, example_inputs: Sequence[Any], set
     if breaks.may_trace_again(failed, _has_unbacked_symbols(gm)):
         raise breaks.CaptureRejected("the captured graph does not compile with data-dependent values") from failed
     _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.")
-    return gm.forward
+    return gm.forward, "uncompiled"
 
 
 def _try_to_lower(attempt: Result, gm: GraphModule, settings: Options) -> Callable[..., Any] | Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,12 +56,17 @@ class Result:
 
 
 def run_passes(
-    passes: Sequence[Pass], original: GraphModule, example_inputs: Sequence[Any], options: Options
+    passes: Sequence[Pass],
+    original: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    after_pass: Callable[[Report, Result, str], None] = lambda report, result, failure: None,
 ) -> Result:
     """Run `passes` in order, each on a copy. `original` is not changed.
 
     A pass that raises is dropped with one warning, and the next one starts from the graph before it; with
-    `options.strict` the error is raised as `PassError`.
+    `options.strict` the error is raised as `PassError`. `after_pass(report, result, failure)` is told of each pass, the
+    graph as it is after it, and the error where it was dropped.
     """
     result = Result(original, list(example_inputs))
     for graph_pass in passes:
@@ -81,12 +86,14 @@ def run_passes(
             if options.strict:
                 raise PassError(f"the pass {graph_pass.name} failed: {error}") from error
             _warn_once(graph_pass.name, error)
+            after_pass(Report(graph_pass.name), result, f"{type(error).__name__}: {error}")
             continue
         report.seconds = time.perf_counter() - started
         log.info("%s (%.3f s)", report, report.seconds)
         result.reports.append(report)
         if report.changed:
             result = Result(gm, context.example_inputs, context.program, result.reports)
+        after_pass(report, result, "")
     return result
 
 

@@ -32,9 +32,9 @@ from fxpasses.graph.families import Family, Mismatch, Unifier, members
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import is_symbolic
-from fxpasses.passes.experts.lifting import Lifting, Rows, is_query
+from fxpasses.passes.experts.lifting import Lifting, Rows
 from fxpasses.passes.experts.loops import Loop, find_loops, has_rows
-from fxpasses.passes.experts.selection import Unknown, cut_of, selection_of
+from fxpasses.passes.experts.selection import Unknown, cut_of, is_query, selection_of
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
@@ -181,6 +181,10 @@ class _Grouping:
             return
         name = buffer.target if isinstance(buffer.target, str) else getattr(buffer.target, "__name__", "")
         chained = {merge.node for merge in self.loop.merges}
+        if self._is_functional():
+            for node in chained - {self.loop.merges[-1].node}:
+                if not set(node.users) <= chained:
+                    raise Unknown(f"`{node.name}`, a part of the sum, is used by itself", node)
         if not (name in _FACTORIES or self._is_functional()):
             raise Unknown(f"`{buffer.name}`, which the results are merged into, may share memory", buffer)
         for holder in {buffer, *chained}:
@@ -339,12 +343,12 @@ class _Grouping:
     def _replace(self, result: Node | None, last: Node) -> None:
         """Let the rest of the graph look at the result where it looked at the last branch's."""
         merges = [merge.node for merge in self.loop.merges]
-        if result is not None:
-            if self.loop.kind != "setadd" and self.loop.kind != "assign":
-                last.replace_all_uses_with(result)
+        if result is not None and self.loop.kind not in ("setadd", "assign"):
+            # In place, the result of any branch is the buffer, whoever looks at it later.
+            for node in merges if not self._is_functional() and self.loop.kind != "cat" else [last]:
+                node.replace_all_uses_with(result, lambda user: user not in merges)
         for node in dict.fromkeys(reversed(merges)):
-            if not node.users:
-                self.graph.erase_node(node)
+            self.graph.erase_node(node)
 
     def _erase(self, inside: set[Node]) -> None:
         for node in sorted(inside, key=lambda node: -self.positions[node]):

@@ -43,6 +43,7 @@ from fxpasses.passes.experts.selection import (
     Unknown,
     cut_of,
     is_integer,
+    is_query,
     progression,
     selection_of,
 )
@@ -186,6 +187,8 @@ class Lifting:
             return self._pointwise(family)
         if name == "einsum":
             return self._einsum(family)
+        if name in ("cat", "concat", "stack"):
+            return self._joined(family)
         if not isinstance(first, Rows):
             raise Unknown(f"`{name}` of what is no row", family.nodes[0])
         if name in ALONG and along_last_dimensions(family, first.ndim, first.row):
@@ -427,6 +430,17 @@ class Lifting:
                 raise Unknown("an `einsum` of rows and as many other rows", node)
         return self._call(family, row)
 
+    def _joined(self, family: Family) -> Rows:
+        """`torch.cat([gate, up], -1)`: rows side by side."""
+        node, dim = family.nodes[0], family.kwargs.get("dim", family.args[1] if len(family.args) > 1 else 0)
+        lifted = [self.lift(part) for part in family.args[0]]
+        row, ndim = row_of(family.example), family.example.ndim
+        if row is None or any(not isinstance(part, Rows) or part.row != row for part in lifted):
+            raise Unknown(f"`{family.name}` of what is no row", node)
+        if not isinstance(dim, int) or dim % ndim <= row:
+            raise Unknown(f"`{family.name}` of rows one after the other", node)
+        return Rows(self._emit_like(family, [[part.node for part in lifted], dim], {}), row)
+
     def _reshaped(self, family: Family, source: Rows) -> Rows:
         """Reshapes that keep the rows in one dimension, in their order."""
         node, out = family.nodes[0], family.example
@@ -478,18 +492,6 @@ class Lifting:
 
     def _emit_like(self, family: Family, args: Any, kwargs: Any) -> Node:
         return self.emit(family.nodes[0].target, tuple(args), dict(kwargs), like=family.nodes[0])
-
-
-def is_query(family: Family) -> bool:
-    """Whether the branches ask for their tokens here."""
-    if family.name == "where":
-        return len(family.args) == 1 and not family.kwargs
-    if family.name == "nonzero":
-        return True
-    if family.name != "getitem" or not isinstance(family.args[1], Family):
-        return False
-    index = family.args[1].example
-    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
 
 
 def _checked_row(example: Any) -> int:

@@ -66,8 +66,7 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
                 yield Loop("cat", tuple(Merge(node, (part,)) for part in parts), None)
         elif name in _ADDING and isinstance(node.args[0], Node):
             if any(isinstance(a, Node) and has_rows(a) for a in node.all_input_nodes[1:]):
-                start, _ = _root_of_chain(node, name)
-                buffers[start, name].append(Merge(node, (node.args[1:], node.kwargs)))
+                buffers[_root_of_chain(node, name), name].append(Merge(node, (node.args[1:], node.kwargs)))
         elif name == "setitem":
             merge = _assignment(node)
             if merge is not None:
@@ -87,17 +86,16 @@ def has_rows(node: Node) -> bool:
     )
 
 
-def _root_of_chain(node: Node, name: str) -> tuple[Node, int]:
-    """The tensor that a chain of `out = out.index_add(...)` started from; for writes in place, the buffer itself."""
-    depth = 0
+def _root_of_chain(node: Node, name: str) -> Node:
+    """What `out = out.index_add(...)`, again and again, started from; in place, every link is the same memory."""
     current = node.args[0]
-    while isinstance(current, Node) and not name.endswith("_"):
+    while isinstance(current, Node):
         target = current.target if isinstance(current.target, str) else getattr(current.target, "__name__", "")
-        if target != name or len(current.users) != 1:
+        if target != name or (not name.endswith("_") and len(current.users) != 1):
             break
-        current, depth = current.args[0], depth + 1
+        current = current.args[0]
     assert isinstance(current, Node)
-    return current, depth
+    return current
 
 
 def _assignment(node: Node) -> Merge | None:

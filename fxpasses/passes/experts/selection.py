@@ -48,6 +48,18 @@ class Selection:
         return len(self.axes) == 1 or is_topk_index(self.ids)
 
 
+def is_query(family: Family) -> bool:
+    """Whether the branches ask for their tokens here."""
+    if family.name == "where":
+        return len(family.args) == 1 and not family.kwargs
+    if family.name == "nonzero":
+        return True
+    if family.name != "getitem" or not isinstance(family.args[1], Family):
+        return False
+    index = family.args[1].example
+    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
+
+
 def selection_of(mask: Any) -> Selection:
     """The meaning of a family of masks, or of integers that are not zero where the mask is true; raises `Unknown`."""
     if not isinstance(mask, Family):

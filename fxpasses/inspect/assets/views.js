@@ -1,0 +1,119 @@
+// What the page shows of a graph besides its nodes: overview, changes, what was left alone, memory, symbols, figures.
+
+const KINDS = {};
+
+function bytes(n) {
+  for (const [unit, power] of [["GiB", 30], ["MiB", 20], ["KiB", 10]]) if (n >= 2 ** power) return `${(n / 2 ** power).toFixed(1)} ${unit}`;
+  return `${n} B`;
+}
+
+function seconds(s) { return s >= 1 ? `${s.toFixed(1)} s` : `${Math.round(1000 * s)} ms`; }
+
+function kindLabel(kind) { return el("span", {class: `kind ${kind}`}, `${KINDS[kind].mark} ${KINDS[kind].name}`); }
+
+function tableOf(headers, rows, numbers = []) {
+  const number = (i) => ({class: numbers.includes(i) ? "number" : null});
+  return el("table", {},
+    el("thead", {}, el("tr", {}, headers.map((h, i) => el("th", number(i), h)))),
+    el("tbody", {}, rows.map((row) => el("tr", row.attributes || {}, (row.cells || row).map((c, i) => el("td", number(i), c))))));
+}
+
+function change(before, after) {
+  return [`${before} → `, el("span", {class: after < before ? "good" : after > before ? "bad" : ""}, String(after))];
+}
+
+function overview(record, open) {
+  const rows = record.graphs.map((graph, index) => {
+    const {before, after} = graph.figures;
+    return {
+      attributes: {class: "link", tabindex: "0", onclick: () => open(index), onkeydown: (e) => { if (e.key === "Enter") open(index); }},
+      cells: [graph.compile_id || String(index), graph.function, graph.passes.map((p) => el("div", {}, p.failure ? el("span", {class: "bad"}, `${p.name} failed: ${p.failure}`) : p.summary || `${p.name}: nothing to do`)),
+        change(before.host_reads, after.host_reads), after.prologue_reads || "", change(before.operators, after.operators),
+        graph.left_alone.reduce((sum, miss) => sum + miss.count, 0) || ""],
+    };
+  });
+  const versions = Object.entries(record.versions).map(([name, version]) => `${name} ${version}`).join(", ");
+  return el("div", {class: "scroll"},
+    el("h1", {}, `${record.graphs.length} compiled graph${record.graphs.length === 1 ? "" : "s"}`),
+    el("p", {class: "faint"}, [record.program, versions, record.started, record.rank === null || record.rank === undefined ? "" : `rank ${record.rank}`].filter(Boolean).join(" · ")),
+    rows.length ? tableOf(["graph", "from", "what the passes did", "host reads a step", "once a batch", "operators", "left alone"], rows, [3, 4, 5, 6])
+      : el("p", {}, "Nothing was compiled with the backend fastpack."));
+}
+
+function headline(graph) {
+  // What a person wants to know first: what each pass says it did, and the figures that changed.
+  const rows = graph.rows.filter((row) => row[1] !== row[2] || row[3]);
+  return el("div", {class: "headline"},
+    graph.passes.map((pass) => el("p", {}, el("strong", {}, `${pass.name}: `), pass.failure ? el("span", {class: "bad"}, `failed and was left out: ${pass.failure}`)
+      : el("span", {class: pass.summary ? "good" : ""}, pass.summary || "nothing to do"))),
+    tableOf(["each step", "before", "after", "once a batch"], rows, [1, 2, 3]));
+}
+
+function changesView(graph, step, kinds, matches, open) {
+  if (!step) return el("div", {class: "scroll"}, headline(graph), el("p", {}, "No pass changed this graph."));
+  let shown = 0;
+  const sections = step.sections.map((section) => {
+    const lines = section.lines.filter((line) => kinds.has(line.kind) && matches(`${line.what} ${line.source} ${line.module} ${line.code}`));
+    shown += lines.length;
+    if (!lines.length) return null;
+    const modules = lines.some((line) => line.module);
+    const rows = lines.map((line) => {
+      const go = () => open(step.changes[line.changes[0]]);
+      return {
+        attributes: {class: "link", tabindex: "0", onclick: go, onkeydown: (e) => { if (e.key === "Enter") go(); }},
+        cells: [kindLabel(line.kind), line.source, [el("code", {}, line.code)], el("code", {class: "faint"}, line.what), ...(modules ? [line.module] : [])],
+      };
+    });
+    return el("details", {open: true}, el("summary", {}, section.title), tableOf(["kind", "line", "code", "operators", ...(modules ? ["module"] : [])], rows));
+  });
+  return el("div", {class: "scroll", id: "changes"}, headline(graph), shown ? sections : el("p", {}, "No change matches the filters."));
+}
+
+function leftAlone(graph) {
+  const rows = graph.left_alone.map((miss) => [
+    el("code", {}, miss.count > 1 ? `${miss.target} ×${miss.count}` : miss.target), miss.text ? `${miss.reason}: ${miss.text}` : miss.reason,
+    miss.where, el("code", {}, miss.code), [miss.host_reads ? `${miss.host_reads} host reads a step` : "", miss.bytes ? bytes(miss.bytes) : ""].filter(Boolean).join(", "), miss.pass_name]);
+  return el("div", {class: "scroll"}, rows.length ? tableOf(["what", "why it was left alone", "line", "code", "costs", "pass"], rows)
+    : el("p", {}, "Nothing that a pass looked for was left alone."));
+}
+
+function memory(graph, step, open) {
+  // One path a stage; of many points the highest in each of 800 columns, so that a peak is never lost.
+  const stages = step ? [[step.before, "before"], [step.after, "after"]] : [[0, "before"]];
+  const points = stages.map(([index, name]) => [index, name, graph.stages[index].nodes.map((n, row) => [row, n.live]).filter((p) => p[1] !== undefined)]);
+  const top = Math.max(1, ...points.map(([, , list]) => list.reduce((most, p) => Math.max(most, p[1]), 0)));
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("class", "chart");
+  svg.setAttribute("viewBox", "0 0 800 200");
+  svg.setAttribute("preserveAspectRatio", "none");
+  const notes = [];
+  for (const [index, name, list] of points) {
+    if (!list.length) continue;
+    const highest = new Map();
+    list.forEach(([row, live], i) => {
+      const x = Math.floor(i / list.length * 800);
+      if (!highest.has(x) || highest.get(x) < live) highest.set(x, live);
+    });
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    path.setAttribute("class", name);
+    path.setAttribute("d", [...highest].map(([x, live], i) => `${i ? "L" : "M"}${x} ${200 - live / top * 190}`).join(""));
+    svg.append(path);
+    const peak = list.reduce((most, p) => p[1] > most[1] ? p : most);
+    notes.push(el("li", {}, `${graph.stages[index].name}: peak ${bytes(peak[1])} at `,
+      el("button", {onclick: () => open(name === "before" ? {before: peak[0]} : {after: peak[0]})}, graph.stages[index].nodes[peak[0]].name)));
+  }
+  return el("div", {class: "scroll"}, el("p", {class: "faint"}, `Live memory in the order of the nodes (grey: before, blue: after); the top is ${bytes(top)}. An eager forward run of the traced sizes, without what autograd keeps.`), svg, el("div", {class: "axis faint"}, el("span", {}, "first node"), el("span", {}, "last node")), el("ul", {}, notes));
+}
+
+function symbols(graph) {
+  const few = (names) => names.slice(0, 6).join(", ") + (names.length > 6 ? ` and ${names.length - 6} more` : "");
+  const rows = graph.symbols.map((s) => [el("code", {}, s.symbol), few(s.binders), few(s.users), few(s.assertions), s.tensors || "", el("span", {class: "bad"}, s.problem)]);
+  return el("div", {class: "scroll"}, el("p", {class: "faint"}, "Numbers that only the running program knows, after the passes."),
+    rows.length ? tableOf(["symbol", "bound by", "used by", "asserted by", "in sizes of", "problem"], rows, [4]) : el("p", {}, "None is left: every number that depends on the batch comes from the prologue, or there was none."),
+    graph.checks.length ? [el("h2", {}, "Checked once a batch, with the prologue"), el("ul", {}, graph.checks.map((c) => el("li", {}, el("code", {}, c))))] : null);
+}
+
+function figuresView(graph) {
+  return el("div", {class: "scroll"}, tableOf(["each step", "before", "after", "once a batch"], graph.rows, [1, 2, 3]),
+    el("h2", {}, "Time"), tableOf(["", ""], [...graph.passes.map((p) => [p.name, seconds(p.seconds)]), ["compile", seconds(graph.compile_seconds)]], [1]));
+}

@@ -1,0 +1,355 @@
+"""What changed between two stages of a graph, in kinds, insensitive to names, numbers and order.
+
+A node of "before" is matched with one of "after" (see `fxpasses.inspect.matching`), or it is *removed* or *moved to the
+prologue*; a node of "after" without counterpart is *added*. Of a matched pair it is told whether it is *rewired* (takes
+other nodes or constants), *moved* (to another body, or out of one) or has *changed metadata* (shape, stride, dtype,
+device, symbols). Placeholders and outputs of bodies are matched and not told: the call says the same.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpasses.inspect.dataflow import Dataflow
+from fxpasses.inspect.matching import match
+from fxpasses.inspect.model import MAIN, Node, Stage, TensorValue, references
+
+_TOKEN = re.compile(r"\w+|[^\w\s]")
+_SYMBOL = re.compile(r"[suz][a-z]*\d+")
+
+
+class Kind(enum.Enum):
+    """The kinds of change. The value is what a person reads."""
+
+    REMOVED = "removed"
+    PROLOGUE = "moved to the prologue"
+    ADDED = "added"
+    REWIRED = "rewired"
+    MOVED = "moved"
+    METADATA = "changed metadata"
+
+
+MARKS = {
+    Kind.REMOVED: "−", Kind.PROLOGUE: "↑", Kind.ADDED: "+", Kind.REWIRED: "~", Kind.MOVED: "→", Kind.METADATA: "Δ",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Change:
+    """One change of one node. before, after: (path of the region, name), None on the side where there is none.
+
+    detail: what about it, with names of nodes replaced by what they do; the same words in equal layers.
+    """
+
+    kind: Kind
+    before: tuple[str, str] | None
+    after: tuple[str, str] | None
+    op: str
+    target: str
+    module: str = ""
+    source: str = ""
+    code: str = ""
+    detail: str = ""
+
+
+@dataclass
+class Diff:
+    """All changes, in the order of the graph. matches: nodes of "before" to their counterparts.
+
+    to_prologue: nodes of "before" to those of the prologue that compute the same; several may go to one.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    matches: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    to_prologue: dict[tuple[str, str], tuple[str, str] | None] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def of(self, kind: Kind) -> list[Change]:
+        return [change for change in self.changes if change.kind is kind]
+
+
+def diff(before: Stage, after: Stage) -> Diff:
+    """The changes from one stage to another: of one graph, or of two records' graphs."""
+    return _Diff(Dataflow(before), Dataflow(after), after).run()
+
+
+class _Diff:
+    def __init__(self, before: Dataflow, after: Dataflow, stage: Stage) -> None:
+        self.before = before
+        self.after = after
+        self.stage = stage
+        self.to = match(before, after)
+        self.back = [-1] * len(after)
+        for number, other in enumerate(self.to):
+            if other >= 0:
+                self.back[other] = number
+        self.regions = _matched_regions(before, after, self.to)
+        self.symbols: dict[str, str] = {}
+        self.found = Diff()
+
+    def run(self) -> Diff:
+        prologue = self._moved_to_prologue()
+        computed = set(prologue.values())
+        places = {_made_at(self.before.nodes[number]) for number in prologue}
+        for number, other in enumerate(self.to):
+            if other >= 0:
+                self.found.matches[self.before.key(number)] = self.after.key(other)
+                self._compare(number, other)
+            else:
+                self._gone(number, prologue)
+        for other, number in enumerate(self.back):
+            if number < 0 and other not in computed and not self._is_told(other, places):
+                self._add(Kind.ADDED, None, other, self._what(other))
+        return self.found
+
+    def _gone(self, number: int, prologue: dict[int, int]) -> None:
+        kind = Kind.PROLOGUE if number in prologue else Kind.REMOVED
+        if kind is Kind.PROLOGUE:
+            at = prologue[number]
+            self.found.to_prologue[self.before.key(number)] = self.after.key(at) if at >= 0 else None
+        self._add(kind, number, None, "as an assertion" if prologue.get(number) == _AS_CHECK else "")
+
+    def _what(self, other: int) -> str:
+        node = self.after.nodes[other]
+        prologue = node.op == "placeholder" and not node.source_name and not self.after.is_border(other)
+        made = "from the prologue" if prologue and any(self.after.in_prologue) else ""
+        types = [type_text(value) for value in node.values] or ([f"integer {node.scalar}"] if node.scalar else [])
+        return " ".join(part for part in (", ".join(types), made) if part)
+
+    def _compare(self, number: int, other: int) -> None:
+        if not self.before.is_border(number) and not self.after.is_border(other):
+            rewired = self._rewired(number, other)
+            if rewired:
+                self._add(Kind.REWIRED, number, other, rewired)
+            region, now = self.before.region[number], self.after.region[other]
+            if self.regions.get(region) != now:
+                self._add(Kind.MOVED, number, other, f"from {_place(region)} to {_place(now)}")
+        metadata = self._metadata(self.before.nodes[number], self.after.nodes[other])
+        if metadata:
+            self._add(Kind.METADATA, number, other, metadata)
+
+    def _add(self, kind: Kind, number: int | None, other: int | None, detail: str) -> None:
+        node = self.before.nodes[number] if number is not None else self.after.nodes[other or 0]
+        self.found.changes.append(
+            Change(
+                kind,
+                self.before.key(number) if number is not None else None,
+                self.after.key(other) if other is not None else None,
+                node.op,
+                node.target,
+                node.module,
+                str(node.source) if node.source else "",
+                node.source.code if node.source else "",
+                detail,
+            )
+        )
+
+    # Moved to the prologue
+
+    def _moved_to_prologue(self) -> dict[int, int]:
+        """Nodes without counterpart to the node of the prologue that computes the same, or to `_AS_CHECK`.
+
+        By value; where a pass wrote it in another way (in place, on another device), by operator and source line.
+        """
+        values: dict[Any, int] = {}
+        places: dict[Any, list[int]] = {}
+        for other in range(len(self.after)):
+            if self.after.in_prologue[other] and self.after.nodes[other].op not in ("placeholder", "output"):
+                values.setdefault(self.after.value[other], other)
+                places.setdefault(_made_at(self.after.nodes[other]), []).append(other)
+        checks = " ".join(self.stage.checks)
+        found: dict[int, int] = {}
+        seen: dict[Any, int] = {}  # how many of one operator and line so far in one layer
+        left = [n for n in range(len(self.before)) if self.to[n] < 0 and not self.before.in_prologue[n]]
+        for number in left:
+            node = self.before.nodes[number]
+            if node.op in ("placeholder", "output"):
+                continue
+            made_at = _made_at(node)
+            position = seen.get((self.before.region[number], node.module, made_at), 0)
+            seen[self.before.region[number], node.module, made_at] = position + 1
+            if self.before.value[number] in values:
+                found[number] = values[self.before.value[number]]
+            elif made_at in places and node.source is not None:
+                found[number] = places[made_at][min(position, len(places[made_at]) - 1)]
+            elif node.is_assertion and node.source is not None and f"(at {node.source})" in checks:
+                found[number] = _AS_CHECK
+        for number in reversed(left):  # what only fed these went with them: a comparison, a body's operand
+            users = self.before.users[number]
+            is_input = self.before.nodes[number].op == "placeholder" and not self.before.is_border(number)
+            if number not in found and not is_input and users and all(user in found for user in users):
+                found[number] = found[users[0]]
+        return found
+
+    def _is_told(self, other: int, places: set[Any]) -> bool:
+        """Whether a new node belongs to a move to the prologue that is told already."""
+        node = self.after.nodes[other]
+        return self.after.in_prologue[other] and (node.op in ("placeholder", "output") or _made_at(node) in places)
+
+    # Rewired
+
+    def _rewired(self, number: int, other: int) -> str:
+        old, new = self.before.nodes[number], self.after.nodes[other]
+        if old.op == "placeholder":
+            return ""
+        parts = []
+        if (old.op, old.target) != (new.op, new.target):
+            parts.append(f"{old.target} → {new.target}")
+        if len(old.args) != len(new.args):  # operands of a call came and went
+            parts += self._operands(number, other)
+        else:
+            for position, (one, two) in enumerate(zip(old.args, new.args, strict=True)):
+                parts += self._argument(number, other, one, two, str(position))
+        for name in dict.fromkeys([*old.kwargs, *new.kwargs]):
+            parts += self._argument(number, other, old.kwargs.get(name), new.kwargs.get(name), name)
+        return ", ".join(parts)
+
+    def _argument(self, number: int, other: int, old: Any, new: Any, name: str) -> Iterator[str]:
+        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+            for position, (one, two) in enumerate(zip(old, new, strict=True)):
+                yield from self._argument(number, other, one, two, f"{name}.{position}")
+        elif not self._same(number, other, old, new):
+            was, now = self._text(self.before, number, old), self._text(self.after, other, new)
+            yield f"argument {name}: {was} → {now}"
+
+    def _same(self, number: int, other: int, old: Any, new: Any) -> bool:
+        if type(old) is not type(new):
+            return False
+        if isinstance(old, list):
+            return len(old) == len(new) and all(self._same(number, other, a, b) for a, b in zip(old, new, strict=True))
+        if not isinstance(old, dict):
+            return bool(old == new)
+        if old.keys() != new.keys():
+            return False
+        if "node" in old:
+            return self._is_pair(
+                self.before.number[self.before.region[number], old["node"]],
+                self.after.number[self.after.region[other], new["node"]],
+            )
+        if "body" in old:
+            return True  # bodies are compared inside
+        if "constant" in old:
+            return self._same_expression(old["constant"], new["constant"])
+        return self._same(number, other, next(iter(old.values())), next(iter(new.values())))
+
+    def _is_pair(self, number: int, other: int) -> bool:
+        number, other = self.before.origin(number), self.after.origin(other)
+        if self.to[number] == other:
+            return True
+        # Two nodes that compute the same from the same, and with which the same is done, are one as good as the other.
+        return (
+            self.to[number] >= 0
+            and self.back[other] >= 0
+            and self.before.value[number] == self.after.value[other]
+            and self.before.use[number] == self.after.use[other]
+        )
+
+    def _operands(self, number: int, other: int) -> Iterator[str]:
+        """`−mask −item +packed_0` for a call whose number of operands changed, in words for what they do."""
+        old = [
+            self.before.number[self.before.region[number], name] for name in references(self.before.nodes[number].args)
+        ]
+        new = [self.after.number[self.after.region[other], name] for name in references(self.after.nodes[other].args)]
+        kept = {self.to[n] for n in old}
+        gone = [self._word(self.before, n) for n in old if self.to[n] not in new]
+        come = [self._word(self.after, n) for n in new if n not in kept]
+        yield "operands: " + " ".join([f"−{w}" for w in dict.fromkeys(gone)] + [f"+{w}" for w in dict.fromkeys(come)])
+
+    def _text(self, graph: Dataflow, number: int, value: Any) -> str:
+        if isinstance(value, dict) and "node" in value:
+            return self._word(graph, graph.number[graph.region[number], value["node"]])
+        if isinstance(value, dict) and "constant" in value:
+            return str(value["constant"])
+        if isinstance(value, dict) and "slice" in value:
+            return (
+                ":".join("" if v is None else self._text(graph, number, v) for v in value["slice"]).rstrip(":") or ":"
+            )
+        if isinstance(value, list):
+            return f"[{', '.join(self._text(graph, number, item) for item in value)}]"
+        return repr(value)
+
+    def _word(self, graph: Dataflow, number: int) -> str:
+        """A node in words that are the same in equal layers: an input's name, else what the node does."""
+        node = graph.nodes[graph.origin(number)]
+        if node.op == "placeholder":
+            return re.sub(r"\b\d+\b", "*", input_name(node))
+        return node.short_target
+
+    # Metadata
+
+    def _metadata(self, old: Node, new: Node) -> str:
+        for one, two in zip(old.binds, new.binds, strict=False):
+            self.symbols.setdefault(one, two)
+        parts = []
+        if len(old.values) != len(new.values) and old.values and new.values:
+            parts.append(f"{len(old.values)} tensors → {len(new.values)}")
+        elif old.values and new.values:
+            for first, second in zip(old.values, new.values, strict=True):
+                parts += self._tensor(first, second)
+        if old.scalar and new.scalar and not self._same_expression(old.scalar, new.scalar):
+            parts.append(f"value {old.scalar} → {new.scalar}")
+        return ", ".join(dict.fromkeys(parts))
+
+    def _tensor(self, old: TensorValue, new: TensorValue) -> Iterator[str]:
+        for name in ("shape", "stride"):
+            one, two = getattr(old, name), getattr(new, name)
+            if len(one) != len(two) or not all(map(self._same_expression, map(str, one), map(str, two))):
+                yield f"{name} [{', '.join(map(str, one))}] → [{', '.join(map(str, two))}]"
+        for name in ("dtype", "device", "requires_grad"):
+            if getattr(old, name) != getattr(new, name):
+                yield f"{name} {getattr(old, name)} → {getattr(new, name)}"
+
+    def _same_expression(self, old: str, new: str) -> bool:
+        """Whether two expressions are equal up to the names of symbols, which are learned on the way."""
+        if old == new and not _SYMBOL.search(old):
+            return True
+        if _SYMBOL.fullmatch(old) and _SYMBOL.fullmatch(new):
+            return self.symbols.setdefault(old, new) == new
+        tokens = [self.symbols.get(token, token) for token in _TOKEN.findall(old)]
+        return sorted(tokens) == sorted(_TOKEN.findall(new))  # sorted: SymPy writes a sum in the order of the names
+
+
+_AS_CHECK = -1
+
+
+def _made_at(node: Node) -> Any:
+    return node.short_target, str(node.source)
+
+
+def input_name(node: Node) -> str:
+    """`lengths` for Dynamo's `L['lengths']`, the placeholder's own name where there is none."""
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", node.source_name) or node.target
+
+
+def _matched_regions(before: Dataflow, after: Dataflow, to: list[int]) -> dict[str, str]:
+    """The bodies of "before" to those of "after": the bodies of a matched call, in order."""
+    found = {path: path for path in before.regions if not before.regions[path].call and path in after.regions}
+    later: dict[tuple[str, str], list[str]] = {}
+    for path, region in after.regions.items():
+        later.setdefault((region.parent, region.call), []).append(path)
+    earlier: dict[tuple[str, str], list[str]] = {}
+    for path, region in before.regions.items():
+        if region.call:
+            earlier.setdefault((region.parent, region.call), []).append(path)
+    for (parent, call), paths in earlier.items():
+        number = before.number.get((parent, call), -1)
+        other = to[number] if number >= 0 else -1
+        if other >= 0:
+            found.update(zip(paths, later.get(after.key(other), []), strict=False))
+    return found
+
+
+def _place(region: str) -> str:
+    return "the main graph" if region == MAIN else f"the body {region.rsplit('/', 1)[-1]}"
+
+
+def type_text(value: TensorValue) -> str:
+    """`float32[16, u0]`, with the device where it is not the CPU."""
+    device = "" if value.device == "cpu" else f" on {value.device}"
+    return f"{value.dtype}[{', '.join(map(str, value.shape))}]{device}"

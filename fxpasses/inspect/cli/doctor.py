@@ -1,0 +1,151 @@
+"""`fxpasses doctor`: what works on this machine, and what would be switched off."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NAME = "doctor"
+HELP = "print versions, devices, and what works and what would be switched off here"
+EPILOG = """\
+exit codes: 0 all is well; 1 something would be switched off or fail; 2 wrong arguments.
+"""
+
+_OLDEST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. state: "ok", "note" (nothing to do) or "off" (something does not work). text: what, and what to do."""
+
+    subject: str
+    state: str
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    del parser  # it has none
+
+
+def run(given: argparse.Namespace) -> int:
+    from tabulate import tabulate
+
+    from fxpasses.inspect.text import Style
+
+    style = Style.of(sys.stdout)
+    found = list(findings())
+    colors = {"ok": "32", "note": "33", "off": "31"}
+    rows = [[style.paint(f.state, colors[f.state]), f.subject, f.text] for f in found]
+    print(tabulate(rows, tablefmt="plain", maxcolwidths=[None, None, max(30, style.width - 26)], disable_numparse=True))
+    return int(any(f.state == "off" for f in found))
+
+
+def findings() -> Iterator[Finding]:
+    """Everything that was looked at, in the order in which a person wants to know it."""
+    yield from _versions()
+    yield from _devices()
+    yield from _capture()
+    yield from _environment()
+    yield from _tools()
+
+
+def _versions() -> Iterator[Finding]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    import fxpasses
+
+    yield Finding("python", "ok", sys.version.split()[0])
+    new_enough = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _OLDEST_TORCH
+    wanted = ".".join(map(str, _OLDEST_TORCH))
+    text = torch.__version__ + ("" if new_enough else f": fxpasses needs torch >= {wanted}")
+    yield Finding("torch", "ok" if new_enough else "off", text)
+    yield Finding("fxpasses", "ok", fxpasses.__version__)
+    for package in ("transformers", "accelerate"):
+        try:
+            yield Finding(package, "ok", version(package))
+        except PackageNotFoundError:
+            yield Finding(package, "note", "not installed; needed for Hugging Face models alone")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    if not torch.accelerator.is_available():
+        yield Finding("devices", "note", "the CPU alone: host reads cost little here, and the passes save little time")
+        return
+    kind = torch.accelerator.current_accelerator()
+    names = (
+        {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+        if torch.cuda.is_available()
+        else {str(kind)}
+    )
+    yield Finding("devices", "ok", f"{torch.accelerator.device_count()} × {', '.join(sorted(names))}")
+
+
+def _capture() -> Iterator[Finding]:
+    import torch._dynamo
+
+    from fxpasses.capture.dynamo_names import DynamoNames, MissingName
+    from fxpasses.capture.flags import KEEP_CONFIG
+
+    known = "fastpack" in torch._dynamo.list_backends(exclude_tags=())
+    yield Finding(
+        "backend",
+        "ok" if known else "off",
+        'torch.compile(backend="fastpack") is known'
+        if known
+        else "torch does not find it: `pip install` fxpasses again",
+    )
+    kept = os.environ.get(KEEP_CONFIG) == "1"
+    yield Finding(
+        "capture flags",
+        "note" if kept else "ok",
+        f"{KEEP_CONFIG}=1 keeps Dynamo's: `.item()` breaks graphs, and little is hoisted" if kept
+        else "`.item()` and `nonzero` are captured once the backend is used",
+    )  # fmt: skip
+    try:
+        DynamoNames.find()
+        yield Finding("retracing", "ok", "frames that need a value while tracing are traced again with fewer flags")
+    except MissingName as missing:
+        yield Finding("retracing", "off", f"{missing}: such frames raise GuardOnDataDependentSymNode")
+    ids = hasattr(torch._guards, "CompileContext")
+    yield Finding(
+        "compile ids", "ok" if ids else "off", "records tell recompilations apart" if ids else "torch lacks them"
+    )
+
+
+def _environment() -> Iterator[Finding]:
+    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        if os.environ.get(name, "0") not in ("", "0"):
+            yield Finding(name, "off", f"is {os.environ[name]}: nothing is compiled, so no pass runs")
+    for name, effect in (
+        ("FXPASSES_PASSES", "these passes alone run"),
+        ("FXPASSES_GRAPHS", "passes run on so many graphs alone"),
+        ("FXPASSES_RECORD", "each process writes a record there"),
+        ("FXPASSES_RECORD_VALUES", "records hold the elements of small integer inputs"),
+        ("TORCH_TRACE", "graphs and reports go into the structured trace"),
+    ):
+        if os.environ.get(name) is not None:
+            yield Finding(name, "note", f"is {os.environ[name]!r}: {effect}")
+
+
+def _tools() -> Iterator[Finding]:
+    import torch
+
+    compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
+    yield Finding(
+        "C++ compiler",
+        "ok" if compiler else "off",
+        compiler or "none found: Inductor cannot compile for the CPU; install g++, or set fastpack.lowering",
+    )
+    if torch.cuda.is_available():
+        triton = torch.utils._triton.has_triton()
+        yield Finding("triton", "ok" if triton else "off", "works" if triton else "Inductor cannot compile for the GPU")
+    dot = shutil.which("dot")
+    yield Finding("graphviz", "ok" if dot else "note", dot or "not installed; needed for SVG drawings alone")

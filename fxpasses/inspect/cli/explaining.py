@@ -1,0 +1,67 @@
+"""`fxpasses explain`: what each pass took, what it left alone, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fxpasses.inspect.model import Graph
+    from fxpasses.inspect.text import Style
+
+NAME = "explain"
+HELP = "why each candidate of a record was or was not taken"
+EPILOG = """\
+examples:
+  fxpasses explain run.jsonl
+  fxpasses explain records/          a folder that FXPASSES_RECORD filled
+  fxpasses explain --json run.jsonl
+
+exit codes: 0; 2 a file cannot be read.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("record", metavar="RECORD", help="a record, or a folder of records")
+
+
+def run(given: argparse.Namespace) -> int:
+    from fxpasses.inspect.cli.records import load_all
+    from fxpasses.inspect.text import Style
+    from fxpasses.inspect.whynot import near_misses
+
+    records = load_all(given.record)
+    graphs = [graph for record in records for graph in record.graphs]
+    if given.json:
+        found = [
+            {
+                "compile_id": graph.compile_id,
+                "rank": graph.rank,
+                "taken": {report.pass_name: report.changes for report in graph.reports},
+                "left_alone": [asdict(miss) for miss in near_misses(graph)],
+            }
+            for graph in graphs
+        ]
+        print(json.dumps(found, ensure_ascii=False, indent=1))
+        return 0
+    style = Style.of(sys.stdout)
+    print("\n\n".join(_explain(graph, style) for graph in graphs) or "the record holds no graph")
+    return 0
+
+
+def _explain(graph: Graph, style: Style) -> str:
+    from fxpasses.inspect.text import name, passes, why_not
+    from fxpasses.inspect.whynot import near_misses
+
+    rank = f", rank {graph.rank}" if graph.rank is not None else ""
+    parts = [style.bold(f"graph {name(graph)}") + f"  {graph.function}{rank}", passes(graph, style)]
+    for report in graph.reports:
+        if report.changes:
+            parts += [style.bold(f"taken by {report.pass_name}"), *(f"  · {change}" for change in report.changes)]
+    misses = near_misses(graph)
+    parts.append(why_not(misses, style) if misses else "nothing that a pass looked for was left alone")
+    return "\n".join(parts)

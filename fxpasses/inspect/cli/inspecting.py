@@ -1,0 +1,113 @@
+"""`fxpasses inspect`: run a program under a record, or take records that exist, and show them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import traceback
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fxpasses.inspect import Record
+
+NAME = "inspect"
+HELP = "run a program and show what the passes did to its graphs"
+EPILOG = """\
+examples:
+  fxpasses inspect train.py --steps 3          arguments after the script are the script's
+  fxpasses inspect -m package.train --steps 3
+  fxpasses inspect --html report.html --save run.jsonl train.py
+  fxpasses inspect run.jsonl                   a record, or a folder of records, instead of a script
+
+exit codes: that of the script if it is not 0; 0; 2 wrong arguments; 3 no graph was compiled with this backend.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", metavar="FILE", help="write a page that works without a network")
+    parser.add_argument(
+        "--open", action="store_true", help="show the page in a browser (with --html, or in a new file)"
+    )
+    parser.add_argument("--save", metavar="FILE", help="write the record, for diff and explain")
+    parser.add_argument("--json", action="store_true", help="print figures, changes and reasons as JSON")
+    parser.add_argument("--all", action="store_true", help="leave nothing out of the report")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, a record, or a folder of records")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own")
+
+
+def run(given: argparse.Namespace) -> int:
+    from fxpasses.inspect.cli.records import load_all
+
+    path = Path(given.script)
+    if not given.module and (path.is_dir() or path.suffix in (".jsonl", ".json")):
+        code, records = 0, load_all(given.script)
+    else:
+        code, record = _run_script(given)
+        records = [record]
+    for record in records:
+        _show(record, given, len(records))
+    graphs = sum(len(record.graphs) for record in records)
+    return code or (0 if graphs else 3)
+
+
+def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
+    """The exit code and the record of a program that runs in this process, as `python SCRIPT ARGS` would run it."""
+    from fxpasses import inspect
+    from fxpasses.inspect.cli.main import Failure
+
+    if not given.module and not Path(given.script).is_file():
+        raise Failure(f"{given.script}: there is no such file")
+    sys.argv = [given.script, *given.arguments]
+    sys.path[0] = os.getcwd() if given.module else str(Path(given.script).resolve().parent)
+    with inspect.record() as record:
+        record.program = " ".join(sys.argv)
+        try:
+            if given.module:
+                runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(given.script, run_name="__main__")
+            code = 0
+        except SystemExit as stop:
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except KeyboardInterrupt:
+            code = 130
+        except Exception:  # the user's program: its traceback is what they want to see, and the report all the same
+            traceback.print_exc()
+            code = 1
+    return code, record
+
+
+def _show(record: Record, given: argparse.Namespace, count: int) -> None:
+    from fxpasses.inspect.summary import summary
+    from fxpasses.inspect.text import Style, report
+
+    if given.json:
+        print(json.dumps(summary(record), ensure_ascii=False, indent=1))
+    else:
+        print(report(record, Style.of(sys.stdout, given.all)))
+    if given.save:
+        record.save(_numbered(given.save, record, count))
+    if given.html or given.open:
+        from fxpasses.inspect.html import page
+
+        target = Path(_numbered(given.html or "fxpasses-report.html", record, count))
+        target.write_text(page(record), encoding="utf-8")
+        print(f"wrote {target}", file=sys.stderr)
+        if given.open:
+            webbrowser.open(target.resolve().as_uri())
+
+
+def _numbered(path: str, record: Record, count: int) -> str:
+    """A file a record: `report-rank1.html` where there are several."""
+    if count == 1:
+        return path
+    own = f"rank{record.rank}" if record.rank is not None else str(record.pid)
+    return str(Path(path).with_stem(f"{Path(path).stem}-{own}"))

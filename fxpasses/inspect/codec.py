@@ -1,0 +1,210 @@
+"""Records as JSON Lines: the run on the first line, one compiled graph on each further line.
+
+A line a graph makes writing incremental: a program that is killed leaves a file that can be read. Reading takes the
+file for data: nothing is executed, every field is checked, and what a newer minor writer added is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fxpasses.inspect import model
+from fxpasses.inspect.model import SCHEMA, VERSION, Graph, Run
+from fxpasses.report import Reason, Refusal, Report
+
+
+class RecordError(ValueError):
+    """A file that is not a record, or one that this version cannot read. The message is one line for a person."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherReason:
+    """A reason that another version of fxpasses gave; has what the members of `Reason` have."""
+
+    name: str
+    value: str
+
+
+def header(run: Run) -> str:
+    """The first line of a record."""
+    fields = {key: value for key, value in to_json(run).items() if key != "graphs"}
+    return dumps({"schema": SCHEMA, "version": VERSION, **fields})
+
+
+def graph_line(graph: Graph) -> str:
+    return dumps(to_json(graph))
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def write(run: Run, path: str | Path) -> None:
+    """Write a whole record; an existing file is replaced only when all is written."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(f"{line}\n" for line in (header(run), *map(graph_line, run.graphs))), encoding="utf-8")
+    partial.replace(path)
+
+
+def read(path: str | Path) -> Run:
+    """Read a record; raises `RecordError`. A last line that was cut off by a crash is left out."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return parse(lines, str(path))
+
+
+def parse(lines: Iterable[str], name: str = "record") -> Run:
+    lines = list(lines)
+    last = len(lines)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(json.loads(line, parse_constant=_no_constant))
+        except (ValueError, RecursionError) as error:
+            if found and number == last:  # no newline follows: the writer was stopped in the middle of it
+                break
+            raise RecordError(f"{name}:{number}: is not JSON: {error}") from error
+    if not found or not isinstance(found[0], dict) or found[0].get("schema") != SCHEMA:
+        raise RecordError(f'{name}: is not a record of fxpasses (its first line lacks "schema": "{SCHEMA}")')
+    if found[0].get("version") != VERSION:
+        raise RecordError(f"{name}: has version {found[0].get('version')!r}, and this fxpasses reads {VERSION}")
+    run: Run = _value(Run, {k: v for k, v in found[0].items() if k not in ("schema", "version")}, f"{name}:1")
+    run.graphs = [_value(Graph, entry, f"{name}:{line}") for line, entry in enumerate(found[1:], start=2)]
+    for number, graph in enumerate(run.graphs, start=2):
+        try:
+            _check_references(graph, f"{name}:{number}")
+        except (TypeError, ValueError, RecursionError, AttributeError) as error:
+            if isinstance(error, RecordError):
+                raise
+            raise RecordError(f"{name}:{number}: an argument of a node is malformed") from error
+    return run
+
+
+def to_json(value: Any) -> Any:
+    """A value of the model as JSON values; fields that have their default are left out."""
+    if isinstance(value, (Reason, OtherReason)):
+        return {"name": value.name, "value": value.value}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            name: to_json(given)
+            for name, default in _defaults(type(value))
+            if (given := getattr(value, name)) is not None and given != default
+        }
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@functools.cache
+def _defaults(cls: type) -> list[tuple[str, Any]]:
+    return [
+        (f.name, f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default)
+        for f in dataclasses.fields(cls)
+    ]
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    required = {
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    return {name: (hint, name in required) for name, hint in hints.items()}
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _value(hint: Any, given: Any, where: str) -> Any:
+    """`given` as the type that the model declares; raises `RecordError` that says where it is not."""
+    if hint is Any:
+        return given
+    if hint is Reason:
+        return _reason(given, where)
+    if dataclasses.is_dataclass(hint):
+        return _object(typing.cast(type, hint), given, where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return [_value(arguments[0], item, where) for item in _expect(list, given, where)]
+    if origin is dict:
+        return {key: _value(arguments[1], item, where) for key, item in _expect(dict, given, where).items()}
+    if origin in (types.UnionType, typing.Union):
+        if given is None and type(None) in arguments:
+            return None
+        wanted = [a for a in arguments if a is not type(None)]
+        if len(wanted) == 1:
+            return _value(wanted[0], given, where)
+        return _expect(tuple(wanted), given, where)
+    return _expect((int, float) if hint is float else hint, given, where)
+
+
+def _object(cls: type, given: Any, where: str) -> Any:
+    _expect(dict, given, where)
+    fields = {}
+    for name, (hint, required) in _hints(cls).items():
+        if name in given:
+            fields[name] = _value(hint, given[name], f"{where}: {name}")
+        elif required:
+            raise RecordError(f"{where}: {cls.__name__.lower()} lacks {name!r}")
+    return cls(**fields)
+
+
+def _expect(kind: Any, given: Any, where: str) -> Any:
+    if not isinstance(given, kind) or (isinstance(given, bool) and kind not in (bool, object)):
+        names = " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else kind.__name__
+        raise RecordError(f"{where}: {str(given)[:40]!r} is not of type {names}")
+    return given
+
+
+def _reason(given: Any, where: str) -> Any:
+    _expect(dict, given, where)
+    name, value = (str(given.get(key, "")) for key in ("name", "value"))
+    known = Reason.__members__.get(name)
+    return known if known is not None and known.value == value else OtherReason(name, value)
+
+
+def _check_references(graph: Graph, where: str) -> None:
+    """Every stage has unique names, and refers to what exists: what reads a record may rely on it."""
+    if not graph.stages or graph.stages[0].regions is None:
+        raise RecordError(f"{where}: the first stage has no graph")
+    for stage in graph.stages:
+        regions = {region.path: region for region in stage.regions or ()}
+        if stage.regions is None:
+            continue
+        if len(regions) != len(stage.regions) or model.MAIN not in regions:
+            raise RecordError(f"{where}: stage {stage.name!r} has two regions of one path, or no {model.MAIN!r}")
+        for region in stage.regions:
+            names: set[str] = set()
+            for node in region.nodes:
+                missing = next((name for name in model.inputs_of(node) if name not in names), None)
+                if missing is not None:
+                    raise RecordError(f"{where}: {node.name!r} takes {missing!r}, which does not stand before it")
+                if node.name in names:
+                    raise RecordError(f"{where}: two nodes of {region.path!r} are called {node.name!r}")
+                names.add(node.name)
+            parent = regions.get(region.parent)
+            if region.call and (parent is None or all(node.name != region.call for node in parent.nodes)):
+                raise RecordError(f"{where}: {region.path!r} is run by {region.call!r}, which is not there")
+
+
+__all__ = ["OtherReason", "RecordError", "Refusal", "Report", "dumps", "graph_line", "header", "parse", "read", "write"]

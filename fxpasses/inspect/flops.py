@@ -1,0 +1,107 @@
+"""Floating-point operations of a node, for the sizes that were traced: two for each multiply-add, as is usual.
+
+The formulas for convolutions and attention are those of `torch.utils.flop_counter`; matrix products need no more than
+the sizes. Backward is not counted, nor what a checkpoint computes again; element-wise operators count as nothing, as
+they do in PyTorch's own counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+Shape = list[int]
+
+
+def flops_of(node: Node, results: Sequence[Any]) -> int | None:
+    """The estimate; None where there is no formula, or a size is known only when the program runs."""
+    if not node.op.startswith("call"):
+        return None
+    formula = _FORMULAS.get(_name(node))
+    if formula is None:
+        return None
+    taken: list[Node] = []  # with repetitions: attention of x with itself
+    map_arg((node.args, node.kwargs), taken.append)
+    tensors = [_value(argument) for argument in taken]
+    shapes = [_shape(value) for value in tensors if isinstance(value, torch.Tensor)]
+    outputs = [_shape(value) for value in results if isinstance(value, torch.Tensor)]
+    if None in shapes or None in outputs or not shapes or not outputs:
+        return None
+    try:
+        return int(formula([s for s in shapes if s is not None], [s for s in outputs if s is not None], node))
+    except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError):  # sizes that the formula is not for
+        return None
+
+
+def _name(node: Node) -> str:
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.removeprefix("aten::")
+    return getattr(node.target, "__name__", "")
+
+
+def _value(node: Node) -> Any:
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
+
+
+def _shape(tensor: torch.Tensor) -> Shape | None:
+    sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
+    return None if any(size is None for size in sizes) else [int(size) for size in sizes]
+
+
+def _product(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
+    """x @ w: each element of the result is a sum over x's last dimension."""
+    return 2 * math.prod(outputs[0]) * shapes[0][-1]
+
+
+def _added_product(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
+    return 2 * math.prod(outputs[0]) * shapes[1][-1]
+
+
+def _attention(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    query, key, value = (_four_dimensional(shape) for shape in shapes[:3])
+    heads = query[1]  # with grouped queries, keys and values are shared by several heads
+    return sdpa_flop_count(query, [key[0], heads, *key[2:]], [value[0], heads, *value[2:]])
+
+
+def _four_dimensional(shape: Shape) -> Shape:
+    return [1] * (4 - len(shape)) + shape if len(shape) <= 4 else [math.prod(shape[:-3]), *shape[-3:]]
+
+
+def _convolution(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
+    from torch.utils.flop_counter import conv_flop_count
+
+    return conv_flop_count(shapes[0], shapes[1], outputs[0])
+
+
+def _einsum(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
+    """Two operands: every combination of all letters is multiplied and added once."""
+    equation = str(node.args[0]).replace(" ", "")
+    terms = equation.split("->")[0].split(",")
+    if len(terms) != 2 or "." in equation:
+        raise ValueError(equation)
+    sizes = {
+        letter: size
+        for term, shape in zip(terms, shapes, strict=True)
+        for letter, size in zip(term, shape, strict=True)
+    }
+    return 2 * math.prod(sizes.values())
+
+
+_FORMULAS: dict[str, Callable[[list[Shape], list[Shape], Node], int]] = {
+    **dict.fromkeys(
+        ("linear", "matmul", "mm", "bmm", "mv", "dot", "__matmul__", "_grouped_mm", "grouped_mm"), _product
+    ),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _added_product),
+    **dict.fromkeys(("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"), _attention),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
+    "einsum": _einsum,
+}

@@ -1,0 +1,267 @@
+"""Record what the backend compiles: while a `record()` is open, or for a whole process into a file.
+
+    with fxpasses.inspect.record() as record:
+        step()
+    print(record)
+
+`FXPASSES_RECORD=folder` in the environment does the same without a change to the program: each process writes
+`folder/record-<pid>.jsonl`, with its rank in the name where there are several. Where neither is the case, a compilation
+costs one look at a list and one at the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxpasses.inspect import codec
+from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
+from fxpasses.report import Report
+
+if TYPE_CHECKING:
+    from fxpasses.options import Options
+    from fxpasses.pipeline import Result
+
+FOLDER = "FXPASSES_RECORD"
+VALUES = "FXPASSES_RECORD_VALUES"
+log = logging.getLogger(__name__)
+
+
+class Record(Run):
+    """All graphs compiled while the record was open, in order."""
+
+    def figures(self, pass_name: str) -> dict[str, int]:
+        """A pass's figures, summed over the graphs."""
+        total: dict[str, int] = {}
+        for graph in self.graphs:
+            for report in graph.reports:
+                if report.pass_name == pass_name:
+                    for name, value in report.figures.items():
+                        total[name] = total.get(name, 0) + value
+        return total
+
+    def save(self, path: str | Path) -> None:
+        """Write the record to a file that `fxpasses.inspect.load` and the command `fxpasses` read."""
+        codec.write(self, path)
+
+    def __str__(self) -> str:
+        """What each pass did, line by line; `fxpasses.inspect.report` shows more."""
+        lines = []
+        for number, graph in enumerate(self.graphs):
+            lines.append(f"graph {number}: {graph.nodes} nodes")
+            lines += [f"  {line}" for report in graph.reports for line in str(report).splitlines()]
+        return "\n".join(lines) or "no graph was compiled"
+
+
+# Open records; Dynamo calls the backend from inside the user's step, so there is no argument to hand one down.
+_open: list[Record] = []
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Record]:
+    """Collect a `Record` of every graph that the backend compiles inside the `with` block, in any thread."""
+    opened = new_record()
+    _open.append(opened)
+    try:
+        yield opened
+    finally:
+        # By identity: two records with equal contents are equal.
+        _open[:] = [other for other in _open if other is not opened]
+
+
+def load(path: str | Path) -> Record:
+    """Read a file that `Record.save` or `FXPASSES_RECORD` wrote; raises `codec.RecordError` where it is none.
+
+    A record is data: reading executes nothing, and every field is checked.
+    """
+    run = codec.read(path)
+    return Record(**{field.name: getattr(run, field.name) for field in fields(run)})
+
+
+def new_record() -> Record:
+    import fxpasses
+
+    return Record(
+        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        program=" ".join(sys.argv),
+        versions={
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "fxpasses": fxpasses.__version__,
+        },
+        rank=_rank(),
+        pid=os.getpid(),
+    )
+
+
+def _rank() -> int | None:
+    """The process's rank: `torch.distributed`'s, or that of the launcher's environment; None for a single process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    given = os.environ.get("RANK", "")
+    return int(given) if given.isdecimal() else None
+
+
+class Watch:
+    """Follows one compilation. This one does nothing: it is handed out where nobody wants to know."""
+
+    def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
+        """Note a pass: its report, and the graph after it if it changed something; or why it was left out."""
+
+    def lowering(self) -> None:
+        """Start the clock of what compiles the result."""
+
+    def finish(self, outcome: str) -> None:
+        """Hand the graph on to whoever wants it. See `model.Graph` for outcomes."""
+
+
+_NOBODY = Watch()
+
+
+def watch(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Watch:
+    """What follows the compilation of `gm`; it never fails, and is never the reason that something else does."""
+    if not _open and not os.environ.get(FOLDER) and not _structured_trace_is_on():
+        return _NOBODY
+    recorder = _Recorder()
+    recorder.capture(gm, example_inputs, options)
+    return recorder
+
+
+_warned = False
+
+
+def _observing(note: Callable[..., None]) -> Callable[..., None]:
+    """If what only observes fails, the user's program goes on, with one warning."""
+
+    @functools.wraps(note)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        global _warned
+        try:
+            note(*args, **kwargs)
+        except Exception as error:
+            log.debug("recording failed", exc_info=error)
+            if not _warned:
+                _warned = True
+                text = f"fxpasses: recording a graph failed, and it is left out ({type(error).__name__}: {error})"
+                warnings.warn(text, stacklevel=3)
+
+    return guarded
+
+
+class _Recorder(Watch):
+    def __init__(self) -> None:
+        self.graph = Graph(rank=_rank())
+        self.started = 0.0
+
+    @_observing
+    def capture(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+        from fxpasses.inspect import snapshot
+
+        graph = self.graph
+        graph.function, graph.options = snapshot.where_from(gm), _plain(asdict(options))
+        graph.symbols = snapshot.symbol_hints(gm)
+        compilation = _compile_id(gm)
+        if compilation is not None:
+            graph.compile_id = str(compilation)
+            graph.frame, graph.recompile = compilation.frame_id, compilation.frame_compile_id
+        regions = snapshot.snapshot(gm)
+        if os.environ.get(VALUES) == "1":
+            inputs = (node for node in regions[0].nodes if node.op == "placeholder")
+            for node, data in zip(inputs, snapshot.input_data(example_inputs), strict=False):
+                node.data = data
+        graph.stages.append(Stage(CAPTURED, regions))
+
+    @_observing
+    def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
+        from fxpasses.inspect import snapshot
+
+        stage = Stage(report.pass_name, report=None if failure else report, failure=failure, seconds=report.seconds)
+        if report.changed and not failure:
+            stage.regions = snapshot.snapshot(result.gm)
+            if result.program is not None:
+                regions, stage.checks = snapshot.snapshot_prologue(result.program)
+                stage.regions += regions
+        self.graph.stages.append(stage)
+
+    def lowering(self) -> None:
+        self.started = time.perf_counter()
+
+    @_observing
+    def finish(self, outcome: str) -> None:
+        from fxpasses.inspect import trace
+
+        self.graph.compile_seconds = time.perf_counter() - self.started if self.started else 0.0
+        self.graph.outcome = outcome
+        if not self.graph.stages or self.graph.stages[0].name != CAPTURED:  # that failed, and a warning said so
+            return
+        for opened in _open:
+            opened.graphs.append(self.graph)
+        _append_to_file(self.graph)
+        if _structured_trace_is_on():
+            trace.emit(self.graph)
+
+
+def _structured_trace_is_on() -> bool:
+    """Whether `TORCH_TRACE` asks for artefacts.
+
+    Private name, checked on torch 2.13: `torch._logging._internal.trace_log`. Its own handler is there from the start,
+    with `root_dir` None where nobody asked for a trace.
+    """
+    trace_log = getattr(torch._logging._internal, "trace_log", None)
+    return any(getattr(handler, "root_dir", None) is not None for handler in getattr(trace_log, "handlers", ()))
+
+
+def _compile_id(gm: GraphModule) -> Any:
+    """Dynamo's id of the compilation. Private name, checked on torch 2.13: `torch._guards.CompileContext`."""
+    context = getattr(torch._guards, "CompileContext", None)
+    current = context.current_compile_id() if context is not None else None
+    if current is None:
+        current = gm.meta.get("dynamo_compile_id")
+    return current if current is not None and current.frame_id is not None else None
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in options.items()}
+
+
+# The process's own file: a run for its header, made when the first graph is compiled, and again in a forked process.
+_file: Path | None = None
+_file_pid = 0
+
+
+def _append_to_file(graph: Graph) -> None:
+    global _file, _file_pid
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return
+    text = ""
+    if _file is None or _file_pid != os.getpid() or _file.parent != Path(folder):
+        run = new_record()
+        rank = f"rank{run.rank}-" if run.rank is not None else ""
+        _file, _file_pid = _unused(Path(folder), f"record-{rank}{run.pid}"), run.pid
+        text = codec.header(run) + "\n"
+    # One write of whole lines: a reader, or a crash, sees a prefix of the file that ends with a graph or in one.
+    with open(_file, "a", encoding="utf-8") as file:
+        file.write(f"{text}{codec.graph_line(graph)}\n")
+
+
+def _unused(folder: Path, name: str) -> Path:
+    """A path that no earlier process with the same number has taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, number = folder / f"{name}.jsonl", 1
+    while path.exists():
+        path, number = folder / f"{name}-{number}.jsonl", number + 1
+    return path

@@ -1,0 +1,211 @@
+"""A recorded graph as a Python file that runs: the captured program, its inputs, and a comparison with eager mode.
+
+A record is data and may come from anyone, so what is written is checked: names are identifiers, operators are those of
+torch, operator, math and builtins, and constants are written by `repr`.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from typing import Any
+
+from fxpasses.inspect.model import MAIN, Graph, Node, Region, bodies_of, short_name
+
+_TARGET = re.compile(r"(torch|_operator|math|builtins)(\.[A-Za-z_]\w*)+")
+_METHOD = re.compile(r"[A-Za-z_]\w*")
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|meta)(:\d+)?")
+_CHECKPOINT = "torch.ops.higher_order.tag_activation_checkpoint"
+_FORBIDDEN = frozenset({"eval", "exec", "compile", "open", "__import__", "input", "breakpoint", "system", "load"})
+
+_HEAD = '''"""A graph of {origin}, as it was captured; written by `fxpasses bisect`.
+
+    python {file}
+
+Compares eager mode with the passes {passes}, and exits with an error if they disagree.
+{data}
+"""
+
+import math
+import operator
+import sys
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+torch.manual_seed(0)
+'''
+
+_TAIL = """
+
+def results(function):
+    inputs = [value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+              for value in INPUTS]
+    outputs = [value for value in function(*inputs) if isinstance(value, torch.Tensor)]
+    leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
+    differentiable = [value for value in outputs if value.requires_grad]
+    gradients = ()
+    if differentiable and leaves:
+        ones = [torch.ones_like(value) for value in differentiable]
+        gradients = torch.autograd.grad(differentiable, leaves, ones, allow_unused=True)
+    return outputs, inputs, gradients
+
+
+if __name__ == "__main__":
+    options = {{"fastpack.passes": {passes!r}, "fastpack.lowering": "eager", "fastpack.strict": True}}
+    compiled = torch.compile(program, backend="fastpack", options=options)
+    names = ("outputs", "inputs after the run", "gradients")
+    for name, expected, actual in zip(names, results(program), results(compiled)):
+        try:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+        except AssertionError as error:
+            print(f"eager mode and the passes disagree: {{name}}: {{error}}")
+            sys.exit(1)
+    print("eager mode and the passes agree")
+"""
+
+AGREE = "eager mode and the passes agree"
+DISAGREE = "eager mode and the passes disagree"
+
+
+class CannotReproduce(ValueError):
+    """What in a graph cannot be written as a program."""
+
+
+def reproduction(graph: Graph, passes: list[str], file: str = "reproduction.py") -> str:
+    """The text of the file; raises `CannotReproduce`."""
+    regions = {region.path: region for region in graph.captured.regions or ()}
+    inputs = [node for node in regions[MAIN].nodes if node.op == "placeholder"]
+    has_data = any(node.data is not None for node in inputs)
+    data = (
+        "Small integer inputs are those of the run; the other inputs are random."
+        if has_data
+        else "The inputs are random: the record holds no data, and integers may need values that make sense."
+    )
+    origin = re.sub(r"[^\w .:/-]", "", graph.function) or "a program"
+    parts = [_HEAD.format(origin=origin, file=file, passes=", ".join(passes) or "(none)", data=data)]
+    for path in sorted(regions, key=lambda path: -path.count("/")):
+        if not regions[path].in_prologue:
+            parts.append(_function(regions[path], graph))
+    parts.append("\nINPUTS = [\n" + "".join(f"    {_input(node, graph)},\n" for node in inputs) + "]\n")
+    return "\n".join(parts) + _TAIL.format(passes=list(passes))
+
+
+def _function(region: Region, graph: Graph) -> str:
+    attributes, lines = [], []
+    parameters = [_name(node.name) for node in region.nodes if node.op == "placeholder"]
+    for node in region.nodes:
+        if node.op == "get_attr":
+            attributes.append(f"{_global(region, node)} = {_input(node, graph)}")
+            lines.append(f"{_name(node.name)} = {_global(region, node)}")
+        elif node.op == "output":
+            lines.append(f"return {_argument(node.args[0])}")
+        elif node.op != "placeholder":
+            place = f"  # {node.source}" if node.source and _plain(str(node.source)) else ""
+            lines.append(f"{_name(node.name)} = {_call(node)}{place}")
+    name = "program" if region.path == MAIN else _body(region.path)
+    head = "".join(f"{line}\n" for line in attributes)
+    return f"\n{head}{chr(10) if head else ''}def {name}({', '.join(parameters)}):\n" + "\n".join(
+        f"    {line}" for line in lines
+    )
+
+
+def _call(node: Node) -> str:
+    arguments = [_argument(value) for value in node.args]
+    keywords = [f"{_name(name)}={_argument(value)}" for name, value in node.kwargs.items()]
+    if node.op == "call_method":
+        if not _METHOD.fullmatch(node.target) or node.target.startswith("__") or node.target in _FORBIDDEN:
+            raise CannotReproduce(f"the method {node.target!r}")
+        return f"{arguments[0]}.{node.target}({', '.join(arguments[1:] + keywords)})"
+    if node.target == _CHECKPOINT:
+        return f"checkpoint({', '.join(arguments)}, use_reentrant=False)"
+    if bodies_of(node) or not _TARGET.fullmatch(node.target) or short_name(node.target) in _FORBIDDEN:
+        raise CannotReproduce(f"the operator {node.target!r}")
+    target = node.target.replace("_operator.", "operator.", 1).removeprefix("builtins.")
+    return f"{target}({', '.join(arguments + keywords)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({''.join(_argument(item) + ', ' for item in value).rstrip()})" if value else "()"
+    if not isinstance(value, dict):
+        return repr(value)
+    if "node" in value:
+        return _name(value["node"])
+    if "body" in value:
+        return _body(value["body"])
+    if "slice" in value:
+        return f"slice({', '.join(map(_argument, value['slice']))})"
+    if "dict" in value:
+        return f"{{{', '.join(f'{key!r}: {_argument(item)}' for key, item in value['dict'])}}}"
+    return _constant(str(value.get("constant")))
+
+
+def _constant(text: str) -> str:
+    if text == "...":
+        return text
+    if re.fullmatch(r"-?(inf|nan)", text):
+        return f'float("{text}")'
+    if re.fullmatch(r"torch\.[a-z]\w*", text):
+        return text
+    if _DEVICE.fullmatch(text):
+        return f'torch.device("{text}")'
+    raise CannotReproduce(f"the constant {text[:60]!r}")
+
+
+def _input(node: Node, graph: Graph) -> str:
+    """An expression for an input; of its recorded elements where there are some."""
+    if not node.values:
+        known = node.data if node.data is not None else graph.symbols.get(node.scalar)
+        if isinstance(known, (bool, int, float)):
+            return repr(known)
+        raise CannotReproduce(f"the input {node.target!r}, whose value is not known")
+    value = node.values[0]
+    dtype = _dtype(value.dtype)
+    if isinstance(node.data, (list, bool, int)):
+        return f"torch.tensor({_numbers(node.data)}, dtype={dtype})"
+    shape = tuple(_known(size, graph, node) for size in value.shape)
+    if value.dtype.startswith(("float", "bfloat")):
+        tensor = f"torch.randn({shape}, dtype={dtype})"
+        return f"{tensor}.requires_grad_()" if value.requires_grad else tensor
+    return f"torch.randint(0, 2, {shape}).to({dtype})"
+
+
+def _numbers(data: Any) -> str:
+    if isinstance(data, list):
+        return f"[{', '.join(map(_numbers, data))}]"
+    if isinstance(data, (bool, int)):
+        return repr(data)
+    raise CannotReproduce("the data of an input")
+
+
+def _known(size: int | str, graph: Graph, node: Node) -> int:
+    known = size if isinstance(size, int) else graph.symbols.get(size)
+    if known is None:
+        raise CannotReproduce(f"the size {size!r} of the input {node.target!r}")
+    return known
+
+
+def _dtype(name: str) -> str:
+    if not re.fullmatch(r"[a-z]\w*", name):
+        raise CannotReproduce(f"the dtype {name!r}")
+    return f"torch.{name}"
+
+
+def _name(name: str) -> str:
+    if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise CannotReproduce(f"the name {str(name)[:60]!r}")
+    return name
+
+
+def _body(path: str) -> str:
+    # Not the name alone: Dynamo takes a global function that is called as its own bodies are for one of them.
+    return _name("inside_" + re.sub(r"\W", "_", path.removeprefix(f"{MAIN}/")))
+
+
+def _global(region: Region, node: Node) -> str:
+    return _name(f"{_body(region.path)}_{node.name}".upper())
+
+
+def _plain(text: str) -> bool:
+    return text.isprintable()

@@ -1,0 +1,250 @@
+"""From FX graphs to the data model: what a graph looks like now, as plain values.
+
+A snapshot holds no tensor, no fake tensor and no module, so a record keeps nothing of a model alive, and what a pass
+does later to the graph or to the symbols' expressions does not show in it.
+
+Private names, checked on torch 2.13: `FakeTensor.untyped_storage()._cdata` (which tensors share memory),
+`torch.fx.node._get_qualified_name`, `SymInt.node.expr` and `.hint`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+from torch.fx.node import _get_qualified_name
+from torch.utils import _pytree as pytree
+
+from fxpasses.graph.provenance import source
+from fxpasses.graph.symbols import bytes_of
+from fxpasses.inspect.flops import flops_of
+from fxpasses.inspect.model import MAIN, PROLOGUE, Node, Region, Source, TensorValue
+from fxpasses.prologue_program import Check, Program
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?\n?([^\n]*)')
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_COPIES_TO_HOST = frozenset({"cpu", "tolist", "numpy", "item"})
+
+
+def snapshot(gm: GraphModule) -> list[Region]:
+    """The regions of a graph: "main", and every body that a higher-order operator runs, outer ones first."""
+    return list(_Snapshot().regions(gm, MAIN, ""))
+
+
+def snapshot_prologue(program: Program) -> tuple[list[Region], list[str]]:
+    """The regions of a prologue, and the assertions that are evaluated with it, in words."""
+    regions = []
+    for side, gm, inputs in (
+        ("host", program.host, program.host_inputs),
+        ("device", program.device, program.device_inputs),
+    ):
+        if gm is None:
+            continue
+        region = next(_Snapshot().regions(gm, f"{PROLOGUE}/{side}", ""))
+        placeholders = sum(node.op == "placeholder" for node in region.nodes)
+        region.inputs = [*inputs, *[-1] * (placeholders - len(inputs))]
+        regions.append(region)
+    return regions, [check_text(check) for check in program.checks]
+
+
+def check_text(check: Check) -> str:
+    place = f" (at {check.where})" if check.where else ""
+    comparison = f" {check.comparison} {check.right_text}" if check.comparison else ""
+    return f"{check.left_text}{comparison}{place}"
+
+
+def where_from(gm: GraphModule) -> str:
+    """The outermost line of the user's program that the graph comes from: `file.py:12 in forward`; "" if unknown.
+
+    With the class of the outermost module that is known, where that is not one of PyTorch's.
+    """
+    place = owner = ""
+    for node in gm.graph.nodes:
+        frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node.op.startswith("call") else []
+        if frames and not place:
+            file, line, function, _ = frames[0]
+            place = f"{file.rsplit('/', 1)[-1]}:{line} in {function}"
+        for _, cls in list((node.meta.get("nn_module_stack") or {}).values())[:1]:
+            if not owner and isinstance(cls, type) and not cls.__module__.startswith("torch."):
+                owner = cls.__name__
+        if place and owner:
+            break
+    return f"{place} ({owner})" if owner else place
+
+
+def symbol_hints(gm: GraphModule) -> dict[str, int]:
+    """The traced value of every symbol that is the size of an input by itself."""
+    hints: dict[str, int] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        for leaf in _leaves(_value_of(node)):
+            sizes = leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]
+            for size in sizes:
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.has_hint():
+                    hints[str(size.node.expr)] = int(size.node.hint)
+    return hints
+
+
+class _Snapshot:
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+
+    def regions(self, gm: GraphModule, path: str, call: str) -> Iterator[Region]:
+        bodies = _body_paths(gm, path)
+        references = {reference for reference, _ in bodies}  # not nodes of the model: a call names its body
+        yield Region(path, [self._node(n, bodies) for n in gm.graph.nodes if n not in references], call)
+        for (reference, user), body_path in bodies.items():
+            yield from self.regions(getattr(gm, str(reference.target)), body_path, user.name)
+
+    def _node(self, node: FxNode, bodies: dict[tuple[FxNode, FxNode], str]) -> Node:
+        def argument(value: Any) -> Any:
+            if isinstance(value, FxNode):
+                return {"body": bodies[value, node]} if (value, node) in bodies else {"node": value.name}
+            return _argument(value, argument)
+
+        value = _value_of(node)
+        leaves = _leaves(value)
+        module, module_class = _module(node)
+        taken = Node(
+            name=node.name,
+            op=node.op,
+            target=_target(node),
+            args=[argument(a) for a in node.args],
+            kwargs={name: argument(a) for name, a in node.kwargs.items()},
+            values=[self._tensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)],
+            scalar=_scalar(value),
+            binds=[str(symbol) for symbol in node.meta.get("unbacked_bindings") or ()],
+            module=module,
+            module_class=module_class,
+            source=_source(node),
+            source_name=source(node) if node.op == "placeholder" else "",
+            flops=flops_of(node, leaves),
+        )
+        taken.host_read = _is_host_read(node, taken)
+        return taken
+
+    def _tensor(self, tensor: torch.Tensor) -> TensorValue:
+        strided = tensor.layout is torch.strided
+        try:
+            storage = self.storages.setdefault(tensor.untyped_storage()._cdata, len(self.storages)) if strided else None
+        except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
+            storage = None
+        return TensorValue(
+            shape=[_size(size) for size in tensor.shape],
+            stride=[_size(step) for step in tensor.stride()] if strided else [],
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            bytes=bytes_of(tensor),
+            storage=storage,
+            requires_grad=tensor.requires_grad,
+        )
+
+
+def _body_paths(gm: GraphModule, path: str) -> dict[tuple[FxNode, FxNode], str]:
+    """(reference to a body, call that runs it) → the body's path; two calls of one body have a path each."""
+    paths: dict[tuple[FxNode, FxNode], str] = {}
+    for reference in gm.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(gm, str(reference.target), None), GraphModule):
+            for user in reference.users:
+                own = f"{path}/{reference.target}"
+                paths[reference, user] = own if own not in paths.values() else f"{own}:{user.name}"
+    return paths
+
+
+def _value_of(node: FxNode) -> Any:
+    """Dynamo calls it `example_value`, AOTAutograd `val`."""
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
+
+
+def _leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value) if isinstance(value, (tuple, list, dict)) else [] if value is None else [value]
+
+
+def _size(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size.node.expr)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, _SYMBOLIC):
+        return str(value.node.expr)
+    return repr(value) if isinstance(value, (bool, int, float)) else ""
+
+
+def _target(node: FxNode) -> str:
+    if not callable(node.target):
+        return str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return f"torch.ops.{node.target}"
+    try:
+        return _get_qualified_name(node.target)
+    except Exception:  # a callable object without a name
+        return str(getattr(node.target, "__name__", type(node.target).__name__))
+
+
+def _argument(value: Any, convert: Any) -> Any:
+    """A JSON value; see `model.Node`."""
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"constant": repr(value)}
+    if isinstance(value, (list, tuple)):
+        return [convert(item) for item in value]
+    if isinstance(value, slice):
+        return {"slice": [convert(value.start), convert(value.stop), convert(value.step)]}
+    if isinstance(value, dict):
+        return {"dict": [[str(key), convert(item)] for key, item in value.items()]}
+    if isinstance(value, _SYMBOLIC):
+        return {"constant": str(value.node.expr)}
+    if value is Ellipsis:
+        return {"constant": "..."}
+    if isinstance(value, enum.Enum):
+        return {"constant": f"{type(value).__name__}.{value.name}"}
+    return {"constant": re.sub(r" at 0x[0-9a-f]+", "", str(value))[:200]}
+
+
+def _source(node: FxNode) -> Source | None:
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return None
+    file, line, function, code = frames[-1]
+    return Source(file, int(line), function, code.strip()[:200])
+
+
+def _module(node: FxNode) -> tuple[str, str]:
+    """The innermost module's path (`model.layers.0.self_attn`) and the name of its class."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return "", ""
+    path, cls = list(stack.values())[-1][:2]
+    path = re.sub(r"^L\['(\w+)'\]\.?", lambda m: "" if m[1] == "self" else f"{m[1]}.", str(path)).rstrip(".")
+    path = re.sub(r"(?:\._modules)?\['([^']*)'\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path)
+    return path.lstrip("."), cls if isinstance(cls, str) else getattr(cls, "__name__", "")
+
+
+def _is_host_read(node: FxNode, taken: Node) -> bool:
+    """A number read from a tensor, a size that only the data tells, or a copy of a device tensor to the host."""
+    if taken.binds:
+        return taken.op.startswith("call") and taken.short_target != "getitem"
+    inputs = [leaf for argument in node.all_input_nodes for leaf in _leaves(_value_of(argument))]
+    from_device = any(isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta") for leaf in inputs)
+    to_host = bool(taken.values) and all(value.device == "cpu" for value in taken.values)
+    return from_device and (to_host or taken.short_target in _COPIES_TO_HOST) and node.op.startswith("call")
+
+
+def input_data(example_inputs: Sequence[Any], limit: int = 64) -> list[Any]:
+    """The elements of each small integer or bool input, and plain numbers, for reproductions; None for the others."""
+    found: list[Any] = []
+    for value in example_inputs:
+        if isinstance(value, (bool, int, float)):
+            found.append(value)
+        elif isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor):
+            small = value.numel() <= limit and not value.dtype.is_floating_point and not value.dtype.is_complex
+            found.append(value.tolist() if small else None)
+        else:
+            found.append(None)
+    return found

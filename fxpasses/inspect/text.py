@@ -1,0 +1,266 @@
+"""The terminal face: what changed, what was left alone and why, and the figures, in 80 columns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import TextIO
+
+from tabulate import tabulate
+
+from fxpasses.inspect.changes import MARKS, Kind, diff
+from fxpasses.inspect.collapse import Line, Section, collapse, lines_of
+from fxpasses.inspect.figures import Figures, before_and_after
+from fxpasses.inspect.ledger import ledger
+from fxpasses.inspect.model import Graph, Run, Stage
+from fxpasses.inspect.whynot import NearMiss, near_misses
+
+_COLORS = {
+    Kind.REMOVED: "31", Kind.PROLOGUE: "36", Kind.ADDED: "32",
+    Kind.REWIRED: "33", Kind.MOVED: "35", Kind.METADATA: "34",
+}  # fmt: skip
+_OUTCOMES = {
+    "rewritten": "rewritten",
+    "captured": "compiled as captured",
+    "uncompiled": "not compiled",
+    "retraced": "given up, and traced again",
+}
+_MOST_ROWS = 8  # of one section; a model's layers differ in few lines, and the whole is a flag away
+
+
+@dataclass(frozen=True)
+class Style:
+    """How to write: with colours or without, how wide, and whether to leave nothing out."""
+
+    color: bool = False
+    width: int = 80
+    everything: bool = False
+
+    @classmethod
+    def of(cls, stream: TextIO, everything: bool = False) -> Style:
+        """Colours on a terminal alone, unless NO_COLOR is set; in a file or a pipe 80 columns without."""
+        terminal = stream.isatty()
+        color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        width = min(shutil.get_terminal_size().columns, 120) if terminal else 80
+        return cls(color, max(width, 60), everything)
+
+    def paint(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.color and text else text
+
+    def bold(self, text: str) -> str:
+        return self.paint(text, "1")
+
+    def faint(self, text: str) -> str:
+        return self.paint(text, "2")
+
+
+def report(run: Run, style: Style | None = None) -> str:
+    """Everything about a record, graph by graph."""
+    style = style or Style.of(sys.stdout)
+    parts = [_heading(run, style)]
+    graphs = list(run.graphs)
+    if len(graphs) > 1:
+        parts.append(_overview(graphs, style))
+    parts += [graph_report(graph, style) for graph in graphs]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _heading(run: Run, style: Style) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    rank = f", rank {run.rank}" if run.rank is not None else ""
+    if not run.graphs:
+        return "no graph was compiled with the backend fastpack"
+    count = f"{len(run.graphs)} graph{'s' * (len(run.graphs) != 1)}"
+    return f"{style.bold(count)}{rank}" + style.faint(f"  {versions}" if versions else "")
+
+
+def _overview(graphs: list[Graph], style: Style) -> str:
+    rows = []
+    for number, graph in enumerate(graphs):
+        before, after = before_and_after(graph)
+        rows.append(
+            [
+                name(graph, number),
+                graph.function,
+                f"{before.operators} → {after.operators}",
+                f"{before.host_reads} → {after.host_reads}",
+                after.prologue_reads or "",
+                len(near_misses(graph)) or "",
+            ]
+        )
+    headers = ["graph", "from", "operators", "host reads", "once a batch", "refusals"]
+    return tabulate(rows, headers, maxcolwidths=[None, style.width - 60, None, None, None, None], disable_numparse=True)
+
+
+def name(graph: Graph, number: int = 0) -> str:
+    return graph.compile_id or str(number)
+
+
+def graph_report(graph: Graph, style: Style) -> str:
+    """One graph: what the passes say, the figures, what changed, what was left alone, and the symbols."""
+    recompiled = f", recompilation {graph.recompile}" if graph.recompile else ""
+    title = style.bold(f"graph {name(graph)}") + f"  {graph.function}{recompiled}"
+    outcome = _OUTCOMES.get(graph.outcome, "")
+    parts = [f"{title}  {style.faint(outcome)}".rstrip() + "\n" + passes(graph, style), _figures(graph, style)]
+    for before, after in graph.steps():
+        parts.append(changes(before, after, f"what {after.name} changed", style))
+    parts += [why_not(near_misses(graph), style), _symbols(graph, style)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def passes(graph: Graph, style: Style) -> str:
+    """A line for each pass: what it says it did, or why it was left out."""
+    lines = []
+    for stage in graph.stages[1:]:
+        summary = stage.report.summary if stage.report else ""
+        text = summary or "changed nothing"
+        if stage.failure:
+            text = style.paint(f"failed and was left out: {stage.failure.splitlines()[0]}", "31")
+        elif summary:
+            text = style.paint(summary, "32")
+        lines += _wrapped(f"{stage.name}: ", f"{text} {style.faint(f'({duration(stage.seconds)})')}", style)
+    return "\n".join(lines)
+
+
+# Figures
+
+_ROWS: dict[str, tuple[str, str]] = {
+    "host_reads": ("host reads", "prologue_reads"),
+    "operators": ("operators", "prologue_nodes"),
+    "nodes": ("nodes", ""),
+    "data_dependent": ("tensors of data-dependent size", ""),
+    "assertions": ("assertions", ""),
+    "inputs_from_prologue": ("inputs from the prologue", ""),
+    "flops": ("FLOPs, forward", ""),
+    "bytes_moved": ("bytes moved, forward", ""),
+    "peak_bytes": ("peak memory, forward", ""),
+}
+
+
+def _figures(graph: Graph, style: Style) -> str:
+    before, after = before_and_after(graph)
+    rows = figure_rows(before, after, len(graph.final.checks))
+    table = tabulate(rows, ["each step", "before", "after", "once a batch"], colalign=("left", *["right"] * 3))
+    times = f"compile time {duration(graph.compile_seconds)}" if graph.compile_seconds else ""
+    return textwrap.indent("\n".join(part for part in (table, style.faint(times)) if part), "  ")
+
+
+def figure_rows(before: Figures, after: Figures, checks: int = 0) -> list[list[str]]:
+    """Rows (what, before, after, once a batch) for what is not 0 throughout."""
+    rows = []
+    for field, (label, prologue) in _ROWS.items():
+        values = [getattr(before, field), getattr(after, field)]
+        batch = getattr(after, prologue) if prologue else checks if field == "assertions" else 0
+        if any(values) or batch:
+            show = size if "bytes" in field else amount
+            rows.append([label, show(values[0]), show(values[1]), amount(batch) if batch else ""])
+    return rows
+
+
+def amount(number: float) -> str:
+    """`1234`, `12.3 k`, `4.56 G`."""
+    if number < 10_000:
+        return str(number)
+    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number / 1e3:.3g} k"
+
+
+def size(number: int) -> str:
+    """Bytes, in powers of 1024."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 1 << power:
+            return f"{number / (1 << power):.1f} {unit}"
+    return f"{number} B"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+# Changes
+
+
+def changes(before: Stage, after: Stage, title: str, style: Style) -> str:
+    """What changed between two stages, equal layers together."""
+    sections = collapse(diff(before, after), before, after)
+    return "\n".join([style.bold(title), section_lines(sections, style)]) if sections else ""
+
+
+def section_lines(sections: list[Section], style: Style) -> str:
+    """Changes in sections of equal layers, a row for each kind and source line."""
+    lines = []
+    for section in sections:
+        lines.append(f"  {section.title}")
+        rows = lines_of(section)
+        shown = rows if style.everything or len(rows) <= _MOST_ROWS + 2 else rows[:_MOST_ROWS]
+        width = max(len(row.source) for row in rows) if rows else 0
+        module = ""
+        for row in shown:
+            if row.module != module:
+                module = row.module
+                lines.append(style.faint(f"    in {module}" if module else "    in no module"))
+            lines += _row(row, min(width, 28), style)
+        if len(shown) < len(rows):
+            lines.append(style.faint(f"    … and {len(rows) - len(shown)} more; --all shows them"))
+    return "\n".join(lines)
+
+
+def _row(row: Line, width: int, style: Style) -> list[str]:
+    """`    ~ rewired    quickstart.py:14    matmul: argument 0: where → packed_0`, on as many lines as it needs."""
+    mark = f"    {MARKS[row.kind]} {row.kind.value.removeprefix('moved '):16} "
+    first = f"{row.source:{width}}  " if width else ""
+    lines = textwrap.wrap(row.what, style.width - len(mark) - len(first)) or [""]
+    indent = " " * (len(mark) + len(first))
+    return [
+        style.paint(mark, _COLORS[row.kind]) + style.faint(first) + lines[0],
+        *(indent + line for line in lines[1:]),
+    ]
+
+
+# Why not
+
+
+def why_not(misses: list[NearMiss], style: Style) -> str:
+    """What was left alone, why, and what that costs; "" where nothing was."""
+    if not misses:
+        return ""
+    lines = [style.bold("left alone, and why")]
+    for miss in misses:
+        cost = [f"{miss.host_reads} host read{'s' * (miss.host_reads > 1)}"] if miss.host_reads else []
+        cost += [size(miss.bytes)] if miss.bytes else []
+        times = f" ×{miss.count}" if miss.count > 1 else ""
+        detail = f": {miss.text}" if miss.text else ""
+        lines += _wrapped("  · ", f"{miss.target}{times} at {miss.where or '?'}: {miss.reason}{detail}", style)
+        if miss.code:
+            lines.append(style.faint(f"      {miss.code[: style.width - 6]}"))
+        lines += [f"      costs {', '.join(cost)} a step"] if cost else []
+    return "\n".join(lines)
+
+
+def _symbols(graph: Graph, style: Style) -> str:
+    """What is wrong with symbols; with `everything`, the whole ledger of the last stage."""
+    accounts = ledger(graph.final)
+    shown = accounts if style.everything else [account for account in accounts if account.problem.startswith("orphan")]
+    if not shown:
+        return ""
+    rows = [[a.symbol, _few(a.binders), _few(a.users), _few(a.assertions), a.tensors or "", a.problem] for a in shown]
+    headers = ["symbol", "bound by", "used by", "asserted by", "in sizes", ""]
+    widths = [None, *[(style.width - 36) // 3] * 3, None, 14]
+    return (
+        style.bold("unbacked symbols after the passes")
+        + "\n"
+        + textwrap.indent(tabulate(rows, headers, maxcolwidths=widths, disable_numparse=True), "  ")
+    )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _wrapped(first: str, text: str, style: Style) -> list[str]:
+    return textwrap.wrap(text, style.width, initial_indent=first, subsequent_indent=" " * min(len(first), 6))

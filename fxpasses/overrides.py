@@ -1,0 +1,36 @@
+"""What the environment asks of the passes, without a change to the program: for finding the pass that breaks it.
+
+FXPASSES_PASSES=a,b: of the passes that the program asks for, run these alone; none where it is empty.
+FXPASSES_GRAPHS=n: run passes on the first n graphs that the process compiles, and leave the others as captured.
+`fxpasses bisect` sets both.
+"""
+
+from __future__ import annotations
+
+import os
+
+PASSES = "FXPASSES_PASSES"
+GRAPHS = "FXPASSES_GRAPHS"
+
+_compiled = 0  # graphs so far: Dynamo calls the backend once for each, and there is nothing else to count them by
+
+
+def passes(asked_for: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """The passes for the next graph; raises `ValueError` for a name or number in the environment that is none."""
+    global _compiled
+    _compiled += 1
+    chosen = asked_for
+    given = os.environ.get(PASSES)
+    if given is not None:
+        names = [name.strip() for name in given.split(",") if name.strip()]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{PASSES} holds {name!r}; choices: {', '.join(known)}")
+        chosen = tuple(name for name in chosen if name in names)
+    limit = os.environ.get(GRAPHS)
+    if limit is not None:
+        if not limit.isdecimal():
+            raise ValueError(f"{GRAPHS} is {limit!r}; it takes a whole number")
+        if _compiled > int(limit):
+            return ()
+    return chosen

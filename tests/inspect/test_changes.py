@@ -1,0 +1,159 @@
+"""The diff by example: one kind of change a test, and what it says of it."""
+
+from __future__ import annotations
+
+from fxpasses.inspect.changes import diff
+from fxpasses.inspect.collapse import collapse, is_border, ranges
+from fxpasses.inspect.model import MAIN, Node, Region, Stage
+from tests.inspect.stages import call, given, ref, result, stage, tensor
+
+
+def told(before: Stage, after: Stage) -> list[str]:
+    changes = [change for change in diff(before, after).changes if not is_border(change)]
+    return [f"{c.kind.value} {c.target}{': ' + c.detail if c.detail else ''}" for c in changes]
+
+
+BEFORE = [given("x"), call("a", "torch.relu", ref("x"), line=1), call("b", "torch.neg", ref("a"), line=2), result("b")]
+
+
+def test_removed():
+    after = stage(given("x"), call("b", "torch.neg", ref("x"), line=2), result("b"))
+    assert told(stage(*BEFORE), after) == ["removed torch.relu", "rewired torch.neg: argument 0: relu → x"]
+
+
+def test_added():
+    after = stage(*BEFORE[:3], call("c", "torch.tanh", ref("b"), values=[tensor(4, "u0")]), result("c"))
+    assert told(stage(*BEFORE), after) == [
+        "rewired output: argument 0.0: neg → tanh",
+        "added torch.tanh: float32[4, u0]",
+    ]
+
+
+def test_rewired_to_another_input():
+    before = stage(given("x"), given("y"), call("a", "torch.relu", ref("x"), line=1), result("a"))
+    after = stage(given("x"), given("y"), call("a", "torch.relu", ref("y"), line=1), result("a"))
+    assert told(before, after) == ["rewired torch.relu: argument 0: x → y"]
+
+
+def test_rewired_to_another_constant():
+    before = stage(given("x"), call("a", "torch.add", ref("x"), 1, line=1), result("a"))
+    after = stage(given("x"), call("a", "torch.add", ref("x"), 2, line=1), result("a"))
+    assert told(before, after) == ["rewired torch.add: argument 1: 1 → 2"]
+
+
+def test_one_of_two_equal_values_goes():
+    """What common subexpression elimination does."""
+    before = stage(
+        given("x"),
+        call("a", "torch.relu", ref("x")), call("b", "torch.relu", ref("x")),
+        call("c", "torch.neg", ref("a")), call("d", "torch.tanh", ref("b")), result("c", "d"),
+    )  # fmt: skip
+    after = stage(
+        given("x"), call("a", "torch.relu", ref("x")),
+        call("c", "torch.neg", ref("a")), call("d", "torch.tanh", ref("a")), result("c", "d"),
+    )  # fmt: skip
+    assert told(before, after) == ["removed torch.relu", "rewired torch.tanh: argument 0: relu → relu"]
+
+
+def test_changed_metadata():
+    def program(value):
+        return stage(given("x"), call("a", "torch.relu", ref("x"), values=[value]), result("a"))
+
+    shape = told(program(tensor(4, 8)), program(tensor(4, "u0")))
+    assert shape == ["changed metadata torch.relu: shape [4, 8] → [4, u0]"]
+    dtype = told(program(tensor(4)), program(tensor(4, dtype="bfloat16")))
+    assert dtype == ["changed metadata torch.relu: dtype float32 → bfloat16"]
+
+
+def test_another_numbering_of_symbols_is_no_change():
+    def program(first, second):
+        total = f"{min(first, second)} + {max(first, second)}"  # SymPy sorts the terms by name
+        return stage(
+            given("x"),
+            Node("i", "call_method", "item", [ref("x")], binds=[first], scalar=first),
+            Node("j", "call_method", "item", [ref("i")], binds=[second], scalar=second),
+            call("a", "torch.full", ref("i"), values=[tensor(total, first)]),
+            result("a", "j"),
+        )
+
+    assert told(program("u0", "u1"), program("u7", "u3")) == []
+    swapped = program("u0", "u1")
+    swapped.regions[0].nodes[3].values = [tensor("u0 + u1", "u1")]
+    assert told(program("u0", "u1"), swapped) == ["changed metadata torch.full: shape [u0 + u1, u0] → [u0 + u1, u1]"]
+
+
+def checkpointed(*inner: Node, operands: list[str], main: list[Node] = BEFORE[:2], name: str = "captured") -> Stage:
+    path = f"{MAIN}/body"
+    run = call("run", "checkpoint", {"body": path}, *map(ref, operands), line=9)
+    nodes = [*main, run, call("get", "getitem", ref("run"), 0), result("get")]
+    return stage(*nodes, bodies={path: ("run", list(inner))}, name=name)
+
+
+def operand(name: str) -> Node:
+    return Node(name, "placeholder", name)
+
+
+def test_inside_a_body():
+    before = checkpointed(operand("p"), call("t", "torch.tanh", ref("p"), line=3), result("t"), operands=["a"])
+    after = checkpointed(operand("p"), call("s", "torch.sin", ref("p"), line=4), result("s"), operands=["a"])
+    assert told(before, after) == ["removed torch.tanh", "added torch.sin"]
+
+
+def test_moved_into_a_body():
+    before = checkpointed(operand("p"), call("t", "torch.tanh", ref("p"), line=3), result("t"), operands=["a"])
+    after = checkpointed(
+        operand("p"), call("a", "torch.relu", ref("p"), line=1), call("t", "torch.tanh", ref("a"), line=3),
+        result("t"), operands=["x"], main=BEFORE[:1],
+    )  # fmt: skip
+    assert told(before, after) == [
+        "moved torch.relu: from the main graph to the body body",
+        "rewired checkpoint: argument 1: relu → x",
+    ]
+
+
+def test_moved_to_the_prologue():
+    read = [Node("m", "call_method", "max", [ref("lengths")]), Node("i", "call_method", "item", [ref("m")])]
+    body = [
+        operand("p"),
+        operand("q"),
+        call("f", "torch.full", ref("q"), line=3),
+        call("t", "torch.mul", ref("p"), ref("f"), line=4),
+    ]
+    inputs = [given("x"), given("lengths")]
+    before = checkpointed(*body, result("t"), operands=["x", "i"], main=[*inputs, *read])
+    packed = Node("packed_0", "placeholder", "packed_0", values=[tensor(8)])
+    after_body = [operand("p"), operand("packed_0"), call("t", "torch.mul", ref("p"), ref("packed_0"), line=4)]
+    after = checkpointed(*after_body, result("t"), operands=["x", "packed_0"], main=[*inputs, packed])
+    moved = [Node("m", "call_method", "max", [ref("input_0")]), Node("i", "call_method", "item", [ref("m")])]
+    full = call("f", "torch.full", ref("i"), line=3)
+    after.regions.append(Region("prologue/host", [operand("input_0"), *moved, full, result("f")], inputs=[1]))
+    assert told(before, after) == [
+        "moved to the prologue max",
+        "moved to the prologue item",
+        "moved to the prologue torch.full",
+        "rewired torch.mul: argument 1: full → packed_0",
+        "rewired checkpoint: argument 2: item → packed_0",
+        "added packed_0: float32[8] from the prologue",
+    ]
+
+
+def test_equal_layers_are_told_once():
+    def layers(target):
+        nodes = [given("x")]
+        for layer in range(28):
+            for line, name in ((1, "torch.relu"), (2, target)):
+                nodes.append(
+                    call(f"n{len(nodes)}", name, ref(nodes[-1].name), line=line, module=f"model.layers.{layer}.mlp")
+                )
+        return stage(*nodes, result(nodes[-1].name))
+
+    before, after = layers("torch.gelu"), layers("torch.silu")
+    sections = collapse(diff(before, after), before, after)
+    assert [section.title for section in sections] == ["layers 0–27: the same changes ×28"]
+    groups = [(g.kind.value, g.target, g.source, g.module, g.detail, len(g.changes)) for g in sections[0].groups]
+    detail = "torch.gelu → torch.silu"
+    assert groups == [("rewired", "gelu", "model.py:2", "model.layers.*.mlp", detail, 28)]
+
+
+def test_ranges():
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"

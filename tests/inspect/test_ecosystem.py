@@ -1,0 +1,85 @@
+"""Records in other tools' forms: PyTorch's structured trace, Graphviz, a program that runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxpasses.inspect.drawing import dot, svg
+from fxpasses.inspect.reproduction import CannotReproduce, reproduction
+from tests.inspect.programs import recorded
+from tests.inspect.stages import call, given, ref, result, stage
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_structured_trace_holds_our_artefacts(tmp_path):
+    program = (
+        "from tests.inspect.programs import inputs, model\n"
+        "from tests.support import compiled\n"
+        "compiled(model)(*inputs())\n"
+    )
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
+    [log] = tmp_path.glob("*.log")
+    found = {}
+    for line in log.read_text().splitlines():
+        if '"artifact"' in line and "fxpasses" in line:
+            event = json.loads(line[line.index("{") :])
+            found[event["artifact"]["name"]] = (event["artifact"]["encoding"], event["frame_id"])
+    assert found == {
+        "fxpasses_record": ("json", 0),
+        "fxpasses_0_captured": ("string", 0),
+        "fxpasses_2_hoist_metadata": ("string", 0),
+        "fxpasses_report": ("string", 0),
+    }
+
+
+def test_a_drawing_quotes_names():
+    hostile = 'a"]; evil [label="\\'
+    text = dot(stage(given("x"), call("n", hostile, ref("x")), result("n")), "n")
+    assert '\\"]; evil [label=\\"\\\\' in text
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz (dot), which is not installed")
+def test_a_drawing_as_svg():
+    graph = recorded().graphs[0]
+    assert "<svg" in svg(dot(graph.final, "matmul", before=graph.captured))
+
+
+def written(tmp_path, graph):
+    file = tmp_path / "reproduction.py"
+    file.write_text(reproduction(graph, ["hoist_metadata"]))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment)
+
+
+def test_a_reproduction_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("FXPASSES_RECORD_VALUES", "1")
+    done = written(tmp_path, recorded().graphs[0])
+    assert "eager mode and the passes agree" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("target", "os.system"),
+        ("target", "torch.load"),
+        ("target", "torch.relu(0); import os; os.system"),
+        ("name", "x = __import__('os')"),
+        ("args", [{"constant": "__import__('os').system('true')"}]),
+    ],
+)
+def test_a_reproduction_holds_no_code_of_the_record(field, value):
+    graph = copy.deepcopy(recorded().graphs[0])
+    node = next(node for node in graph.captured.regions[1].nodes if node.target == "torch.tanh")
+    setattr(node, field, value)
+    with pytest.raises(CannotReproduce):
+        reproduction(graph, [])

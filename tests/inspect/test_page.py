@@ -1,0 +1,180 @@
+"""The HTML page: what it holds, and how it behaves in a real browser (Chromium through selenium, where installed)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+
+import pytest
+
+from fxpasses.inspect.html import page
+from fxpasses.inspect.model import CAPTURED, Graph, Run, Source, Stage
+from tests.inspect.programs import recorded
+from tests.inspect.stages import call, given, ref, result, stage
+from tests.inspect.test_changes_random import large
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
+def run_of(before: Stage, after: Stage) -> Run:
+    after.name = "hoist_metadata"
+    return Run(program=HOSTILE, graphs=[Graph("0/0", 0, 0, HOSTILE, stages=[before, after])])
+
+
+def hostile() -> Run:
+    source = Source(HOSTILE, 1, HOSTILE, HOSTILE)
+    nodes = [given("x"), call("a", HOSTILE, ref("x"), HOSTILE, module=HOSTILE), result("a")]
+    nodes[1].source = source
+    return run_of(stage(*nodes), stage(nodes[0], result("x")))
+
+
+def test_what_is_in_a_record_is_never_markup():
+    text = page(hostile())
+    assert text.count("</script>") == 2 and "<img" not in text
+    data = re.search(r'<script type="application/json" id="record">(.*?)</script>', text, flags=re.DOTALL)
+    assert data is not None and json.loads(data[1])["program"] == HOSTILE
+
+
+def test_the_page_asks_for_nothing_outside_itself():
+    text = page(recorded())
+    assert "default-src 'none'" in text
+    assert not re.search(r"""(src|href)=["'](?!data:)""", text)
+    assert set(re.findall(r"https?://[^\s\"')]+", text)) <= {"http://www.w3.org/2000/svg"}  # a name, and no address
+
+
+@pytest.fixture(scope="module")
+def browser():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium, which is not installed")
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    if None in programs.values():
+        pytest.skip("needs Debian's chromium and chromium-driver, which are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs["chromium"]
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--window-size=1400,900",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs["chromedriver"]))
+    driver.execute_cdp_cmd("Network.enable", {})
+    offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+    driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a record's page from disk; the test fails if the browser's console has anything to say at its end."""
+
+    def show(run: Run):
+        file = tmp_path / "page.html"
+        file.write_text(page(run), encoding="utf-8")
+        browser.get(file.as_uri())
+        return browser
+
+    yield show
+    assert browser.get_log("browser") == []
+
+
+def press(browser, *keys: str) -> None:
+    from selenium.webdriver import ActionChains
+
+    for key in keys:
+        ActionChains(browser).send_keys(key).perform()
+
+
+def text_of(browser, selector: str) -> str:
+    return browser.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+
+
+def count(browser, selector: str) -> int:
+    return browser.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
+
+
+def eventually(condition) -> bool:
+    for _ in range(100):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.slow
+def test_it_opens_and_says_what_happened(opened):
+    browser = opened(recorded())
+    said = text_of(browser, "#changes")
+    assert "3 host reads became 1" in said and "layers 0–2: the same changes ×3" in said
+    assert "mask[:, : lengths.max().item()] = 1" in said
+
+
+@pytest.mark.slow
+def test_hostile_names_stay_names(opened):
+    browser = opened(hostile())
+    for key in "123456o":
+        press(browser, key)
+    assert browser.title == "fxpasses record" and count(browser, "img") == 0
+
+
+@pytest.mark.slow
+def test_keys_walk_through_the_changes(opened):
+    browser = opened(recorded())
+    press(browser, "2", "n")
+    first = text_of(browser, '.row[aria-selected="true"]')
+    press(browser, "n")
+    second = text_of(browser, '.row[aria-selected="true"]')
+    assert first and second and first != second
+    press(browser, "p")
+    assert text_of(browser, '.row[aria-selected="true"]') == first
+    assert "float32[8, 8]" in text_of(browser, "#detail") and "not there before" in text_of(browser, "#detail")
+
+
+@pytest.mark.slow
+def test_search_filter_and_escape(opened):
+    browser = opened(recorded())
+    press(browser, "2")
+    everything = text_of(browser, "#count")
+    press(browser, "/", *"_operator.matmul wrap_body_1")
+    assert eventually(lambda: text_of(browser, "#count").startswith("1 of"))
+    press(browser, "\ue00c")  # Escape
+    assert eventually(lambda: text_of(browser, "#count") == everything)
+    browser.find_element("css selector", "#changed-only").click()
+    assert count(browser, ".row") == count(browser, ".row .kind") > 0
+    for kind in ("prologue", "added"):
+        browser.find_element("css selector", f'input[data-kind="{kind}"]').click()
+    assert count(browser, ".row.prologue") == count(browser, ".row.added") == 0 < count(browser, ".row.rewired")
+
+
+@pytest.mark.slow
+def test_sections_fold_and_a_change_leads_to_its_node(opened):
+    browser = opened(recorded())
+    rows = count(browser, "details[open] tbody tr")
+    browser.find_element("css selector", "summary").click()
+    assert count(browser, "details[open] tbody tr") < rows
+    browser.find_element("css selector", "details[open] tbody tr").click()
+    assert text_of(browser, '.row[aria-selected="true"]') and text_of(browser, "#detail")
+
+
+@pytest.mark.slow
+def test_light_and_dark(opened):
+    browser = opened(recorded())
+    background = "return getComputedStyle(document.body).backgroundColor"
+    before = browser.execute_script(background)
+    press(browser, "t")
+    assert browser.execute_script(background) != before
+
+
+@pytest.mark.slow
+def test_twenty_thousand_nodes_stay_responsive(opened):
+    before, after = large(5000), large(5000, removed="a")
+    browser = opened(run_of(before, Stage(CAPTURED, after.regions)))
+    started = time.perf_counter()
+    press(browser, "2", "n", "\ue010")  # End
+    assert "return [c4999]" in text_of(browser, '.row[aria-selected="true"]')
+    press(browser, "/", *"layers.4321")
+    assert eventually(lambda: text_of(browser, "#count").startswith("4 of"))
+    assert time.perf_counter() - started < 20  # about 2 s on one core; the machine may be busy
+    assert count(browser, ".row") < 200

@@ -1,0 +1,163 @@
+"""What is computed from a record and shown: figures, symbols, reasons, text."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+
+import fxpasses.inspect
+from fxpasses.inspect.dataflow import Dataflow
+from fxpasses.inspect.figures import before_and_after, figures
+from fxpasses.inspect.ledger import ledger
+from fxpasses.inspect.memory import timeline
+from fxpasses.inspect.model import Node
+from fxpasses.inspect.readable import readable
+from fxpasses.inspect.summary import summary
+from fxpasses.inspect.text import Style, amount, duration, report, size
+from fxpasses.inspect.whynot import near_misses
+from tests.inspect.programs import recorded, refused
+from tests.inspect.stages import call, given, ref, result, stage, tensor
+
+
+def test_figures_before_and_after():
+    before, after = before_and_after(recorded().graphs[0])
+    assert (before.host_reads, after.host_reads, after.prologue_reads) == (3, 0, 1)
+    assert (before.inputs_from_prologue, after.inputs_from_prologue) == (0, 1)
+    assert before.flops == after.flops == 3 * 2 * 8 * 8 * 4
+    assert before.operators > after.operators
+
+
+FLOPS = [
+    (lambda x: torch.nn.functional.linear(x, torch.ones(5, 4)), 2 * 3 * 4 * 5),
+    (lambda x: x @ torch.ones(4, 7), 2 * 3 * 4 * 7),
+    (lambda x: torch.einsum("ab,bc->ac", x, torch.ones(4, 7)), 2 * 3 * 4 * 7),
+    (lambda x: torch.addmm(torch.ones(7), x, torch.ones(4, 7)), 2 * 3 * 4 * 7),
+    (lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 3, 4)] * 3), 2 * 2 * 3 * 3 * 4),
+    (lambda x: torch.nn.functional.conv1d(x.view(1, 1, 12), torch.ones(2, 1, 3)), 2 * 2 * 10 * 3),
+    (lambda x: x.sin(), 0),
+]
+
+
+@pytest.mark.parametrize(("program", "expected"), FLOPS)
+def test_flops_are_those_of_the_counter_of_torch(program, expected):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.ones(3, 4)
+    with FlopCounterMode(display=False) as counter:
+        program(x)
+    found = figures(recorded(program, x).graphs[0].captured).flops
+    assert found == expected
+    assert counter.get_total_flops() in (expected, 0)  # 0: attention without a fused kernel counts as its products
+
+
+def test_memory_is_freed_after_its_last_use_and_views_are_free():
+    mib = 1 << 20
+
+    def value(storage):
+        found = tensor(mib // 4, storage=storage)
+        found.bytes = mib
+        return [found]
+
+    program = stage(
+        given("x", values=value(0)),
+        call("view", "view", ref("x"), values=value(0)),
+        call("a", "relu", ref("view"), values=value(1)),
+        call("b", "relu", ref("a"), values=value(2)),
+        call("c", "relu", ref("b"), values=value(3)),
+        result("c"),
+    )
+    points = timeline(Dataflow(program))
+    assert [point.bytes // mib for point in points] == [1, 1, 2, 3, 3, 2]
+    assert figures(program).bytes_moved == 3 * 2 * mib
+
+
+def test_the_ledger_of_symbols():
+    def item(name, symbol):
+        return Node(name, "call_method", "item", [ref("x")], binds=[symbol], scalar=symbol)
+
+    program = stage(
+        given("x"),
+        item("i", "u0"), item("unused", "u1"),
+        Node("e", "call_function", "_operator.eq", [ref("i"), 4], scalar="Eq(u0, 4)"),
+        call("check", "torch._check", ref("e")),
+        call("f", "torch.full", ref("i"), values=[tensor("u0")]),
+        call("g", "torch.relu", ref("f"), values=[tensor("u0 + u7")]),
+        result("g"),
+    )  # fmt: skip
+    accounts = {account.symbol: account for account in ledger(program)}
+    assert accounts["u0"].binders == ["i"] and accounts["u0"].users == ["e", "f"] and accounts["u0"].tensors == 2
+    assert accounts["u0"].assertions == ["check"] and accounts["u0"].problem == ""
+    assert accounts["u1"].problem == "bound, and never used"
+    assert accounts["u7"].problem == "orphan: used, and bound nowhere"
+
+
+def test_no_pass_leaves_an_orphan():
+    assert not [a for a in ledger(recorded().graphs[0].final) if a.problem.startswith("orphan")]
+
+
+def refusing():
+    return recorded(refused, torch.randn(4), torch.tensor([3, 5]), torch.tensor(2.0))
+
+
+def test_why_not_names_reason_line_and_cost():
+    [miss] = [miss for miss in near_misses(refusing().graphs[0]) if miss.host_reads]
+    assert miss.kind == "activation" and miss.target == "item"
+    assert miss.host_reads == miss.count == 2
+    assert miss.where.startswith("programs.py:") and "(lengths * weight).sum().item()" in miss.code
+
+
+def test_the_report_tells_a_newcomer_what_changed():
+    text = report(recorded(), Style())
+    assert "3 host reads became 1" in text
+    assert "layers 0–2: the same changes ×3" in text
+    assert "↑ to the prologue" in text and "programs.py" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_the_report_tells_what_was_left_alone():
+    text = report(refusing(), Style())
+    assert "left alone, and why" in text and "costs 2 host reads" in text
+    assert "depends on a floating-point input" in text
+
+
+def test_colour_is_for_terminals_alone(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert Style.of(Terminal()).color and not Style.of(io.StringIO()).color
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not Style.of(Terminal()).color
+    assert "\x1b" not in report(recorded(), Style(color=False))
+
+
+def test_the_summary_is_json():
+    found = json.loads(json.dumps(summary(recorded()), allow_nan=False))
+    graph = found["graphs"][0]
+    assert graph["figures"]["before"]["host_reads"] == 3
+    assert {change["kind"] for section in graph["changes"]["hoist_metadata"] for change in section["changes"]} == {
+        "prologue", "rewired", "added",
+    }  # fmt: skip
+
+
+def test_a_stage_reads_like_the_program():
+    text = readable(recorded().graphs[0].captured)
+    assert "# main/wrap_body_0, run by tag_activation_checkpoint" in text
+    assert "torch.tanh(matmul)  # programs.py:" in text
+
+
+def test_words_for_numbers():
+    assert [amount(n) for n in (12, 12_345, 4_560_000_000)] == ["12", "12.3 k", "4.56 G"]
+    assert [size(n) for n in (12, 2048, 3 << 30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
+    assert [duration(s) for s in (0.0123, 2.34)] == ["12 ms", "2.3 s"]
+
+
+def test_lazy_names_of_the_package():
+    assert fxpasses.inspect.report is report
+    with pytest.raises(AttributeError):
+        fxpasses.inspect.nothing  # noqa: B018
