@@ -20,7 +20,7 @@ anything is not understood stays as it is, with the reason in the report. Sums a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,8 +55,7 @@ class GroupExperts:
             return report
         grouped = 0
         for region in Region(gm).walk():
-            for loop in list(find_loops(region.gm.graph)):
-                found = self._group(region, loop, context.fake_mode)
+            for found in self._loops_of(region, context.fake_mode):
                 if isinstance(found, Refusal):
                     report.refusals.append(found)
                 else:
@@ -68,6 +67,17 @@ class GroupExperts:
             report.summary = f"{grouped} {'loops' if grouped > 1 else 'loop'} over experts became grouped programs"
             report.figures = {"loops_grouped": grouped}
         return report
+
+    def _loops_of(self, region: Region, fake_mode: Any) -> Iterator[list[str] | Refusal]:
+        """What became of each loop. One may go on with another's sum, so they are looked for anew after each change."""
+        tried: set[tuple[Node, ...]] = set()
+        while True:
+            loops = ((loop, tuple(merge.node for merge in loop.merges)) for loop in find_loops(region.gm.graph))
+            loop, key = next(((loop, key) for loop, key in loops if key not in tried), (None, ()))
+            if loop is None:
+                return
+            tried.add(key)
+            yield self._group(region, loop, fake_mode)
 
     def _group(self, region: Region, loop: Loop, fake_mode: Any) -> list[str] | Refusal:
         """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
@@ -258,20 +268,16 @@ class _Grouping:
 
         def covered(rows: Rows) -> Node:
             """The rows, with zeros where a row is of no expert."""
-            if order.covers:
+            if order.valid is None:
                 return rows.node
-            count = self._emit(operator.getitem, (order.offsets, -1))
-            device = rows.node.meta["example_value"].device
-            places = self._emit(torch.arange, (order.rows,), {"device": device})
-            inside = self._emit(operator.lt, (places, count))
             shape = [1] * rows.ndim
             shape[rows.row] = -1
-            return self._emit(torch.where, (self._emit("reshape", (inside, shape)), rows.node, 0))
+            return self._emit(torch.where, (self._emit("reshape", (order.valid, shape)), rows.node, 0))
 
         if loop.kind == "cat":
             (value,) = values
             rows = lifting.lift(value)
-            if not isinstance(rows, Rows) or rows.row != 0 or not order.covers:
+            if not isinstance(rows, Rows) or rows.row != 0 or order.valid is not None:
                 raise Unknown("the rows of all experts together are not known to be all rows")
             return rows.node
         if loop.kind in ("setadd", "assign"):
@@ -330,7 +336,7 @@ class _Grouping:
             if adds:
                 raise Unknown("the sum has another dtype than its parts", self.loop.merges[0].node)
             node = self._emit("to", (node, dtype))
-        if not adds and not lifting.order.covers:
+        if not adds and lifting.order.valid is not None:
             raise Unknown("rows of no expert would be overwritten", self.loop.merges[0].node)
         if adds and len(places) == 1:
             return self._emit("index_add_", (self.loop.buffer, 0, places[0], node))

@@ -45,14 +45,15 @@ class Weights:
 class Order:
     """The rows. places: int64 [N], the pair of each, and ids: int [N], its expert, where pairs were sorted.
 
-    offsets: int32 [E], where each expert's rows end. rows: N. covers: there are no rows of no expert at the end.
+    offsets: int32 [E], where each expert's rows end. rows: N. valid: bool [N], the rows of experts; None where
+    all are.
     """
 
     places: Node | None
     ids: Node | None
     offsets: Node
     rows: Any
-    covers: bool
+    valid: Node | None
 
 
 def parts_of(example: Any) -> list[Any]:

@@ -22,7 +22,6 @@ from fxpasses.passes.experts.lifted import (
     Places,
     Rows,
     Weights,
-    chooses_among,
     dimensions_of,
     elements,
     is_tensor,
@@ -47,9 +46,9 @@ from fxpasses.passes.experts.selection import (
     progression,
     selection_of,
 )
+from fxpasses.passes.experts.sorting import Emit, cut_rows, sorted_pairs
 
 ops = torch.ops.fxpasses
-Emit = Callable[..., Node]
 
 
 _IN_PLACE = frozenset(name for name in POINTWISE if name.endswith("_") or name in WRITERS)
@@ -71,20 +70,11 @@ class Lifting:
 
     def begin(self, selection: Selection) -> None:
         """Sort the pairs; before anything is lifted."""
-        self.selection, self.order = selection, self._sort(selection)
+        self.selection, self.order = selection, sorted_pairs(self.emit, selection)
 
     def begin_cut(self, cut: Cut) -> None:
-        """The rows are sorted already; that the counts cover them is checked on the device, as the split checked it."""
-        emit, counts = self.emit, cut.counts
-        example = cut.rows.meta["example_value"]
-        rows = example.shape[0]
-        size = rows if isinstance(rows, int) else emit(torch.ops.aten.sym_size.int, (cut.rows, 0))
-        ends = emit("cumsum", (counts, 0))
-        total = emit(operator.getitem, (ends, -1))
-        emit(torch._assert_async, (emit(operator.eq, (total, size)), "the counts of the experts do not cover the rows"))
-        device = {"device": example.device} if counts.meta["example_value"].device != example.device else {}
-        offsets = emit("to", (ends,), {"dtype": torch.int32, **device})
-        self.cut, self.order = cut, Order(None, None, offsets, size, True)
+        """The rows lie sorted already; before anything is lifted."""
+        self.cut, self.order = cut, cut_rows(self.emit, cut)
 
     def query(self, family: Family) -> Any:
         """Lift `torch.where(mask)`, `mask.nonzero()` or `x[mask]`; all queries of a loop must select the same pairs."""
@@ -104,31 +94,6 @@ class Lifting:
         if (selection.ids, selection.axes) != (self.selection.ids, self.selection.axes):
             raise Unknown("the loop asks for tokens in several orders", mask.nodes[0])
         return self._coordinates(selection)
-
-    def _sort(self, selection: Selection) -> Order:
-        emit, ids = self.emit, selection.ids
-        example = ids.meta["example_value"]
-        if selection.axes != tuple(range(example.ndim)):
-            ids = emit("permute", (ids, selection.axes))
-        flat = emit("reshape", (ids, -1)) if example.ndim > 1 else ids
-        first, step, count = selection.first, selection.step, selection.count
-        branch = flat
-        if (first, step) != (0, 1):
-            branch = emit(operator.sub, (flat, first) if step == 1 else (first, flat))
-        covers = chooses_among(selection.ids) == count and min(first, first + step * (count - 1)) == 0
-        if not covers:
-            inside = emit(operator.and_, (emit(operator.ge, (branch, 0)), emit(operator.lt, (branch, count))))
-            branch = emit(torch.where, (inside, branch, count))
-        pair = emit(torch.sort, (branch,), {"stable": True})
-        in_order, places = emit(operator.getitem, (pair, 0)), emit(operator.getitem, (pair, 1))
-        wanted = emit(torch.arange, (count,), {"device": example.device, "dtype": example.dtype})
-        offsets = emit(torch.searchsorted, (in_order, wanted), {"right": True, "out_int32": True})
-        by_row = in_order
-        if (first, step) != (0, 1):
-            by_row = emit(operator.add, (in_order, first)) if step == 1 else emit(operator.sub, (first, in_order))
-        rows = flat.meta["example_value"].shape[0]
-        size = rows if isinstance(rows, int) else emit(torch.ops.aten.sym_size.int, (flat, 0))
-        return Order(places, by_row, offsets, size, covers)
 
     def _coordinates(self, selection: Selection) -> tuple[Rows, ...]:
         assert self.order is not None

@@ -1,0 +1,74 @@
+"""Bring the rows of all experts into one order: sort the pairs, or take rows that lie sorted already."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxpasses.passes.experts.lifted import Order, chooses_among
+from fxpasses.passes.experts.selection import Cut, Selection
+
+Emit = Callable[..., Node]
+
+
+def sorted_pairs(emit: Emit, selection: Selection) -> Order:
+    """Sort the pairs by expert, in the order of the loop."""
+    ids = selection.ids
+    example = ids.meta["example_value"]
+    if selection.axes != tuple(range(example.ndim)):
+        ids = emit("permute", (ids, selection.axes))
+    flat = emit("reshape", (ids, -1)) if example.ndim > 1 else ids
+    first, step, count = selection.first, selection.step, selection.count
+    branch = flat
+    if (first, step) != (0, 1):
+        branch = emit(operator.sub, (flat, first) if step == 1 else (first, flat))
+    covers = chooses_among(selection.ids) == count and min(first, first + step * (count - 1)) == 0
+    if not covers:
+        inside = emit(operator.and_, (emit(operator.ge, (branch, 0)), emit(operator.lt, (branch, count))))
+        branch = emit(torch.where, (inside, branch, count))
+    pair = emit(torch.sort, (branch,), {"stable": True})
+    in_order, places = emit(operator.getitem, (pair, 0)), emit(operator.getitem, (pair, 1))
+    wanted = emit(torch.arange, (count,), {"device": example.device, "dtype": example.dtype})
+    offsets = emit(torch.searchsorted, (in_order, wanted), {"right": True, "out_int32": True})
+    rows = flat.meta["example_value"].shape[0]
+    size = rows if isinstance(rows, int) else emit(torch.ops.aten.sym_size.int, (flat, 0))
+    valid = None
+    if not covers:
+        valid, places, in_order, offsets = _filled(emit, places, in_order, offsets, size)
+    by_row = in_order
+    if (first, step) != (0, 1):
+        by_row = emit(operator.add, (in_order, first)) if step == 1 else emit(operator.sub, (first, in_order))
+    return Order(places, by_row, offsets, size, valid)
+
+
+def _filled(emit: Emit, places: Node, in_order: Node, offsets: Node, size: Any) -> tuple[Node, Node, Node, Node]:
+    """Which rows are of an expert, and the others as copies of the last one that is.
+
+    A copy is as finite as a row of the loop; a row of zeros is not, where the program divides by its norm, and a
+    NaN gets through any mask on its way back.
+    """
+    total = emit(operator.getitem, (offsets, slice(-1, None)))
+    device = {"device": places.meta["example_value"].device}
+    valid = emit(operator.lt, (emit(torch.arange, (size,), device), total))
+    last = emit("clamp", (emit(operator.sub, (total, 1)),), {"min": 0})
+    filled = [emit(torch.where, (valid, n, emit("index_select", (n, 0, last)))) for n in (places, in_order)]
+    ends = emit(torch.where, (emit(operator.eq, (offsets, total)), size, offsets))
+    return valid, filled[0], filled[1], emit("to", (ends, torch.int32))
+
+
+def cut_rows(emit: Emit, cut: Cut) -> Order:
+    """The rows are sorted already; that the counts cover them is checked on the device, as the split checked it."""
+    counts = cut.counts
+    example = cut.rows.meta["example_value"]
+    rows = example.shape[0]
+    size = rows if isinstance(rows, int) else emit(torch.ops.aten.sym_size.int, (cut.rows, 0))
+    ends = emit("cumsum", (counts, 0))
+    total = emit(operator.getitem, (ends, -1))
+    emit(torch._assert_async, (emit(operator.eq, (total, size)), "the counts of the experts do not cover the rows"))
+    device = {"device": example.device} if counts.meta["example_value"].device != example.device else {}
+    offsets = emit("to", (ends,), {"dtype": torch.int32, **device})
+    return Order(None, None, offsets, size, None)
