@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import fxpasses.inspect
 from fxpasses import fastpack_backend
 from fxpasses.inspect import Record
+from fxpasses.report import Report
 
 # Operators that make the host wait for the device, or that have a result whose size only the data tells.
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
@@ -49,6 +50,11 @@ def assert_same(
             expected, actual = results(program, batch), results(program_compiled, batch)
             torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     return record
+
+
+def reports_of(record: Record, pass_name: str = "hoist_metadata") -> list[Report]:
+    """A pass's reports, one for each graph."""
+    return [report for graph in record.graphs for report in graph.reports if report.pass_name == pass_name]
 
 
 def events(step: Callable[[], Any]) -> Counter[str]:

@@ -25,6 +25,13 @@ class Mismatch(Exception):
         self.node = node
 
 
+def operator_of(node: Node) -> str:
+    """`silu` for `F.silu(x)` and `x.silu()`; "" for an input, whose name may be that of an operator."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
 @dataclass(frozen=True)
 class Constants:
     """A number for each branch, not all equal."""
@@ -45,9 +52,8 @@ class Family:
 
     @property
     def name(self) -> str:
-        """The name of the operator: `silu` for `F.silu(x)` and `x.silu()`."""
-        target = self.nodes[0].target
-        return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        """The name of the operator; see `operator_of`."""
+        return operator_of(self.nodes[0])
 
     @property
     def example(self) -> Any:

@@ -28,7 +28,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 
 from fxpasses.graph import effects
-from fxpasses.graph.families import Family, Mismatch, Unifier, members
+from fxpasses.graph.families import Family, Mismatch, Unifier, members, operator_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import is_symbolic
@@ -175,7 +175,7 @@ class _Grouping:
         for node in self.graph.nodes:
             if not first <= self.positions[node] <= last or node in ends:
                 continue
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            name = operator_of(node)
             if name in _MODES:
                 raise Unknown(f"`{name}` in the middle of the loop", node)
             if _writes(node) and node not in rows:
@@ -189,7 +189,7 @@ class _Grouping:
         buffer = self.loop.buffer
         if buffer is None:
             return
-        name = buffer.target if isinstance(buffer.target, str) else getattr(buffer.target, "__name__", "")
+        name = operator_of(buffer)
         chained = {merge.node for merge in self.loop.merges}
         if self._is_functional():
             for node in chained - {self.loop.merges[-1].node}:
@@ -379,7 +379,7 @@ def _mask_key(loop: Loop, values: Any) -> Family | None:
 def _writes(node: Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = operator_of(node)
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         return True
     if isinstance(node.target, torch._ops.HigherOrderOperator):

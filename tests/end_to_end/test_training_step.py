@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses
-from tests.support import assert_same, compiled, events, host_reads
+from tests.support import assert_same, compiled, events, host_reads, reports_of
 
 TOKENS, WIDTH, HEADS = 16, 16, 2
 LENGTHS = ([5, 8, 3], [1, 14, 1], [4, 4, 8])
@@ -135,7 +135,7 @@ def test_trains_where_stock_inductor_fails():
 def test_dynamic_and_fullgraph(dynamic, fullgraph):
     longer = torch.randn(20, WIDTH, requires_grad=True), torch.tensor([9, 9, 2])
     record = assert_same(Decoder(2), [*batches(), longer], "aot_eager", dynamic=dynamic, fullgraph=fullgraph)
-    assert all(report.changed for graph in record.graphs for report in graph.reports)
+    assert all(report.changed for report in reports_of(record))
 
 
 def test_no_grad_eval_and_autocast():
@@ -172,7 +172,7 @@ def test_the_graphs_of_one_step_share_the_batch(arrange):
         with fxpasses.inspect.record() as record:
             function = arrange(model)
             assert torch.equal(function(x, lengths), expected)
-        assert record.graphs[0].reports[0].changed
+        assert reports_of(record)[0].changed
         counts[layers] = events(lambda: function(x, lengths.clone()).sum().backward())  # noqa: B023
     assert counts[1]["aten::full"] == counts[4]["aten::full"] == 1
     assert counts[1]["aten::_local_scalar_dense"] == counts[4]["aten::_local_scalar_dense"]
@@ -216,7 +216,7 @@ def test_fxpasses_compile_needs_no_switch():
         function = fxpasses.compile(model, options={"fastpack.lowering": "eager"})
         assert torch.equal(function(x, lengths), model(x, lengths))
         assert torch._dynamo.config.capture_scalar_outputs is False
-    assert len(record.graphs) == 1 and record.graphs[0].reports[0].changed
+    assert len(record.graphs) == 1 and reports_of(record)[0].changed
 
 
 def test_what_fails_to_compile_runs_as_captured():

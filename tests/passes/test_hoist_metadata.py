@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpasses.inspect
 from fxpasses.inspect import Record
 from fxpasses.report import Reason
-from tests.support import assert_same, compiled
+from tests.support import assert_same, compiled, reports_of
 
 TOKENS = 12
 LENGTHS = ([5, 4, 3], [1, 10, 1], [2, 2, 8])
@@ -196,7 +196,7 @@ def test_is_hoisted_once_for_two_layers(layer, checkpointed, lowering):
     assert figures["inputs_added"] >= 1
     assert 2 * figures["host_reads_after"] == figures["host_reads_before"]
     assert 2 * figures["tensors_built_after"] == figures["tensors_built_before"]
-    assert not record.graphs[0].reports[0].refusals
+    assert not reports_of(record)[0].refusals
 
 
 @pytest.mark.parametrize("layer", [cumulative_lengths, functional_mask, longest_item], ids=lambda layer: layer.__name__)
@@ -258,7 +258,7 @@ def test_several_metadata_tensors_for_encoder_and_decoder():
 
 
 def refusals(record: Record) -> set[Reason]:
-    return {refusal.reason for graph in record.graphs for report in graph.reports for refusal in report.refusals}
+    return {refusal.reason for report in reports_of(record) for refusal in report.refusals}
 
 
 def test_refuses_what_depends_on_a_parameter():
@@ -406,7 +406,7 @@ def test_plain_factories_and_sizes_stay_where_a_compiler_sees_them():
         return x + torch.full((TOKENS, 1), 2.0) + torch.arange(TOKENS)[:, None] + len(lengths)
 
     record = assert_same(program, batches())
-    assert not record.graphs[0].reports[0].changed
+    assert not reports_of(record)[0].changed
 
 
 def test_a_factory_that_reads_memory_reads_it_before_the_next_write():

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fxpasses.inspect
 from tests.passes.random_programs import SEQUENCES, STEPS, TOKENS, WIDTH, Layer, Plan, Program
-from tests.support import compiled
+from tests.support import compiled, reports_of
 
 chance = st.floats(0, 1, exclude_max=True, allow_subnormal=False)
 steps = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), chance, chance, chance), min_size=3, max_size=9).map(tuple)
@@ -113,7 +113,7 @@ def equal(first: list[torch.Tensor | None], second: list[torch.Tensor | None]) -
 
 
 def note(record: fxpasses.inspect.Record) -> None:
-    reports = [report for graph in record.graphs for report in graph.reports]
+    reports = reports_of(record)
     seen["programs"] += 1
     seen["hoisted"] += any(report.changed for report in reports)
     seen["refused"] += any(report.refusals for report in reports)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import expression, is_unbacked
 from fxpasses.passes.experts.selection import is_integer, is_topk_index
 
@@ -96,11 +97,11 @@ def elements(sizes: Sequence[Any]) -> int:
 
 def chooses_among(ids: Node) -> int | None:
     """How many experts there are to choose from, where `ids` is the index of `torch.topk`: they are below that."""
-    name = ids.target if isinstance(ids.target, str) else getattr(ids.target, "__name__", "")
+    name = operator_of(ids)
     source = ids.args[0] if ids.args else None
     if not isinstance(source, Node):
         return None
-    if name == "getitem" and ids.args[1] == 1 and getattr(source.target, "__name__", source.target) == "topk":
+    if name == "getitem" and ids.args[1] == 1 and operator_of(source) == "topk":
         scores = source.args[0]
         if not is_topk_index(ids):
             return None

@@ -138,6 +138,8 @@ class Lifting:
             return Rows(cut.rows)
         if not self._has_rows(family):
             return self._of_each_expert(family)
+        if not family.args:
+            raise Unknown(f"`{family.name}` with keyword arguments alone", family.nodes[0])
         name = family.name
         first = self.lift(family.args[0]) if isinstance(family.args[0], Family) else family.args[0]
         if isinstance(first, (Places, tuple)):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import is_unbacked
 
 _ADDING = frozenset({"index_add_", "index_add", "scatter_add_", "scatter_add", "index_put_", "index_put"})
@@ -58,7 +59,7 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = operator_of(node)
         if name in ("cat", "concat", "concatenate") and node.args and isinstance(node.args[0], (list, tuple)):
             parts = node.args[0]
             along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
@@ -90,7 +91,7 @@ def _root_of_chain(node: Node, name: str) -> Node:
     """What `out = out.index_add(...)`, again and again, started from; in place, every link is the same memory."""
     current = node.args[0]
     while isinstance(current, Node):
-        target = current.target if isinstance(current.target, str) else getattr(current.target, "__name__", "")
+        target = operator_of(current)
         if target != name or (not name.endswith("_") and len(current.users) != 1):
             break
         current = current.args[0]
@@ -105,7 +106,7 @@ def _assignment(node: Node) -> Merge | None:
     if not isinstance(buffer, Node) or not any(isinstance(k, Node) and has_rows_or_mask(k) for k in keys):
         return None
     if isinstance(value, Node) and value.op.startswith("call") and len(value.args) == 2:
-        name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
+        name = operator_of(value)
         read, added = value.args
         if isinstance(read, Node) and read.target is operator.getitem and read.args[0] is buffer:
             others = {user for user in read.users if user.target is not torch.ops.aten.sym_size.int}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from fxpasses.graph.families import Constants, Family
+from fxpasses.graph.families import Constants, Family, operator_of
 
 
 class Unknown(Exception):
@@ -53,7 +53,7 @@ def is_query(family: Family) -> bool:
     if family.name == "where":
         return len(family.args) == 1 and not family.kwargs
     if family.name == "nonzero":
-        return True
+        return bool(family.args)
     if family.name != "getitem" or not isinstance(family.args[1], Family):
         return False
     index = family.args[1].example
@@ -78,6 +78,8 @@ def selection_of(mask: Any) -> Selection:
         return Selection(ids, axes, len(axes), first, step, len(mask.nodes))
     if name in ("getitem", "select"):
         return _slice_of_one_hot(mask)
+    if not mask.args:
+        raise Unknown("a mask that is not known", mask.nodes[0])
     if name in ("bool", "to", "type", "long", "int") and isinstance(mask.args[0], Family):
         return selection_of(mask.args[0])
     if name in ("any", "squeeze", "sum", "amax", "max") and isinstance(mask.args[0], Family):
@@ -105,7 +107,7 @@ def cut_of(family: Any) -> Cut | None:
     split, places = family.args
     if not isinstance(split, Node) or not isinstance(places, Constants):
         return None
-    name = split.target if isinstance(split.target, str) else getattr(split.target, "__name__", "")
+    name = operator_of(split)
     sizes = split.args[1] if len(split.args) > 1 else split.kwargs.get("split_size_or_sections")
     if name not in ("split", "split_with_sizes") or not isinstance(sizes, (list, tuple)):
         return None
@@ -125,8 +127,7 @@ def cut_of(family: Any) -> Cut | None:
 
 def _element(size: Any) -> tuple[Node, int, tuple[Node, ...]]:
     """(counts, e, nodes) of `counts[e].item()`."""
-    name = getattr(size, "target", None)
-    inner = size.args[0] if isinstance(size, Node) and name == "item" else None
+    inner = size.args[0] if isinstance(size, Node) and operator_of(size) == "item" else None
     if isinstance(inner, Node) and getattr(inner.target, "__name__", "") == "getitem":
         source, place = inner.args
         if isinstance(source, Node) and isinstance(place, int):
@@ -177,7 +178,7 @@ def _slice_of_one_hot(mask: Family) -> Selection:
 
 def _one_hot(node: Node) -> tuple[Node, list[int | None]]:
     """The ids that a one-hot tensor was made of, and what its axes are: axes of the ids, None for the experts'."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = operator_of(node)
     source = node.args[0] if node.args else None
     if node.target is F.one_hot or name == "one_hot":
         assert isinstance(source, Node)
@@ -207,7 +208,7 @@ def _one_hot(node: Node) -> tuple[Node, list[int | None]]:
 def progression(constants: Constants) -> tuple[int, int]:
     """(first, step) of ids that follow one another, up or down; raises `Unknown`."""
     values = constants.values
-    if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
+    if len(values) < 2 or any(not isinstance(value, int) or isinstance(value, bool) for value in values):
         raise Unknown("the experts are not told apart by integers")
     step = values[1] - values[0]
     if step not in (1, -1) or any(b - a != step for a, b in itertools.pairwise(values)):
@@ -222,12 +223,12 @@ def is_integer(node: Node) -> bool:
 
 def is_topk_index(ids: Node) -> bool:
     """Whether the last axis holds different numbers: the index of `torch.topk`, as it is or cast."""
-    name = ids.target if isinstance(ids.target, str) else getattr(ids.target, "__name__", "")
+    name = operator_of(ids)
     source = ids.args[0] if ids.args else None
     if not isinstance(source, Node):
         return False
     if name == "getitem" and ids.args[1] == 1:
-        inner = source.target if isinstance(source.target, str) else getattr(source.target, "__name__", "")
+        inner = operator_of(source)
         dim = source.kwargs.get("dim", source.args[2] if len(source.args) > 2 else -1)
         last = ids.meta["example_value"].ndim - 1
         return inner == "topk" and dim in (-1, last)
