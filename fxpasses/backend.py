@@ -13,6 +13,7 @@ from fxpasses import inspect, overrides
 from fxpasses.capture import breaks, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
+from fxpasses.graph.skips import SKIPS
 from fxpasses.lowering import lower
 from fxpasses.options import Options
 from fxpasses.passes.group_experts import GroupExperts
@@ -44,7 +45,9 @@ def fastpack_backend(
     assumed = tracing.report()
     if assumed is not None:
         watch.after_pass(assumed, Result(gm, list(example_inputs)), "")
+    gm.meta[SKIPS] = tracing.skips()
     result = run_passes([PASSES[name]() for name in passes], gm, example_inputs, settings, watch.after_pass)
+    breaks.check_skips()
     recompiles.note_sizes(gm)
     if result.program is not None:
         sources = input_sources(gm)

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from fxpasses.capture import flags, tracing
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MARKER = "_is_fastpack"
 _STEPS = "_fxpasses_steps"  # those left, on the speculation log: it lives as long as the attempts at one compilation
 _NO_HINTS = "_fxpasses_no_hints"  # likewise
+_NO_SKIPS = "_fxpasses_no_skips"  # likewise
 _MAX_WRAPPERS = 16
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
@@ -44,6 +45,17 @@ _installing = threading.Lock()
 
 class CaptureRejected(RuntimeError):
     """Raised by the backend for a graph that it cannot compile with unbacked symbols in it: trace with fewer flags."""
+
+
+class SkipsRejected(RuntimeError):
+    """Raised for a graph in which a loop passes over experts, and no pass proved that this makes no difference."""
+
+
+def check_skips() -> None:
+    """Raise `SkipsRejected` where the running trace has a skip that is not proved."""
+    unproved = tracing.unproved_skips()
+    if unproved:
+        raise SkipsRejected(f"the body at {unproved[0].where} is not known to do nothing without tokens")
 
 
 # While a frame is traced that could be traced with fewer flags: what tells the errors for which it would be.
@@ -186,8 +198,14 @@ class _TraceFrameInSteps:
         attempts = frame["speculation_log"]
         if option(frame["compiler_fn"], "capture") == "off" or getattr(attempts, _NO_HINTS, False):
             return self.original(*args, **kwargs)
-        with tracing.hints_while_tracing(frame["code"]) as hints:
-            result = self.original(*args, **kwargs)
+        with tracing.hints_while_tracing(frame["code"], skips=not getattr(attempts, _NO_SKIPS, False)) as hints:
+            try:
+                result = self.original(*args, **kwargs)
+                check_skips()
+            except Exception as error:
+                if not tracing.unproved_skips() or isinstance(error, self._passed_on):
+                    raise
+                self._take_back(frame, error)
             try:
                 if hints is not None:
                     tracing.finish(hints, result.output_graph, frame["code"])
@@ -198,6 +216,13 @@ class _TraceFrameInSteps:
                 setattr(attempts, _NO_HINTS, True)
                 raise self._restarting(error) from error
             return result
+
+    def _take_back(self, frame: Mapping[str, Any], error: Exception) -> NoReturn:
+        """Trace again, without skips."""
+        log.info("%s is traced again without skips: %s", _where(frame["code"]), _first_line(error))
+        frame["speculation_log"].clear()
+        setattr(frame["speculation_log"], _NO_SKIPS, True)
+        raise self._restarting(error) from error
 
     def _restarting(self, error: Exception) -> Exception:
         restart = self._restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")

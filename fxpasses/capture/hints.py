@@ -25,6 +25,7 @@ import torch
 from torch._guards import TracingContext
 
 from fxpasses.capture.live import LiveMetadata, NotKnown
+from fxpasses.capture.skipping import Skipping
 from fxpasses.runtime.prologue import autocast_state
 
 
@@ -57,10 +58,11 @@ class Definition:
 class Hints:
     """The hints of one attempt at tracing one frame."""
 
-    def __init__(self) -> None:
+    def __init__(self, skipping: Skipping | None = None) -> None:
         self.answers: list[Answer] = []
         self.metadata: LiveMetadata | None = None
         self.definitions: dict[Any, Definition] = {}
+        self.skipping = skipping
         self.companions: list[str] = []  # sources of what the graph's prologue brings to the host
         self.operators = 0  # that run on fake tensors now, one inside the other
         self.autocast = autocast_state()

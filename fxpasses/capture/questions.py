@@ -26,6 +26,13 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses import fake_impls
 
 from fxpasses.capture.hints import hints_for, run_node_with_hints
+from fxpasses.capture.skip_patches import (
+    counted,
+    known_number,
+    loop_patch,
+    skip_patches,
+    truth_if_experts_have_tokens,
+)
 from fxpasses.capture.slices import slice_with_hints
 from fxpasses.graph.symbols import is_unbacked
 
@@ -34,6 +41,7 @@ Patch = tuple[Any, Any, Any]  # where (an object, a list or a dict), under which
 
 def patches() -> Iterator[Patch]:
     """What is put into Dynamo for the time of a trace. Raises where torch lacks a name."""
+    yield from skip_patches()
     yield utils, "run_node", run_node_with_hints(utils.run_node)
     yield BuiltinVariable, "call_bool", _call_bool(BuiltinVariable.call_bool)
     yield lists, "iter_contains", _iter_contains(lists.iter_contains)
@@ -44,7 +52,8 @@ def patches() -> Iterator[Patch]:
     yield implementations, slice_tensor, slice_with_hints(implementations[slice_tensor])
     for table in _dispatch_tables():
         for opcode, handler in enumerate(table):
-            wrapper = _jump(handler, dis.opname[opcode]) if handler is not None else None
+            name = dis.opname[opcode]
+            wrapper = (_jump(handler, name) or loop_patch(handler, name)) if handler is not None else None
             if wrapper is not None:
                 yield table, opcode, wrapper
 
@@ -64,9 +73,13 @@ def _jump(handler: Callable[..., Any], name: str) -> Callable[..., Any] | None:
         return None
 
     def jump(tx: Any, instruction: Any) -> Any:
-        if not isinstance(tx.stack[-1], TensorVariable) or _is_assertion(tx):
+        if not isinstance(tx.stack[-1], (TensorVariable, SymNodeVariable)) or _is_assertion(tx):
             return handler(tx, instruction)
-        truth = _truth(tx, tx.stack[-1])
+        truth = None
+        if name.startswith("POP_JUMP"):
+            truth = truth_if_experts_have_tokens(tx, instruction, "IF_TRUE" in name)
+        if truth is None and isinstance(tx.stack[-1], TensorVariable):
+            truth = _truth(tx, tx.stack[-1])
         if truth is None:
             return handler(tx, instruction)
         value = tx.pop()
@@ -149,6 +162,9 @@ def _iter_contains(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _torch_function(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        counts = counted(tx, getattr(self.value, "__name__", ""), args, kwargs)
+        if counts is not None:
+            return counts
         if self.value is torch.equal and len(args) == 2 and not kwargs:
             equal = _equal(tx, *args)
             if equal is not None:
@@ -169,6 +185,13 @@ def _torch_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tensor_method(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("item", "tolist", "__index__", "__int__"):
+            number = known_number(tx, self, name)
+            if number is not None:
+                return number
+        counts = counted(tx, name, [self, *args], kwargs)
+        if counts is not None:
+            return counts
         if name == "tolist" and not args and not kwargs:
             numbers = _numbers(tx, self)
             if numbers is not None:

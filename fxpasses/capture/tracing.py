@@ -22,6 +22,8 @@ from torch.fx import GraphModule
 from fxpasses.capture import guarding
 from fxpasses.capture.assumptions import assumptions_of
 from fxpasses.capture.hints import Hints, current
+from fxpasses.capture.skipping import Skipping
+from fxpasses.graph.skips import Skip
 from fxpasses.report import Report
 
 log = logging.getLogger(__name__)
@@ -32,13 +34,16 @@ _MOST_VARIANTS = 6
 
 
 @contextmanager
-def hints_while_tracing(code: CodeType) -> Iterator[Hints | None]:
-    """Hints for the trace inside; None where this torch lacks a private name, or the frame has too many variants."""
+def hints_while_tracing(code: CodeType, skips: bool) -> Iterator[Hints | None]:
+    """Hints for the trace inside; None where this torch lacks a private name, or the frame has too many variants.
+
+    skips: whether loops that pass over experts without tokens may be captured (`capture/skipping.py`).
+    """
     if _variants.get(code, 0) >= _MOST_VARIANTS or not _patched.enter():
         with no_hints():
             yield None
         return
-    hints = Hints()
+    hints = Hints(Skipping() if skips else None)
     token = current.set(hints)
     try:
         with _config.patch(ignore_logging_functions=_config.ignore_logging_functions | _said_once()):
@@ -101,6 +106,17 @@ def report() -> Report | None:
         changes=[f"assumed: {assumption}" for assumption in found],
         figures={"assumptions": len(found)},
     )
+
+
+def skips() -> list[Skip]:
+    """The skips of the running trace."""
+    hints = current.get()
+    return hints.skipping.skips if hints is not None and hints.skipping is not None else []
+
+
+def unproved_skips() -> list[Skip]:
+    """Those that no pass has proved."""
+    return [skip for skip in skips() if not skip.proved]
 
 
 def note_companions(sources: Sequence[str]) -> None:

@@ -31,10 +31,12 @@ from fxpasses.graph import effects
 from fxpasses.graph.families import Family, Mismatch, Unifier, members, operator_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import Region
+from fxpasses.graph.skips import Skip, skips_of
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.lifting import Lifting, Rows
 from fxpasses.passes.experts.loops import Loop, find_loops, has_rows
 from fxpasses.passes.experts.selection import Unknown, cut_of, is_query, selection_of
+from fxpasses.passes.experts.skips import erase_unused, prove, prove_idle
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
@@ -55,12 +57,13 @@ class GroupExperts:
             return report
         grouped = 0
         for region in Region(gm).walk():
-            for found in self._loops_of(region, context.fake_mode):
+            for found in self._loops_of(region, context.fake_mode, skips_of(gm)):
                 if isinstance(found, Refusal):
                     report.refusals.append(found)
                 else:
                     grouped += len(found)
                     report.changes += found
+            prove_idle(region.gm.graph, skips_of(gm), context.fake_mode)
             region.gm.recompile()
         report.changed = grouped > 0
         if grouped:
@@ -68,7 +71,7 @@ class GroupExperts:
             report.figures = {"loops_grouped": grouped}
         return report
 
-    def _loops_of(self, region: Region, fake_mode: Any) -> Iterator[list[str] | Refusal]:
+    def _loops_of(self, region: Region, fake_mode: Any, skips: dict[int, Skip]) -> Iterator[list[str] | Refusal]:
         """What became of each loop. One may go on with another's sum, so they are looked for anew after each change."""
         tried: set[tuple[Node, ...]] = set()
         while True:
@@ -77,15 +80,15 @@ class GroupExperts:
             if loop is None:
                 return
             tried.add(key)
-            yield self._group(region, loop, fake_mode)
+            yield self._group(region, loop, fake_mode, skips)
 
-    def _group(self, region: Region, loop: Loop, fake_mode: Any) -> list[str] | Refusal:
+    def _group(self, region: Region, loop: Loop, fake_mode: Any, skips: dict[int, Skip]) -> list[str] | Refusal:
         """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
         refusal = None
         for rounds in loop.rounds():
             groupings = []
             try:
-                groupings = [_Grouping(region, inner, fake_mode) for inner in rounds]
+                groupings = [_Grouping(region, inner, fake_mode, skips) for inner in rounds]
                 if len({grouping.experts() for grouping in groupings}) > 1:
                     raise Unknown("the rounds of the loop are of different experts")
                 return self._run_all(groupings)
@@ -111,7 +114,7 @@ class GroupExperts:
 class _Grouping:
     """One loop: check everything first, lift, and put the result where the last branch ended."""
 
-    def __init__(self, region: Region, loop: Loop, fake_mode: Any) -> None:
+    def __init__(self, region: Region, loop: Loop, fake_mode: Any, skips: dict[int, Skip]) -> None:
         """Raises `Unknown` or `Mismatch` where the branches are not one program, or the loop may not be moved."""
         self.graph = region.gm.graph
         self.loop = loop
@@ -128,6 +131,9 @@ class _Grouping:
         if self.selection is None and self.cut is None:
             raise Unknown("the branches ask for no tokens")
         self.inside = self._check(families, self.cut.nodes if self.cut is not None else ())
+        ends = {node for merge in loop.merges for node in (merge.node, *merge.parts)}
+        routing = self.selection or self.cut
+        self.proof = prove(self.graph, skips, loop, self.inside | ends, routing, fake_mode)
 
     def experts(self) -> Any:
         """Which experts the branches are of."""
@@ -154,6 +160,8 @@ class _Grouping:
             raise
         self._replace(result, last)
         self._erase(self.inside)
+        erase_unused(self.graph, self.proof.conditions, self._assertions_on)
+        self.proof.conclude()
         return f"{self.loop.kind} ×{len(self.loop.merges)} at {place} → one grouped program"
 
     # Legality

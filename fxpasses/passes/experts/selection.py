@@ -155,7 +155,7 @@ def _slice_of_one_hot(mask: Family) -> Selection:
     source, index = mask.args[0], mask.args[1]
     if not isinstance(source, Node):
         raise Unknown("the routing differs between the experts", mask.nodes[0])
-    ids, axes = _one_hot(source)
+    ids, axes = one_hot_of(source)
     if mask.name == "select":
         position, constants = mask.args[1] % len(axes), mask.args[2]
     else:
@@ -176,7 +176,7 @@ def _slice_of_one_hot(mask: Family) -> Selection:
     return Selection(ids, rest, dims, first, step, len(mask.nodes))
 
 
-def _one_hot(node: Node) -> tuple[Node, list[int | None]]:
+def one_hot_of(node: Node) -> tuple[Node, list[int | None]]:
     """The ids that a one-hot tensor was made of, and what its axes are: axes of the ids, None for the experts'."""
     name = operator_of(node)
     source = node.args[0] if node.args else None
@@ -186,18 +186,18 @@ def _one_hot(node: Node) -> tuple[Node, list[int | None]]:
     if not isinstance(source, Node):
         raise Unknown("a mask that is no `one_hot`", node)
     if name == "permute":
-        ids, axes = _one_hot(source)
+        ids, axes = one_hot_of(source)
         order = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
         return ids, [axes[int(i)] for i in order]  # type: ignore[arg-type]
     if name == "transpose":
-        ids, axes = _one_hot(source)
+        ids, axes = one_hot_of(source)
         one, other = (int(i) % len(axes) for i in node.args[1:3])  # type: ignore[arg-type]
         axes[one], axes[other] = axes[other], axes[one]
         return ids, axes
     if name in ("bool", "to", "long", "int", "contiguous"):
-        return _one_hot(source)
+        return one_hot_of(source)
     if name in ("sum", "any", "amax") and len(node.args) == 2 and isinstance(node.args[1], int) and not node.kwargs:
-        ids, axes = _one_hot(source)
+        ids, axes = one_hot_of(source)
         dropped = axes[node.args[1] % len(axes)]
         if dropped is None or not is_topk_index(ids):
             raise Unknown("a sum of one-hot masks", node)

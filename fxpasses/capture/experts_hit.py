@@ -1,0 +1,133 @@
+"""Values of the graph that are known if every expert has tokens: which experts have some, and what follows from it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxpasses.graph import effects
+from fxpasses.graph.families import operator_of
+from fxpasses.graph.routing import chooses_among, is_integer
+
+_EVALUATED = frozenset(
+    {"eq", "flatten", "ge", "getitem", "gt", "int", "item", "le", "long", "lt", "ne", "reshape", "select", "squeeze",
+     "unsqueeze", "view", "cpu", "detach"}
+)  # fmt: skip
+# What leads from the router's choice to a mask, a count, or a number of tokens.
+_ROUTING = _EVALUATED | frozenset(
+    {"any", "amax", "bool", "count_nonzero", "float", "greater", "max", "permute", "sum", "t", "to", "transpose",
+     "type", "not_equal", "where", "nonzero", "numel", "size", "sym_size", "sym_size.int", "__len__", "shape", "add",
+     "sub", "sym_not", "getattr"}
+)  # fmt: skip
+_COMPARISONS = {
+    "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le,
+    "greater": operator.gt, "not_equal": operator.ne,
+}  # fmt: skip
+_COUNTS = frozenset({"any", "sum", "count_nonzero", "getitem", "select", "bool", "amax", "max"})
+_MOST_STEPS = 16
+
+
+def is_routing(node: Node) -> bool | None:
+    """The truth that a condition has for an expert with tokens: `mask.any()`, `mask.sum() == 0`; None for others."""
+    compare = _COMPARISONS.get(operator_of(node))
+    number = node.args[1] if len(node.args) == 2 else None
+    if compare is not None and type(number) is int:
+        asked = node.args[0]
+        truths = {bool(compare(count, number)) for count in (1, 2, 3, 10**9)}
+        if not isinstance(asked, Node) or operator_of(asked) not in _COUNTS or not leads_to_routing(asked):
+            return None
+        return truths.pop() if len(truths) == 1 and compare(0, number) not in truths else None
+    return True if operator_of(node) in _COUNTS and leads_to_routing(node) else None
+
+
+def leads_to_routing(node: Node) -> bool:
+    """Whether a tensor is made of comparisons of integers with a number, of one-hot masks or of counts."""
+    for _ in range(_MOST_STEPS):
+        name = operator_of(node)
+        if name in ("one_hot", "bincount", "histc"):
+            return True
+        if not node.args or not isinstance(node.args[0], Node):
+            return False
+        if name in ("eq", "__eq__") and is_integer(node.args[0]):
+            return True
+        if name in ("scatter_", "scatter", "scatter_add", "scatter_add_"):
+            return True
+        if name not in _ROUTING:
+            return False
+        node = node.args[0]
+    return False
+
+
+class AssumedValues:
+    """Real tensors, on the CPU, for nodes that follow from the assumption."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, torch.Tensor | None] = {}
+
+    def note(self, node: Node, value: torch.Tensor) -> None:
+        self._known[node] = value
+
+    def of(self, variable: Any) -> torch.Tensor | None:
+        """The value of a tensor in Dynamo's hands that was made of all experts' numbers, or None."""
+        proxy = getattr(variable, "proxy", None)
+        return self._value(proxy.node) if self._known and proxy is not None else None
+
+    def _value(self, node: Node) -> torch.Tensor | None:
+        if node not in self._known:
+            self._known[node] = self._evaluated(node, self._value)
+        return self._known[node]
+
+    def if_all_are_hit(self, node: Node) -> torch.Tensor | None:
+        """The value of `hit`, or of `hit.flatten()`, where `hit` lists the experts that have tokens; or None."""
+        count = _number_of_experts(node)
+        if count is None:
+            return self._evaluated(node, self.if_all_are_hit)
+        value = torch.arange(count, dtype=node.meta["example_value"].dtype)
+        return value.unsqueeze(1) if operator_of(node) == "nonzero" else value
+
+    def _evaluated(self, node: Node, value_of: Any) -> torch.Tensor | None:
+        if operator_of(node) not in _EVALUATED or not node.args:
+            return None
+        values = {operand: value_of(operand) for operand in node.all_input_nodes}
+        if not values or any(value is None for value in values.values()):
+            return None
+        try:
+            with _disable_current_modes():
+                value = effects.call(node, *torch.fx.map_arg((node.args, node.kwargs), lambda operand: values[operand]))
+        except Exception:
+            return None
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+
+
+def list_of_hits(node: Node) -> Node:
+    """The node that asks for the experts, behind those that only reshape its result: Dynamo drops what is unused."""
+    while operator_of(node) not in ("nonzero", "where", "unique") and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _number_of_experts(node: Node) -> int | None:
+    """How many experts there are, where `node` lists those with tokens: `(counts > 0).nonzero()`, `ids.unique()`."""
+    name = operator_of(node)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if name == "nonzero" and not node.kwargs.get("as_tuple", len(node.args) > 1):
+        return _elements_of_mask(source)
+    if name == "getitem" and node.args[1] == 0 and operator_of(source) in ("where", "nonzero"):
+        mask = source.args[0] if len(source.args) == 1 or operator_of(source) == "nonzero" else None
+        return _elements_of_mask(mask) if isinstance(mask, Node) else None
+    if name == "unique" and len(node.args) == 1 and not node.kwargs:
+        return chooses_among(source)
+    return None
+
+
+def _elements_of_mask(mask: Node) -> int | None:
+    example = mask.meta.get("example_value")
+    if not isinstance(example, torch.Tensor) or example.ndim != 1 or not isinstance(example.shape[0], int):
+        return None
+    return example.shape[0] if leads_to_routing(mask) else None

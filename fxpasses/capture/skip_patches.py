@@ -1,0 +1,169 @@
+"""Where Dynamo is watched for loops that pass over experts without tokens (`capture/skipping.py`).
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `InstructionTranslatorBase.step`, the handlers of GET_ITER,
+FOR_ITER and COMPARE_OP in its dispatch tables, `SideEffects.mutation`, `.store_attr` (cells are stored as attributes
+too) and `.store_global`, the marks on new objects `ValueMutationNew` and `AttributeMutationNew`,
+`BuiltinVariable.call_function`, and `TensorVariable.call_method`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import side_effects, symbolic_convert, variables
+from torch._dynamo.variables import base
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from fxpasses.capture import hints
+from fxpasses.capture.skipping import Skipping, stamped
+from fxpasses.graph.routing import chooses_among
+
+
+def skip_patches() -> Iterator[tuple[Any, str, Any]]:
+    """All but those of the dispatch tables; see `questions.patches`."""
+    translator, effects = symbolic_convert.InstructionTranslatorBase, side_effects.SideEffects
+    yield translator, "step", _step(translator.step)
+    for name in ("mutation", "store_attr", "store_global"):
+        yield effects, name, _changing(getattr(effects, name))
+    yield BuiltinVariable, "call_function", _builtin(BuiltinVariable.call_function)
+    for mark in (base.ValueMutationNew, base.AttributeMutationNew):
+        yield mark, "__init__", stamped(mark.__init__)
+
+
+def loop_patch(handler: Callable[..., Any], name: str) -> Callable[..., Any] | None:
+    """What to put in place of the handler of an opcode, if it begins or continues a loop, or compares."""
+    wrap = {"GET_ITER": _get_iter, "FOR_ITER": _for_iter, "COMPARE_OP": _compare}.get(name)
+    return wrap(handler) if wrap is not None else None
+
+
+def skipping_for(output: Any) -> Skipping | None:
+    """The skips of the trace that writes `output`, if loops may be captured so."""
+    found = hints.hints_for(output)
+    return found.skipping if found is not None else None
+
+
+def _step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any) -> Any:
+        skipping = skipping_for(self.output)
+        if skipping is not None and self.instruction_pointer is not None:
+            skipping.before_step(self)
+        return original(self)
+
+    return step
+
+
+def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changing(self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
+        found = hints.current.get()
+        if found is not None and found.skipping is not None:
+            found.skipping.changed(variable)
+        return original(self, variable, *args, **kwargs)
+
+    return changing
+
+
+def _get_iter(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def get_iter(tx: Any, instruction: Any) -> Any:
+        skipping = skipping_for(tx.output)
+        if skipping is not None:
+            value = tx.stack[-1]
+            if isinstance(value, TensorVariable):
+                every = skipping.all_experts(tx, value)
+                if every is not None:
+                    tx.pop()
+                    tx.push(every)
+            elif isinstance(value, variables.TupleVariable):
+                skipping.begin_list(tx, value)
+        return handler(tx, instruction)
+
+    return get_iter
+
+
+def _compare(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """`ids == e`, with a number in place of a tensor of one element that is known."""
+
+    def compare(tx: Any, instruction: Any) -> Any:
+        skipping = skipping_for(tx.output)
+        if skipping is not None and skipping.values.of(tx.stack[-2]) is None:
+            tx.push(_number_or(skipping, tx.pop()))
+        return handler(tx, instruction)
+
+    return compare
+
+
+def _for_iter(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def for_iter(tx: Any, instruction: Any) -> Any:
+        place = tx.instruction_pointer - 1
+        result = handler(tx, instruction)
+        skipping = skipping_for(tx.output)
+        if skipping is not None:
+            skipping.begin_round(tx, place)
+        return result
+
+    return for_iter
+
+
+def truth_if_experts_have_tokens(tx: Any, instruction: Any, jumps_if: bool) -> bool | None:
+    """The truth of what a jump asks, on the top of the stack, if every expert has tokens; None for other questions."""
+    skipping = skipping_for(tx.output)
+    return skipping.truth(tx, instruction, tx.stack[-1], jumps_if) if skipping is not None else None
+
+
+def counted(tx: Any, function: str, args: Any, kwargs: Any) -> Any:
+    """`torch.bincount(ids, minlength=E)` with a size that is known, where the graph shows that the ids are below E.
+
+    Its own size is E or more, by the ids: nobody could loop over it. None for other calls.
+    """
+    if function != "bincount" or len(args) != 1 or set(kwargs) != {"minlength"} or skipping_for(tx.output) is None:
+        return None
+    (ids,), count = args, kwargs["minlength"]
+    if not isinstance(ids, TensorVariable) or not count.is_python_constant():
+        return None
+    node = ids.as_proxy().node
+    choices = chooses_among(node)
+    if choices is None or node.meta["example_value"].ndim != 1 or choices > count.as_python_constant():
+        return None
+    constant = variables.ConstantVariable.create
+    options = {"dtype": constant(torch.int64)}
+    zeros = ids.call_method(tx, "new_zeros", [count], options)
+    index = ids.call_method(tx, "long", [], {})
+    ones = index.call_method(tx, "new_ones", [index.call_method(tx, "size", [], {})], {})
+    return zeros.call_method(tx, "scatter_add", [constant(0), index, ones], {})
+
+
+def known_number(tx: Any, tensor: Any, name: str) -> Any:
+    """`e.item()` and `hit.tolist()` as a constant or a tuple of constants in Dynamo's hands; None where not known."""
+    skipping = skipping_for(tx.output)
+    if skipping is None:
+        return None
+    value = skipping.values.of(tensor)
+    if value is not None and value.numel() == 1 and (value.ndim == 0 or name != "tolist"):
+        return variables.ConstantVariable.create(value.item())
+    return skipping.list_of_all_experts(tx, tensor) if name == "tolist" else None
+
+
+def _builtin(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`mask[e]`, with a number in place of a tensor of one element that is known."""
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is operator.getitem and len(args) == 2:
+            skipping = skipping_for(tx.output)
+            if skipping is not None and skipping.values.of(args[0]) is None:
+                args = [args[0], _number_or(skipping, args[1])]
+        return original(self, tx, args, kwargs)
+
+    return call_function
+
+
+def _number_or(skipping: Skipping, index: Any) -> Any:
+    if isinstance(index, variables.TupleVariable):
+        items = [_number_or(skipping, item) for item in index.items]
+        return variables.TupleVariable(items) if items != index.items else index
+    value = skipping.values.of(index)
+    if value is None or value.ndim != 0 or value.dtype.is_floating_point or value.dtype is torch.bool:
+        return index
+    return variables.ConstantVariable.create(value.item())

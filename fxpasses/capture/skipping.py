@@ -1,0 +1,293 @@
+"""Capture loops that pass over experts without tokens: the trace goes through every body, and notes what that assumed.
+
+Only the router knows whether an expert has tokens, so `if tok.numel() == 0: continue` is a question that no trace can
+answer. It is answered here by "it has some", without a trace in the shape environment: nothing that is traced later
+rests on it. From the jump to the place where both ways meet, Python's state is watched. A variable that is used later
+and holds another tensor than before is noted for the pass; any other difference (a counter, a list that grew, an
+attribute) means that the body does something without tokens too, or might: the skip is not proved, and so taken back.
+
+`for e in hit`, over a tensor of the experts that have tokens, is a loop over all experts with such a body: `hit` is
+replaced, in this loop alone, by all of them, and numbers read from it are known.
+
+Every `Skip` must be proved by a pass. See `graph/skips.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo import variables
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._guards import TracingContext
+
+from fxpasses.capture.experts_hit import AssumedValues, is_routing, leads_to_routing, list_of_hits
+from fxpasses.capture.liveness import follow, live_at
+from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, mark
+from fxpasses.graph.symbols import is_unbacked
+
+_clock = itertools.count()
+
+
+@dataclass(eq=False)
+class _Body:
+    """A body that is being traced: from where, to where, and how things were before it."""
+
+    skip: Skip
+    tx: Any
+    start: int
+    end: int
+    live: frozenset[str]
+    variables: dict[str, Any]
+    stack: list[Any]
+    blocks: int
+    graph: Any
+    last_node: Any
+    born: int
+    spoiled: bool = False
+
+
+class Skipping:
+    """The skips of one attempt at tracing one frame."""
+
+    def __init__(self) -> None:
+        self.skips: list[Skip] = []
+        self.values = AssumedValues()
+        self._bodies: list[_Body] = []
+        self._loops: dict[tuple[Any, int], tuple[Any, Any]] = {}  # by translator and FOR_ITER: the node, and a count
+        self._lists: dict[int, tuple[Any, Any]] = {}  # lists of all experts, by id: the list, and the node of the hits
+
+    @property
+    def unproved(self) -> list[Skip]:
+        return [skip for skip in self.skips if not skip.proved]
+
+    # Jumps
+
+    def truth(self, tx: Any, instruction: Any, value: Any, jumps_if: bool) -> bool | None:
+        """What to take for the truth of a condition at a jump; None where it is no question about routing."""
+        known = self.values.of(value)
+        if known is not None and known.numel() == 1:
+            return bool(known)
+        found = _condition(value)
+        if found is None:
+            return None
+        truth, kind, symbol, node = found
+        skip = self._new(kind, symbol=symbol, truth=truth)
+        if node is not None:
+            mark(node, skip, CONDITION)
+        places = {other: place for place, other in enumerate(tx.instructions)}
+        target, following = places[instruction.target], tx.instruction_pointer
+        passed_over = following if truth is jumps_if else target
+        self._begin(tx, following - 1, follow(tx.instructions, passed_over), skip, popped=1)
+        return truth
+
+    def _new(self, kind: str, **fields: Any) -> Skip:
+        self.skips.append(Skip(len(self.skips), kind, _user_line(), **fields))
+        return self.skips[-1]
+
+    # Loops over the experts that have tokens
+
+    def all_experts(self, tx: Any, tensor: Any) -> Any:
+        """All experts, in place of those in `tensor` that have tokens, as a tensor in Dynamo's hands; or None."""
+        node = tensor.as_proxy().node
+        if not is_unbacked_size(node) or not self._begins_loop(tx):
+            return None
+        value = self.values.if_all_are_hit(node)
+        if value is None:
+            return None
+        device = node.meta["example_value"].device
+        build = variables.TorchInGraphFunctionVariable
+        constant = variables.ConstantVariable.create
+        options = {"dtype": constant(value.dtype), "device": constant(device)}
+        every: Any = build(torch.arange).call_function(tx, [constant(value.shape[0])], options)
+        if value.ndim == 2:
+            every = every.call_method(tx, "unsqueeze", [constant(1)], {})
+        self.values.note(every.as_proxy().node, value)
+        self._loops[tx, tx.instruction_pointer] = (list_of_hits(node), itertools.count())
+        return every
+
+    def list_of_all_experts(self, tx: Any, tensor: Any) -> Any:
+        """The same for `tensor.tolist()`, where the program does nothing with the list but to loop over it; or None."""
+        node = tensor.as_proxy().node
+        if not is_unbacked_size(node) or not self._is_only_looped_over(tx):
+            return None
+        value = self.values.if_all_are_hit(node)
+        if value is None or value.ndim != 1:
+            return None
+        numbers = [variables.ConstantVariable.create(int(number)) for number in value]
+        made = variables.TupleVariable(numbers)
+        self._lists[id(made)] = (made, list_of_hits(node))
+        return made
+
+    def begin_list(self, tx: Any, value: Any) -> None:
+        """`for e in hit.tolist()` begins."""
+        made, node = self._lists.get(id(value), (None, None))
+        if made is value and node is not None:
+            self._loops[tx, tx.instruction_pointer] = (node, itertools.count())
+
+    def begin_round(self, tx: Any, place: int) -> None:
+        """FOR_ITER, the instruction at `place`, has taken the next element."""
+        node, count = self._loops.get((tx, place), (None, None))
+        if node is None or tx.instruction_pointer != place + 1:
+            return
+        skip = self._new("hit", index=next(count))
+        mark(node, skip, CONDITION)
+        self._begin(tx, place, place, skip, popped=1)
+
+    def _begins_loop(self, tx: Any) -> bool:
+        return tx.instructions[tx.instruction_pointer].opname == "FOR_ITER"
+
+    def _is_only_looped_over(self, tx: Any) -> bool:
+        code, place = tx.instructions, tx.instruction_pointer
+        if code[place].opname == "GET_ITER":
+            return code[place + 1].opname == "FOR_ITER"
+        if code[place].opname != "STORE_FAST":
+            return False
+        name = code[place].argval
+        uses = [at for at, i in enumerate(code) if i.argval == name and "FAST" in i.opname and at != place]
+        return len(uses) == 1 and [i.opname for i in code[uses[0] : uses[0] + 3]] == [
+            "LOAD_FAST",
+            "GET_ITER",
+            "FOR_ITER",
+        ]
+
+    # Bodies
+
+    def _begin(self, tx: Any, start: int, end: int, skip: Skip, popped: int) -> None:
+        """popped: how many values on the stack the body does not find there when it is passed over."""
+        graph = tx.output.current_tracer.graph
+        self._bodies.append(
+            _Body(
+                skip=skip,
+                tx=tx,
+                start=start,
+                end=end,
+                live=live_at(tx.instructions, end),
+                variables=dict(tx.symbolic_locals),
+                stack=list(tx.stack[:-popped]),
+                blocks=len(tx.block_stack),
+                graph=graph,
+                last_node=graph._root.prev,
+                born=next(_clock),
+                spoiled=tx.is_generator if hasattr(tx, "is_generator") else False,
+            )
+        )
+
+    def before_step(self, tx: Any) -> None:
+        """The translator is about to trace its next instruction."""
+        place = tx.instruction_pointer
+        while (found := self._ending(tx, place)) is not None:
+            ended = self._bodies[found]
+            del self._bodies[found:]  # those after it never came to their end
+            self._end(ended)
+        for body in self._bodies:
+            if body.tx is tx and body.start == place:
+                body.spoiled = True  # the other way never came to where this one should meet it
+
+    def _ending(self, tx: Any, place: int) -> int | None:
+        bodies = reversed(list(enumerate(self._bodies)))
+        return next((at for at, body in bodies if body.tx is tx and body.end == place), None)
+
+    def changed(self, variable: Any) -> None:
+        """Something in Python is changed: it may be what a body itself made."""
+        born = getattr(getattr(variable, "mutation_type", None), "fxpasses_born", -1)
+        for body in self._bodies:
+            body.spoiled |= born < body.born
+
+    def _end(self, body: _Body) -> None:
+        skip = body.skip
+        tx = body.tx
+        if body.spoiled or len(tx.block_stack) != body.blocks or tx.output.current_tracer.graph is not body.graph:
+            return
+        if len(tx.stack) != len(body.stack):
+            return
+        names = [name for name in body.live if name in body.variables or name in tx.symbolic_locals]
+        pairs = [(body.variables.get(name), tx.symbolic_locals.get(name)) for name in names]
+        pairs += list(zip(body.stack, tx.stack, strict=True))
+        different: list[Any] = [pair for pair in pairs if not _same(*pair, skip)]
+        if not all(isinstance(value, TensorVariable) for pair in different for value in pair):
+            return  # a number, a list, something new: no pass could prove it equal
+        made = []
+        node = body.graph._root.prev
+        while node is not body.last_node and node is not body.graph._root:
+            made.append(node)
+            node = node.prev
+        for node in made:
+            mark(node, skip, INSIDE)
+        for place, (before, after) in enumerate(different):
+            mark(before.as_proxy().node, skip, f"{BEFORE}{place}")
+            mark(after.as_proxy().node, skip, f"{AFTER}{place}")
+        skip.pairs = len(different)
+        skip.ended = True
+        if not made and not different:
+            skip.proved = True
+
+
+def is_unbacked_size(node: Any) -> bool:
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.Tensor) and example.ndim > 0 and is_unbacked(example.shape[0])
+
+
+def _condition(value: Any) -> tuple[bool, str, Any, Any] | None:
+    """(the truth if there are tokens, kind, symbol, node) of a condition that may ask whether there are tokens."""
+    if isinstance(value, SymNodeVariable):
+        expression = value.sym_num.node.expr
+        if len(expression.free_symbols) != 1:
+            return None
+        (symbol,) = expression.free_symbols
+        if not symbol.is_integer or not is_unbacked(value.sym_num) or not leads_to_routing(value.as_proxy().node):
+            return None
+        none, *some = (_truth(expression.xreplace({symbol: sympy.Integer(n)})) for n in (0, 1, 2, 3, 10**9))
+        if none is None or any(truth is None or truth is none for truth in some):
+            return None
+        return not none, "size", symbol, None
+    if isinstance(value, TensorVariable):
+        node = value.as_proxy().node
+        example = node.meta.get("example_value")
+        if not isinstance(example, torch.Tensor) or any(size != 1 for size in example.shape):
+            return None
+        truth = is_routing(node)
+        return None if truth is None else (truth, "tensor", None, node)
+    return None
+
+
+def _truth(value: Any) -> bool | None:
+    if value in (sympy.true, sympy.false):
+        return bool(value)
+    return bool(value != 0) if value.is_number else None
+
+
+def _same(before: Any, after: Any, skip: Skip) -> bool:
+    before, after = (v.unwrap() if hasattr(v, "unwrap") else v for v in (before, after))
+    if before is after:
+        return True
+    if before is None or after is None or type(before) is not type(after):
+        return False
+    if before.is_python_constant() and after.is_python_constant():
+        one, other = before.as_python_constant(), after.as_python_constant()
+        return type(one) is type(other) and one == other
+    if isinstance(before, TensorVariable):
+        return before.as_proxy().node is after.as_proxy().node
+    if isinstance(before, SymNodeVariable) and skip.symbol is not None:
+        empty = after.sym_num.node.expr.xreplace({skip.symbol: sympy.Integer(0)})
+        return bool(empty == before.sym_num.node.expr)
+    return False
+
+
+def _user_line() -> str:
+    frames = TracingContext.extract_stack()
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+def stamped(original: Any) -> Any:
+    """Wrap the constructor of Dynamo's marks on new objects: they remember when they were made."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fxpasses_born = next(_clock)
+
+    return init

@@ -1,0 +1,64 @@
+"""Parts of a program that run only for experts with tokens, captured as though every expert had some.
+
+    if tok.numel() == 0: continue        if mask.any(): ...        for e in hit: ...
+
+The trace goes through the body (`capture/skipping.py`), and a `Skip` notes what that assumed. It holds if the body does
+nothing without tokens; a pass that proves it sets `proved`. A skip that no pass proved is taken back: the frame is
+traced again without it. Nodes of the graph refer to skips by number, in their `meta`, which copies of a graph keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+SKIPS = "fxpasses_skips"  # in a graph module's meta: its list of `Skip`; in a node's: a list of (number, role)
+INSIDE = "inside"  # made by the body
+CONDITION = "condition"  # a tensor with one element, or a size's tensor, that the program asks
+BEFORE, AFTER = "before", "after"  # with the place among `Skip.pairs`: a variable's value, had the body run or not
+
+
+@dataclass(eq=False)
+class Skip:
+    """number: what nodes refer to it by. where: `file.py:12`.
+
+    The body is passed over where the condition does not hold. kind says what the condition is:
+
+    - "size": `expression`, a sympy expression over the unbacked symbol `symbol`, is true; it is so if and only if the
+      symbol is at least 1.
+    - "tensor": the node marked CONDITION has the truth `truth`.
+    - "hit": `index` is among the experts that the node marked CONDITION lists.
+
+    pairs: how many variables that are used afterwards hold another tensor if the body ran. ended: the body came to
+    where the program goes on in either case, with the rest of Python's state as it was; else the skip cannot be proved.
+    """
+
+    number: int
+    kind: str
+    where: str
+    symbol: Any = None
+    truth: bool = True
+    index: int = 0
+    pairs: int = 0
+    ended: bool = False
+    proved: bool = False
+
+
+def mark(node: Node, skip: Skip, role: str) -> None:
+    node.meta.setdefault(SKIPS, []).append((skip.number, role))
+
+
+def marks(node: Node) -> list[tuple[int, str]]:
+    return node.meta.get(SKIPS, [])
+
+
+def marked(graph: Graph, number: int, role: str) -> Iterator[Node]:
+    """The nodes of a graph that have a role in a skip."""
+    return (node for node in graph.nodes if (number, role) in marks(node))
+
+
+def skips_of(gm: GraphModule) -> dict[int, Skip]:
+    return {skip.number: skip for skip in gm.meta.get(SKIPS, [])}

@@ -1,0 +1,300 @@
+"""Prove that a loop over experts may go through experts without tokens, which the program passes over.
+
+Three things make a `Skip` (`graph/skips.py`) superfluous: the program passes over an expert only if it has no pair; all
+that its body does is to merge the rows of that expert's pairs; and what variables hold after the body is what they held
+before, up to the merge. A merge of no rows changes nothing, in all kinds of loops that are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fxpasses.graph import effects
+from fxpasses.graph.families import operator_of
+from fxpasses.graph.routing import is_integer
+from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, marked, marks
+from fxpasses.passes.experts.loops import Loop
+from fxpasses.passes.experts.selection import Cut, Selection, Unknown, one_hot_of
+
+_SHAPE_ONLY = frozenset(
+    {"contiguous", "detach", "flatten", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view", "cpu"}
+)
+_CASTS = frozenset({"bool", "float", "int", "long", "to", "type"})
+_REDUCTIONS = frozenset({"amax", "any", "count_nonzero", "sum"})
+_NARROW = (torch.int8, torch.uint8, torch.int16)
+# (operator, number) of comparisons that are true if and only if a count is not zero, and the opposite.
+_SOME = {("gt", 0), ("ge", 1), ("ne", 0), ("greater", 0), ("not_equal", 0), ("greater_equal", 1)}
+_NONE = {("eq", 0), ("lt", 1), ("le", 0), ("less", 1), ("less_equal", 0)}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """skips: those that a loop's grouping makes superfluous. conditions: the nodes that only they ask."""
+
+    skips: tuple[Skip, ...]
+    conditions: frozenset[Node]
+
+    def conclude(self) -> None:
+        for skip in self.skips:
+            skip.proved = True
+
+
+def prove(
+    graph: Graph,
+    skips: dict[int, Skip],
+    loop: Loop,
+    own: set[Node],
+    routing: Selection | Cut | None,
+    fake_mode: Any,
+) -> Proof:
+    """own: the loop's nodes, ends included, which the pass has checked. Raises `Unknown`."""
+    if not skips or routing is None:
+        return Proof((), frozenset())
+    numbers = {number for node in own for number, role in marks(node) if role == INSIDE}
+    conditions: set[Node] = set()
+    for number in sorted(numbers):
+        skip = skips[number]
+        branches = [place for place, merge in enumerate(loop.merges) if (number, INSIDE) in marks(merge.node)]
+        if not skip.ended or len(branches) != 1:
+            raise Unknown(f"what runs only with tokens, at {skip.where}, does more than to merge one expert's rows")
+        conditions |= _check_condition(graph, skip, branches[0], routing)
+        _check_body(graph, skip, own, fake_mode)
+        _check_pairs(graph, skip, loop, branches[0])
+    return Proof(tuple(skips[number] for number in sorted(numbers)), frozenset(conditions))
+
+
+def prove_idle(graph: Graph, skips: dict[int, Skip], fake_mode: Any) -> None:
+    """Prove skips whose bodies compute what nobody uses: `if e == padding: continue` in a loop over experts."""
+    for skip in skips.values():
+        if skip.proved or not skip.ended or skip.pairs or not any(marked(graph, skip.number, INSIDE)):
+            continue
+        try:
+            _check_body(graph, skip, set(), fake_mode)
+        except Unknown:
+            continue
+        skip.proved = True
+
+
+def erase_unused(graph: Graph, nodes: Iterable[Node], assertions_on: Callable[[set[Node]], set[Node]]) -> None:
+    """Erase those of the nodes that only assertions of their sizes look at, and what only led to them."""
+    waiting, erased = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        writes = str(node.target).endswith("_") or operator_of(node) in effects.WRITERS
+        if node in erased or not node.op.startswith("call") or writes or node.is_impure():
+            continue
+        about = assertions_on({node}) if node.users else set()
+        if not set(node.users) <= about:
+            continue
+        for other in (*(n for n in reversed(graph.nodes) if n in about), node):
+            waiting += other.all_input_nodes
+            erased.add(other)
+            graph.erase_node(other)
+
+
+def _check_condition(graph: Graph, skip: Skip, branch: int, routing: Selection | Cut) -> set[Node]:
+    """That the body is passed over only if the branch has no rows; returns what the program asks."""
+    if skip.kind == "size":
+        node = _binder_of(graph, skip.symbol)
+        asked = _asked(node) if node is not None else None
+    else:
+        node = next(marked(graph, skip.number, CONDITION), None)
+        if node is None:
+            asked = None
+        elif skip.kind == "hit":
+            source = _listed(node)
+            asked = (source, skip.index) if source is not None else None
+        else:
+            asked = _asked_by_truth(node, skip.truth)
+    if node is None or asked is None:
+        raise Unknown(f"what the program asks at {skip.where} is not known to be whether the expert has tokens")
+    source, expert = asked
+    if isinstance(routing, Selection):
+        right = source is _source(routing.ids) and expert == routing.first + routing.step * branch
+    else:
+        right = (source is routing.counts or source is _counted(routing.counts)) and expert == branch
+    if not right:
+        raise Unknown(f"the program asks at {skip.where} for the tokens of another expert", node)
+    _check_not_written(graph, source, node)
+    return {node}
+
+
+def _check_not_written(graph: Graph, source: Node, condition: Node) -> None:
+    """Between the question and the loop's queries nobody may write integers: the routing, or what was made of it."""
+    started = False
+    for node in graph.nodes:
+        started |= node is source
+        if started and node.op.startswith("call") and _writes_integers(node) and node is not condition:
+            raise Unknown(f"`{node.name}` may write to the routing", node)
+
+
+def _writes_integers(node: Node) -> bool:
+    name = operator_of(node)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in effects.WRITERS or "out" in node.kwargs
+    if not in_place or not node.args:
+        return False
+    target = node.kwargs.get("out", node.args[0])
+    return isinstance(target, Node) and is_integer(target)
+
+
+def _check_body(graph: Graph, skip: Skip, own: set[Node], fake_mode: Any) -> None:
+    """That the rest of the body computes only, and nothing is written, drawn or asserted."""
+    for node in marked(graph, skip.number, INSIDE):
+        if node in own:
+            continue
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("example_value"))
+        try:
+            if node.op == "call_function" and node.target is torch.ops.aten._assert_scalar.default:
+                raise Unknown(f"`{node.name}` asserts something where there are tokens", node)
+            if node.op.startswith("call") and effects.observe(node, args, kwargs, fake_mode).writes:
+                raise Unknown(f"`{node.name}` writes where there are tokens", node)
+        except effects.Refused as refused:
+            raise Unknown(f"{refused.text}, where there are tokens", node) from refused
+
+
+def _check_pairs(graph: Graph, skip: Skip, loop: Loop, branch: int) -> None:
+    """That the variables which the body changes hold the sum, before it and after it."""
+    end = loop.merges[branch].node
+    for place in range(skip.pairs):
+        before = next(marked(graph, skip.number, f"{BEFORE}{place}"), None)
+        after = next(marked(graph, skip.number, f"{AFTER}{place}"), None)
+        starts = {end.args[0], loop.merges[branch - 1].node if branch else loop.buffer}
+        if after is not end or before is None or before not in starts:
+            raise Unknown(f"a variable that is used later changes only with tokens, at {skip.where}", after)
+
+
+def _binder_of(graph: Graph, symbol: Any) -> Node | None:
+    """The node whose result has the size, or is the number, that the symbol stands for."""
+    found = (node for node in graph.nodes if symbol in (node.meta.get("unbacked_bindings") or {}))
+    return next(found, None)
+
+
+# What a tensor says of the routing: (ids, e) if it has an element that is not zero if and only if e is among the ids.
+
+
+def _asked_by_truth(node: Node, truth: bool) -> tuple[Node, int] | None:
+    if not truth:
+        if (operator_of(node), node.args[1] if len(node.args) > 1 else None) not in _NONE:
+            return None
+        inner = node.args[0]
+        return _asked(inner) if isinstance(inner, Node) and _is_count(inner) else None
+    return _asked(node)
+
+
+def _is_count(node: Node) -> bool:
+    """Whether a tensor is a number of pairs, so that comparing it with 0 is no question for expert 0."""
+    name = operator_of(node)
+    if name in _CASTS | _SHAPE_ONLY:
+        return isinstance(node.args[0], Node) and _is_count(node.args[0])
+    if name in ("getitem", "select"):
+        return isinstance(node.args[0], Node) and _counted(node.args[0]) is not None
+    return name in _REDUCTIONS
+
+
+def _asked(node: Node) -> tuple[Node, int] | None:
+    name = operator_of(node)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if name in ("where", "nonzero") and (len(node.args) == 1 or name == "nonzero"):
+        return _asked(source)
+    if name == "getitem" and isinstance(node.args[1], Node):
+        index = node.args[1]
+        return _asked(index) if index.meta["example_value"].dtype is torch.bool else None
+    if name in ("eq", "__eq__") and is_integer(source) and type(node.args[1]) is int:
+        return _source(source), node.args[1]
+    if name in ("getitem", "select"):
+        return _element_asked(node, source)
+    if (name, node.args[1] if len(node.args) > 1 else None) in _SOME:
+        return _asked(source) if _is_count(source) else None
+    if name in _CASTS and node.meta["example_value"].dtype in _NARROW:
+        return None
+    return _asked(source) if name in _REDUCTIONS | _CASTS | _SHAPE_ONLY | {"item"} else None
+
+
+def _element_asked(node: Node, source: Node) -> tuple[Node, int] | None:
+    """`counts[e]`, `one_hot(ids, E).permute(2, 1, 0)[e]`."""
+    counted = _counted(source)
+    if counted is not None:
+        index = node.args[1] if operator_of(node) == "getitem" else node.args[2]
+        return (counted, index) if type(index) is int and index >= 0 else None
+    try:
+        ids, axes = one_hot_of(source)
+    except Unknown:
+        return None
+    if operator_of(node) == "select":
+        place, index = node.args[1], node.args[2]
+        return (_source(ids), index) if axes[place] is None and type(index) is int and index >= 0 else None  # type: ignore[index]
+    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    chosen = [(place, part) for place, part in enumerate(parts) if part != slice(None)]
+    if len(chosen) != 1 or Ellipsis in parts or None in parts:
+        return None
+    place, index = chosen[0]
+    return (_source(ids), index) if axes[place] is None and type(index) is int and index >= 0 else None
+
+
+def _listed(node: Node) -> Node | None:
+    """The ids of which a tensor lists the different ones, ascending: `(counts > 0).nonzero()`, `ids.unique()`."""
+    name = operator_of(node)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if name == "unique":
+        return _source(source)
+    if name == "nonzero" or (name == "where" and len(node.args) == 1):
+        return _counted(source)
+    if name == "getitem":
+        return _listed(source) if node.args[1] == 0 and operator_of(source) in ("where", "nonzero") else None
+    return _listed(source) if name in _SHAPE_ONLY else None
+
+
+def _counted(node: Node) -> Node | None:
+    """The ids of which element e of a vector is the number of those that are e, or is not zero if there are any."""
+    name = operator_of(node)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if (name, node.args[1] if len(node.args) > 1 else None) in _SOME or name in _SHAPE_ONLY:
+        return _counted(source)
+    if name in _CASTS:
+        return _counted(source) if node.meta["example_value"].dtype not in _NARROW else None
+    if name == "bincount" and not set(node.kwargs) - {"minlength"} and len(node.args) == 1:
+        return _source(source)
+    if name == "scatter_add" and len(node.args) == 4:
+        return _ones_added(node.args)
+    if name in _REDUCTIONS:
+        dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        try:
+            ids, axes = one_hot_of(source)
+        except Unknown:
+            return None
+        dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+        if not all(isinstance(dim, int) for dim in dims) or node.kwargs.get("keepdim", len(node.args) > 2):
+            return None
+        left = [axis for place, axis in enumerate(axes) if place not in {dim % len(axes) for dim in dims}]
+        return _source(ids) if left == [None] else None
+    return None
+
+
+def _ones_added(args: Sequence[Any]) -> Node | None:
+    """`zeros.scatter_add(0, ids, ones)`."""
+    zeros, dim, ids, ones = args
+    made = [operator_of(part) if isinstance(part, Node) else "" for part in (zeros, ones)]
+    if dim != 0 or made[0] not in ("zeros", "new_zeros") or made[1] not in ("ones_like", "ones", "new_ones"):
+        return None
+    return _source(ids)
+
+
+def _source(node: Node) -> Node:
+    """The ids, without what only changes their shape or width."""
+    while operator_of(node) in _SHAPE_ONLY | {"to", "long", "int"}:
+        inner = node.args[0]
+        if not isinstance(inner, Node) or not is_integer(inner) or node.meta["example_value"].dtype in _NARROW:
+            break
+        node = inner
+    return node
