@@ -20,8 +20,8 @@ _EVALUATED = frozenset(
 # What leads from the router's choice to a mask, a count, or a number of tokens.
 _ROUTING = _EVALUATED | frozenset(
     {"any", "amax", "bool", "count_nonzero", "float", "greater", "max", "permute", "sum", "t", "to", "transpose",
-     "type", "not_equal", "where", "nonzero", "numel", "size", "sym_size", "sym_size.int", "__len__", "shape", "add",
-     "sub", "sym_not", "getattr"}
+     "type", "not_equal", "where", "nonzero", "numel", "nelement", "size", "sym_size", "sym_size.int", "__len__",
+     "shape", "add", "sub", "sym_not", "sym_int", "getattr"}
 )  # fmt: skip
 _COMPARISONS = {
     "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le,
@@ -58,8 +58,40 @@ def leads_to_routing(node: Node) -> bool:
             return True
         if name not in _ROUTING:
             return False
-        node = node.args[0]
+        index = node.args[1] if name == "getitem" else None  # the size of `x[tok]` is that of `tok`
+        node = index if isinstance(index, Node) else node.args[0]
     return False
+
+
+def counted_mask(node: Node, symbol: Any) -> Node | None:
+    """The tensor of which `symbol` counts the elements that are not zero, or is the element.
+
+    `mask` for `torch.where(mask)[0].numel()` and `x[mask].shape[0]`, `mask.sum()` for `mask.sum().item()`.
+    """
+    for _ in range(_MOST_STEPS):
+        example, name = node.meta.get("example_value"), operator_of(node)
+        operands = [arg for arg in node.args[:2] if isinstance(arg, Node)]
+        if not operands:
+            return None
+        if name == "item":
+            is_asked = isinstance(example, (torch.SymInt, torch.SymBool)) and symbol in example.node.expr.free_symbols
+            return operands[0] if is_asked else None
+        if isinstance(example, torch.Tensor) and symbol not in _sizes(example):
+            return None
+        if name == "where" or (name == "nonzero" and node.op.startswith("call")):
+            return operands[0]
+        if name == "getitem" and len(operands) == 2:
+            node = operands[1]
+            if node.meta["example_value"].dtype is torch.bool:
+                return node
+        else:
+            node = operands[0]
+    return None
+
+
+def _sizes(tensor: torch.Tensor) -> list[Any]:
+    sizes: list[Any] = list(tensor.shape)
+    return [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
 
 
 class AssumedValues:

@@ -27,6 +27,7 @@ from torch._subclasses import fake_impls
 
 from fxpasses.capture.hints import hints_for, run_node_with_hints
 from fxpasses.capture.skip_patches import (
+    asks_for_tokens,
     counted,
     known_number,
     loop_patch,
@@ -136,6 +137,8 @@ def _call_bool(original: Callable[..., Any]) -> Callable[..., Any]:
             truth = _truth(tx, argument) if isinstance(argument, TensorVariable) else _answer(tx, argument)
             if truth is not None:
                 return _constant(tx, truth)
+            if isinstance(argument, TensorVariable) and asks_for_tokens(tx, argument):
+                return argument.call_method(tx, "item", [], {})
         return original(self, tx, argument)
 
     return call_bool

@@ -19,6 +19,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from fxpasses.capture import hints
+from fxpasses.capture.experts_hit import is_routing
 from fxpasses.capture.skipping import Skipping, stamped
 from fxpasses.graph.routing import chooses_among
 
@@ -111,6 +112,11 @@ def truth_if_experts_have_tokens(tx: Any, instruction: Any, jumps_if: bool) -> b
     """The truth of what a jump asks, on the top of the stack, if every expert has tokens; None for other questions."""
     skipping = skipping_for(tx.output)
     return skipping.truth(tx, instruction, tx.stack[-1], jumps_if) if skipping is not None else None
+
+
+def asks_for_tokens(tx: Any, tensor: Any) -> bool:
+    """Whether a tensor of one element may say whether an expert has tokens; its truth is left to the jump."""
+    return skipping_for(tx.output) is not None and is_routing(tensor.as_proxy().node) is not None
 
 
 def counted(tx: Any, function: str, args: Any, kwargs: Any) -> Any:

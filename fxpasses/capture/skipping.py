@@ -25,7 +25,7 @@ from torch._dynamo import variables
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import TracingContext
 
-from fxpasses.capture.experts_hit import AssumedValues, is_routing, leads_to_routing, list_of_hits
+from fxpasses.capture.experts_hit import AssumedValues, counted_mask, is_routing, leads_to_routing, list_of_hits
 from fxpasses.capture.liveness import follow, live_at
 from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, mark
 from fxpasses.graph.symbols import is_unbacked
@@ -77,8 +77,7 @@ class Skipping:
             return None
         truth, kind, symbol, node = found
         skip = self._new(kind, symbol=symbol, truth=truth)
-        if node is not None:
-            mark(node, skip, CONDITION)
+        mark(node, skip, CONDITION)
         places = {other: place for place, other in enumerate(tx.instructions)}
         target, following = places[instruction.target], tx.instruction_pointer
         passed_over = following if truth is jumps_if else target
@@ -235,16 +234,19 @@ def is_unbacked_size(node: Any) -> bool:
 def _condition(value: Any) -> tuple[bool, str, Any, Any] | None:
     """(the truth if there are tokens, kind, symbol, node) of a condition that may ask whether there are tokens."""
     if isinstance(value, SymNodeVariable):
-        expression = value.sym_num.node.expr
-        if len(expression.free_symbols) != 1:
+        expression, node = value.sym_num.node.expr, value.as_proxy().node
+        if len(expression.free_symbols) != 1 or not is_unbacked(value.sym_num) or not leads_to_routing(node):
             return None
         (symbol,) = expression.free_symbols
-        if not symbol.is_integer or not is_unbacked(value.sym_num) or not leads_to_routing(value.as_proxy().node):
+        asked = counted_mask(node, symbol)
+        if not symbol.is_integer or asked is None:
             return None
-        none, *some = (_truth(expression.xreplace({symbol: sympy.Integer(n)})) for n in (0, 1, 2, 3, 10**9))
+        example = asked.meta["example_value"]
+        counts = (0, 1) if example.ndim == 0 and example.dtype is torch.bool else (0, 1, 2, 3, 10**9)
+        none, *some = (_truth(expression.xreplace({symbol: sympy.Integer(n)})) for n in counts)
         if none is None or any(truth is None or truth is none for truth in some):
             return None
-        return not none, "size", symbol, None
+        return not none, "count", symbol, asked
     if isinstance(value, TensorVariable):
         node = value.as_proxy().node
         example = node.meta.get("example_value")

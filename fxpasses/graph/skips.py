@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 SKIPS = "fxpasses_skips"  # in a graph module's meta: its list of `Skip`; in a node's: a list of (number, role)
 INSIDE = "inside"  # made by the body
-CONDITION = "condition"  # a tensor with one element, or a size's tensor, that the program asks
+CONDITION = "condition"  # the tensor that the program asks
 BEFORE, AFTER = "before", "after"  # with the place among `Skip.pairs`: a variable's value, had the body run or not
 
 
@@ -27,8 +27,7 @@ class Skip:
 
     The body is passed over where the condition does not hold. kind says what the condition is:
 
-    - "size": `expression`, a sympy expression over the unbacked symbol `symbol`, is true; it is so if and only if the
-      symbol is at least 1.
+    - "count": the node marked CONDITION has an element that is not zero; `symbol` is how many it has, or the element.
     - "tensor": the node marked CONDITION has the truth `truth`.
     - "hit": `index` is among the experts that the node marked CONDITION lists.
 

@@ -160,7 +160,7 @@ class _Grouping:
             raise
         self._replace(result, last)
         self._erase(self.inside)
-        erase_unused(self.graph, self.proof.conditions, self._assertions_on)
+        erase_unused(self.graph, self.proof.conditions - self.inside, self._assertions_on)
         self.proof.conclude()
         return f"{self.loop.kind} ×{len(self.loop.merges)} at {place} → one grouped program"
 

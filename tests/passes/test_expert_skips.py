@@ -97,7 +97,31 @@ def hits_by_where(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Sta
     return out
 
 
-GROUPED = [same, functional, rebound, temporaries, padded_hits, hits_by_where]
+def asking(condition: str) -> Program:
+    """A loop that passes over an expert on a condition, given as source."""
+    name = "asks_" + "".join(letter if letter.isalnum() else "_" for letter in condition)
+    source = f"""
+def {name}(x, idx, weights, w, state):
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        if {condition}:
+            continue
+        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+"""
+    namespace: dict[str, Any] = {"torch": torch, "EXPERTS": EXPERTS}
+    exec(compile(source, f"<{name}>", "exec"), namespace)
+    return namespace[name]
+
+
+CONDITIONS = [
+    "tok.nelement() == 0", "tok.size(0) == 0", "not tok.numel()", "len(tok) < 1", "0 >= tok.shape[0]",
+    "(idx == e).sum().item() == 0", "int((idx == e).sum()) == 0", "not torch.any(idx == e)",
+    "not (idx == e).any().item()", "not bool((idx == e).any())", "(idx == e).nonzero().numel() == 0",
+    "torch.count_nonzero(idx == e) == 0", "x[tok].numel() == 0",
+]  # fmt: skip
+GROUPED = [same, functional, rebound, temporaries, padded_hits, hits_by_where, *map(asking, CONDITIONS)]
 
 
 def counts_locally(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:

@@ -83,34 +83,35 @@ def prove_idle(graph: Graph, skips: dict[int, Skip], fake_mode: Any) -> None:
 def erase_unused(graph: Graph, nodes: Iterable[Node], assertions_on: Callable[[set[Node]], set[Node]]) -> None:
     """Erase those of the nodes that only assertions of their sizes look at, and what only led to them."""
     waiting, erased = list(nodes), set()
+
+    def erase(node: Node) -> None:
+        waiting.extend(node.all_input_nodes)
+        erased.add(node)
+        graph.erase_node(node)
+
     while waiting:
         node = waiting.pop()
-        writes = str(node.target).endswith("_") or operator_of(node) in effects.WRITERS
-        if node in erased or not node.op.startswith("call") or writes or node.is_impure():
+        if node in erased or not _is_removable(node):
             continue
+        for user in list(node.users):
+            if not user.users and _is_removable(user):
+                erase(user)
         about = assertions_on({node}) if node.users else set()
-        if not set(node.users) <= about:
-            continue
-        for other in (*(n for n in reversed(graph.nodes) if n in about), node):
-            waiting += other.all_input_nodes
-            erased.add(other)
-            graph.erase_node(other)
+        if set(node.users) <= about:
+            for other in [n for n in reversed(graph.nodes) if n in about]:
+                erase(other)
+            erase(node)
+
+
+def _is_removable(node: Node) -> bool:
+    writes = str(node.target).endswith("_") or operator_of(node) in effects.WRITERS
+    return node.op.startswith("call") and not writes and not node.is_impure()
 
 
 def _check_condition(graph: Graph, skip: Skip, branch: int, routing: Selection | Cut) -> set[Node]:
     """That the body is passed over only if the branch has no rows; returns what the program asks."""
-    if skip.kind == "size":
-        node = _binder_of(graph, skip.symbol)
-        asked = _asked(node) if node is not None else None
-    else:
-        node = next(marked(graph, skip.number, CONDITION), None)
-        if node is None:
-            asked = None
-        elif skip.kind == "hit":
-            source = _listed(node)
-            asked = (source, skip.index) if source is not None else None
-        else:
-            asked = _asked_by_truth(node, skip.truth)
+    node = next(marked(graph, skip.number, CONDITION), None)
+    asked = _asked_in(skip, node) if node is not None else None
     if node is None or asked is None:
         raise Unknown(f"what the program asks at {skip.where} is not known to be whether the expert has tokens")
     source, expert = asked
@@ -122,6 +123,15 @@ def _check_condition(graph: Graph, skip: Skip, branch: int, routing: Selection |
         raise Unknown(f"the program asks at {skip.where} for the tokens of another expert", node)
     _check_not_written(graph, source, node)
     return {node}
+
+
+def _asked_in(skip: Skip, node: Node) -> tuple[Node, int] | None:
+    if skip.kind == "hit":
+        source = _listed(node)
+        return (source, skip.index) if source is not None else None
+    if skip.kind == "tensor":
+        return _asked_by_truth(node, skip.truth)
+    return _asked(node)
 
 
 def _check_not_written(graph: Graph, source: Node, condition: Node) -> None:
@@ -168,12 +178,6 @@ def _check_pairs(graph: Graph, skip: Skip, loop: Loop, branch: int) -> None:
             raise Unknown(f"a variable that is used later changes only with tokens, at {skip.where}", after)
 
 
-def _binder_of(graph: Graph, symbol: Any) -> Node | None:
-    """The node whose result has the size, or is the number, that the symbol stands for."""
-    found = (node for node in graph.nodes if symbol in (node.meta.get("unbacked_bindings") or {}))
-    return next(found, None)
-
-
 # What a tensor says of the routing: (ids, e) if it has an element that is not zero if and only if e is among the ids.
 
 
@@ -201,11 +205,6 @@ def _asked(node: Node) -> tuple[Node, int] | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
-    if name in ("where", "nonzero") and (len(node.args) == 1 or name == "nonzero"):
-        return _asked(source)
-    if name == "getitem" and isinstance(node.args[1], Node):
-        index = node.args[1]
-        return _asked(index) if index.meta["example_value"].dtype is torch.bool else None
     if name in ("eq", "__eq__") and is_integer(source) and type(node.args[1]) is int:
         return _source(source), node.args[1]
     if name in ("getitem", "select"):
