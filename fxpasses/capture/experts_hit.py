@@ -50,16 +50,16 @@ def leads_to_routing(node: Node) -> bool:
         name = operator_of(node)
         if name in ("one_hot", "bincount", "histc"):
             return True
-        if not node.args or not isinstance(node.args[0], Node):
+        operands = [arg for arg in node.args[:2] if isinstance(arg, Node)]
+        if not operands:
             return False
-        if name in ("eq", "__eq__") and is_integer(node.args[0]):
+        if name in ("eq", "__eq__") and is_integer(operands[0]):
             return True
         if name in ("scatter_", "scatter", "scatter_add", "scatter_add_"):
             return True
         if name not in _ROUTING:
             return False
-        index = node.args[1] if name == "getitem" else None  # the size of `x[tok]` is that of `tok`
-        node = index if isinstance(index, Node) else node.args[0]
+        node = operands[-1] if name == "getitem" else operands[0]  # the size of `x[tok]` is that of `tok`
     return False
 
 
@@ -82,7 +82,8 @@ def counted_mask(node: Node, symbol: Any) -> Node | None:
             return operands[0]
         if name == "getitem" and len(operands) == 2:
             node = operands[1]
-            if node.meta["example_value"].dtype is torch.bool:
+            index = node.meta.get("example_value")
+            if isinstance(index, torch.Tensor) and index.dtype is torch.bool:
                 return node
         else:
             node = operands[0]

@@ -93,14 +93,12 @@ def erase_unused(graph: Graph, nodes: Iterable[Node], assertions_on: Callable[[s
         node = waiting.pop()
         if node in erased or not _is_removable(node):
             continue
-        for user in list(node.users):
-            if not user.users and _is_removable(user):
-                erase(user)
-        about = assertions_on({node}) if node.users else set()
-        if set(node.users) <= about:
-            for other in [n for n in reversed(graph.nodes) if n in about]:
-                erase(other)
-            erase(node)
+        for part in (*node.users, node):  # another query of the same mask is a user that only assertions look at
+            about = assertions_on({part}) if part.users else set()
+            if part not in erased and _is_removable(part) and set(part.users) <= about:
+                for other in [n for n in reversed(graph.nodes) if n in about]:
+                    erase(other)
+                erase(part)
 
 
 def _is_removable(node: Node) -> bool:
