@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpasses.graph import effects
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.families import plain_operator_of
 from fxpasses.graph.routing import chooses_among, is_integer
 
 _EVALUATED = frozenset(
@@ -20,7 +20,7 @@ _EVALUATED = frozenset(
 # What leads from the router's choice to a mask, a count, or a number of tokens.
 _ROUTING = _EVALUATED | frozenset(
     {"any", "amax", "bool", "count_nonzero", "float", "greater", "max", "permute", "sum", "t", "to", "transpose",
-     "type", "not_equal", "where", "nonzero", "numel", "nelement", "size", "sym_size", "sym_size.int", "__len__",
+     "type", "not_equal", "where", "nonzero", "numel", "nelement", "size", "sym_size", "sym_size.int", "len",
      "shape", "add", "sub", "sym_not", "sym_int", "getattr"}
 )  # fmt: skip
 _COMPARISONS = {
@@ -33,27 +33,27 @@ _MOST_STEPS = 16
 
 def is_routing(node: Node) -> bool | None:
     """The truth that a condition has for an expert with tokens: `mask.any()`, `mask.sum() == 0`; None for others."""
-    compare = _COMPARISONS.get(operator_of(node))
+    compare = _COMPARISONS.get(plain_operator_of(node))
     number = node.args[1] if len(node.args) == 2 else None
     if compare is not None and type(number) is int:
         asked = node.args[0]
         truths = {bool(compare(count, number)) for count in (1, 2, 3, 10**9)}
-        if not isinstance(asked, Node) or operator_of(asked) not in _COUNTS or not leads_to_routing(asked):
+        if not isinstance(asked, Node) or plain_operator_of(asked) not in _COUNTS or not leads_to_routing(asked):
             return None
         return truths.pop() if len(truths) == 1 and compare(0, number) not in truths else None
-    return True if operator_of(node) in _COUNTS and leads_to_routing(node) else None
+    return True if plain_operator_of(node) in _COUNTS and leads_to_routing(node) else None
 
 
 def leads_to_routing(node: Node) -> bool:
     """Whether a tensor is made of comparisons of integers with a number, of one-hot masks or of counts."""
     for _ in range(_MOST_STEPS):
-        name = operator_of(node)
+        name = plain_operator_of(node)
         if name in ("one_hot", "bincount", "histc"):
             return True
         operands = [arg for arg in node.args[:2] if isinstance(arg, Node)]
         if not operands:
             return False
-        if name in ("eq", "__eq__") and is_integer(operands[0]):
+        if name == "eq" and is_integer(operands[0]):
             return True
         if name in ("scatter_", "scatter", "scatter_add", "scatter_add_"):
             return True
@@ -69,7 +69,7 @@ def counted_mask(node: Node, symbol: Any) -> Node | None:
     `mask` for `torch.where(mask)[0].numel()` and `x[mask].shape[0]`, `mask.sum()` for `mask.sum().item()`.
     """
     for _ in range(_MOST_STEPS):
-        example, name = node.meta.get("example_value"), operator_of(node)
+        example, name = node.meta.get("example_value"), plain_operator_of(node)
         operands = [arg for arg in node.args[:2] if isinstance(arg, Node)]
         if not operands:
             return None
@@ -120,10 +120,10 @@ class AssumedValues:
         if count is None:
             return self._evaluated(node, self.if_all_are_hit)
         value = torch.arange(count, dtype=node.meta["example_value"].dtype)
-        return value.unsqueeze(1) if operator_of(node) == "nonzero" else value
+        return value.unsqueeze(1) if plain_operator_of(node) == "nonzero" else value
 
     def _evaluated(self, node: Node, value_of: Any) -> torch.Tensor | None:
-        if operator_of(node) not in _EVALUATED or not node.args:
+        if plain_operator_of(node) not in _EVALUATED or not node.args:
             return None
         values = {operand: value_of(operand) for operand in node.all_input_nodes}
         if not values or any(value is None for value in values.values()):
@@ -138,21 +138,21 @@ class AssumedValues:
 
 def list_of_hits(node: Node) -> Node:
     """The node that asks for the experts, behind those that only reshape its result: Dynamo drops what is unused."""
-    while operator_of(node) not in ("nonzero", "where", "unique") and isinstance(node.args[0], Node):
+    while plain_operator_of(node) not in ("nonzero", "where", "unique") and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def _number_of_experts(node: Node) -> int | None:
     """How many experts there are, where `node` lists those with tokens: `(counts > 0).nonzero()`, `ids.unique()`."""
-    name = operator_of(node)
+    name = plain_operator_of(node)
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
     if name == "nonzero" and not node.kwargs.get("as_tuple", len(node.args) > 1):
         return _elements_of_mask(source)
-    if name == "getitem" and node.args[1] == 0 and operator_of(source) in ("where", "nonzero"):
-        mask = source.args[0] if len(source.args) == 1 or operator_of(source) == "nonzero" else None
+    if name == "getitem" and node.args[1] == 0 and plain_operator_of(source) in ("where", "nonzero"):
+        mask = source.args[0] if len(source.args) == 1 or plain_operator_of(source) == "nonzero" else None
         return _elements_of_mask(mask) if isinstance(mask, Node) else None
     if name == "unique" and len(node.args) == 1 and not node.kwargs:
         return chooses_among(source)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpasses.graph import effects
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.families import plain_operator_of
 from fxpasses.graph.routing import is_integer
 from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, marked, marks
 from fxpasses.passes.experts.loops import Loop
@@ -102,7 +102,8 @@ def erase_unused(graph: Graph, nodes: Iterable[Node], assertions_on: Callable[[s
 
 
 def _is_removable(node: Node) -> bool:
-    writes = str(node.target).endswith("_") or operator_of(node) in effects.WRITERS
+    name = plain_operator_of(node)
+    writes = name.endswith("_") or name in effects.WRITERS
     return node.op.startswith("call") and not writes and not node.is_impure()
 
 
@@ -142,7 +143,7 @@ def _check_not_written(graph: Graph, source: Node, condition: Node) -> None:
 
 
 def _writes_integers(node: Node) -> bool:
-    name = operator_of(node)
+    name = plain_operator_of(node)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in effects.WRITERS or "out" in node.kwargs
     if not in_place or not node.args:
         return False
@@ -181,7 +182,7 @@ def _check_pairs(graph: Graph, skip: Skip, loop: Loop, branch: int) -> None:
 
 def _asked_by_truth(node: Node, truth: bool) -> tuple[Node, int] | None:
     if not truth:
-        if (operator_of(node), node.args[1] if len(node.args) > 1 else None) not in _NONE:
+        if (plain_operator_of(node), node.args[1] if len(node.args) > 1 else None) not in _NONE:
             return None
         inner = node.args[0]
         return _asked(inner) if isinstance(inner, Node) and _is_count(inner) else None
@@ -190,7 +191,7 @@ def _asked_by_truth(node: Node, truth: bool) -> tuple[Node, int] | None:
 
 def _is_count(node: Node) -> bool:
     """Whether a tensor is a number of pairs, so that comparing it with 0 is no question for expert 0."""
-    name = operator_of(node)
+    name = plain_operator_of(node)
     if name in _CASTS | _SHAPE_ONLY:
         return isinstance(node.args[0], Node) and _is_count(node.args[0])
     if name in ("getitem", "select"):
@@ -199,11 +200,11 @@ def _is_count(node: Node) -> bool:
 
 
 def _asked(node: Node) -> tuple[Node, int] | None:
-    name = operator_of(node)
+    name = plain_operator_of(node)
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
-    if name in ("eq", "__eq__") and is_integer(source) and type(node.args[1]) is int:
+    if name == "eq" and is_integer(source) and type(node.args[1]) is int:
         return _source(source), node.args[1]
     if name in ("getitem", "select"):
         return _element_asked(node, source)
@@ -218,13 +219,13 @@ def _element_asked(node: Node, source: Node) -> tuple[Node, int] | None:
     """`counts[e]`, `one_hot(ids, E).permute(2, 1, 0)[e]`."""
     counted = _counted(source)
     if counted is not None:
-        index = node.args[1] if operator_of(node) == "getitem" else node.args[2]
+        index = node.args[1] if plain_operator_of(node) == "getitem" else node.args[2]
         return (counted, index) if type(index) is int and index >= 0 else None
     try:
         ids, axes = one_hot_of(source)
     except Unknown:
         return None
-    if operator_of(node) == "select":
+    if plain_operator_of(node) == "select":
         place, index = node.args[1], node.args[2]
         return (_source(ids), index) if axes[place] is None and type(index) is int and index >= 0 else None  # type: ignore[index]
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -237,7 +238,7 @@ def _element_asked(node: Node, source: Node) -> tuple[Node, int] | None:
 
 def _listed(node: Node) -> Node | None:
     """The ids of which a tensor lists the different ones, ascending: `(counts > 0).nonzero()`, `ids.unique()`."""
-    name = operator_of(node)
+    name = plain_operator_of(node)
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
@@ -246,13 +247,13 @@ def _listed(node: Node) -> Node | None:
     if name == "nonzero" or (name == "where" and len(node.args) == 1):
         return _counted(source)
     if name == "getitem":
-        return _listed(source) if node.args[1] == 0 and operator_of(source) in ("where", "nonzero") else None
+        return _listed(source) if node.args[1] == 0 and plain_operator_of(source) in ("where", "nonzero") else None
     return _listed(source) if name in _SHAPE_ONLY else None
 
 
 def _counted(node: Node) -> Node | None:
     """The ids of which element e of a vector is the number of those that are e, or is not zero if there are any."""
-    name = operator_of(node)
+    name = plain_operator_of(node)
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
@@ -281,7 +282,7 @@ def _counted(node: Node) -> Node | None:
 def _ones_added(args: Sequence[Any]) -> Node | None:
     """`zeros.scatter_add(0, ids, ones)`."""
     zeros, dim, ids, ones = args
-    made = [operator_of(part) if isinstance(part, Node) else "" for part in (zeros, ones)]
+    made = [plain_operator_of(part) if isinstance(part, Node) else "" for part in (zeros, ones)]
     if dim != 0 or made[0] not in ("zeros", "new_zeros") or made[1] not in ("ones_like", "ones", "new_ones"):
         return None
     return _source(ids)
@@ -289,7 +290,7 @@ def _ones_added(args: Sequence[Any]) -> Node | None:
 
 def _source(node: Node) -> Node:
     """The ids, without what only changes their shape or width."""
-    while operator_of(node) in _SHAPE_ONLY | {"to", "long", "int"}:
+    while plain_operator_of(node) in _SHAPE_ONLY | {"to", "long", "int"}:
         inner = node.args[0]
         if not isinstance(inner, Node) or not is_integer(inner) or node.meta["example_value"].dtype in _NARROW:
             break
