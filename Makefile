@@ -8,8 +8,11 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 
+# One process for each core, up to 4: each test has one thread. worksteal: test files take very different times.
+IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
+
 # What the test suite needs beside torch and the package itself.
-COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm pytest pytest-timeout hypothesis
+COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm pytest pytest-timeout pytest-xdist hypothesis
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench-scaling compat clean
@@ -22,7 +25,7 @@ demo: $(INSTALLED) ## run examples/packed_training.py; ARGS= adds arguments
 	@$(BIN)/python examples/packed_training.py $(ARGS)
 
 test: $(INSTALLED) ## run the test suite; gpu tests skip themselves without CUDA; ARGS= adds pytest arguments
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 lint: $(INSTALLED) ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .
@@ -41,7 +44,7 @@ compat: ## run the test suite on the torch versions COMPAT_TORCH, each in .compa
 	@summary=; failed=0; \
 	for version in $(COMPAT_TORCH); do \
 	  if ! $(MAKE) -s --no-print-directory .compat/$$version/.installed; then result="install failed"; failed=1; \
-	  elif .compat/$$version/bin/python -m pytest $(ARGS); then result="passed"; \
+	  elif .compat/$$version/bin/python -m pytest $(IN_PARALLEL) $(ARGS); then result="passed"; \
 	  else result="tests failed"; failed=1; fi; \
 	  summary="$$summary"torch\ "$$version: $$result\n"; \
 	done; \

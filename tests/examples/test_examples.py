@@ -30,6 +30,17 @@ def test_quickstart():
 
 
 @pytest.mark.slow
+def test_expert_loop():
+    done = run("moe_loop.py")
+    assert done.returncode == 0, done.stderr
+    table = figures(done.stdout)
+    assert table["data-dependent queries a step"] == ["8", "0"]
+    assert table["loss"][0] == table["loss"][1]
+    assert table["graphs"] == ["-", "1"]
+    assert "1 loop over experts" in done.stdout
+
+
+@pytest.mark.slow
 def test_the_demos_host_reads_and_masks_do_not_depend_on_the_number_of_layers():
     tables = {}
     for layers in ("2", "4"):
