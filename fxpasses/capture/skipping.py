@@ -239,10 +239,11 @@ def _condition(value: Any) -> tuple[bool, str, Any, Any] | None:
             return None
         (symbol,) = expression.free_symbols
         asked = counted_mask(node, symbol)
-        example = asked.meta.get("example_value") if asked is not None else None
-        if not symbol.is_integer or not isinstance(example, torch.Tensor):
+        if not symbol.is_integer or asked is None:
             return None
-        counts = (0, 1) if example.ndim == 0 and example.dtype is torch.bool else (0, 1, 2, 3, 10**9)
+        example = asked.meta.get("example_value")  # Dynamo leaves it out where it unrolls `tolist`
+        is_flag = isinstance(example, torch.Tensor) and example.ndim == 0 and example.dtype is torch.bool
+        counts = (0, 1) if is_flag else (0, 1, 2, 3, 10**9)
         none, *some = (_truth(expression.xreplace({symbol: sympy.Integer(n)})) for n in counts)
         if none is None or any(truth is None or truth is none for truth in some):
             return None
