@@ -15,7 +15,7 @@ IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm pytest pytest-timeout pytest-xdist hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench-scaling compat clean
+.PHONY: help demo test lint format bench bench-quick bench-report compat clean
 
 help: ## list the targets
 	@echo "make TARGET [ARGS='...']"
@@ -36,8 +36,16 @@ format: $(INSTALLED) ## sort imports, apply safe fixes, format
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 
-bench-scaling: $(INSTALLED) ## time the passes as graphs grow; ARGS= adds arguments
-	@$(BIN)/python -m bench.pass_scaling $(ARGS)
+bench: $(INSTALLED) ## measure every case and write bench/RESULTS.md; takes hours; ARGS= names cases, or --device cuda
+	@$(BIN)/python -m bench run --resume $(ARGS)
+	@$(BIN)/python -m bench report
+
+bench-quick: $(INSTALLED) ## the same in small, in about 15 minutes on 2 cores, into bench/scratch; ARGS= adds arguments
+	@$(BIN)/python -m bench run --quick --out bench/scratch $(ARGS)
+	@$(BIN)/python -m bench report bench/scratch
+
+bench-report: $(INSTALLED) ## write bench/RESULTS.md from bench/results/*.json
+	@$(BIN)/python -m bench report
 
 # Goes on to the next version when one fails, and fails at the end.
 compat: ## run the test suite on the torch versions COMPAT_TORCH, each in .compat/VERSION

@@ -1,1 +1,1 @@
-"""Benchmarks: each module measures peers side by side in one run, as `python -m bench.NAME`."""
+"""Benchmarks: contenders side by side in one run. `python -m bench list | run CASE… | report`, see bench/README.md."""

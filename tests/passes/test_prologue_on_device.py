@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from bench.pass_scaling import Tracer
+from bench.cases.traced_decoder import Tracer
 from fxpasses.options import Options
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.pipeline import run_passes

@@ -1,27 +1,20 @@
-"""How the time of `hoist_metadata` grows with the graph. Run: python -m bench.pass_scaling [--nodes N ...]
+"""A graph of any size, as Dynamo makes one for a decoder whose layers read a packed batch and build masks in place.
 
-The graph is made as Dynamo makes one for a decoder whose layers read a packed batch's metadata and build their masks in
-place, in checkpoint bodies and outside; tracing a real model of 50,000 nodes would take Dynamo longer than the pass.
+Every other layer lies in a checkpoint body. Tracing a real model of 50,000 nodes would take Dynamo longer than the
+passes take.
 """
 
 from __future__ import annotations
 
-import argparse
 import operator
-import statistics
-import time
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpasses.graph.regions import CHECKPOINT
-from fxpasses.options import Options
-from fxpasses.passes.hoist_metadata import HoistMetadata
-from fxpasses.pipeline import run_passes
 
 TOKENS, WIDTH, SEQUENCES = 64, 32, 8
 
@@ -101,34 +94,3 @@ def decoder(nodes: int) -> tuple[GraphModule, list[Any]]:
         total += len(inner.graph.nodes) + len(main.graph.nodes) - before
     main.graph.output((x,))
     return GraphModule(root, main.graph), examples
-
-
-def measure(nodes: int, repeats: int) -> dict[str, Any]:
-    seconds, figures = [], {}
-    for _ in range(repeats):
-        gm, examples = decoder(nodes)
-        started = time.perf_counter()
-        result = run_passes([HoistMetadata()], gm, examples, Options(strict=True))
-        seconds.append(time.perf_counter() - started)
-        figures = result.reports[0].figures
-    median = statistics.median(seconds)
-    return {
-        "nodes": nodes,
-        "seconds": median,
-        "µs per node": 1e6 * median / nodes,
-        "host reads before": figures["host_reads_before"],
-        "after": figures["host_reads_after"],
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1_000, 5_000, 10_000, 50_000])
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    rows = [measure(nodes, arguments.repeats) for nodes in arguments.nodes]
-    print(tabulate(rows, headers="keys", floatfmt=(".0f", ".2f", ".1f", ".0f", ".0f")))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,92 @@
+"""What a case is made of: groups of parameters, and contenders that each run the same step on every group.
+
+A case is declared here and measured elsewhere, so that the parent process can list it without importing a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Parameters = Mapping[str, Any]  # of one group: strings, numbers and bools, as they stand in the results
+
+# In the order of the report.
+CASES = ("packed_metadata", "flash_path", "experts", "offload", "all_together", "pass_time", "call_cost")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A contender made ready for a group, in a process of its own.
+
+    step: what is timed, usually forward and backward on the next batch; it leaves no gradients behind. values: numbers
+    that all contenders must agree on, such as a loss; called first, so it compiles. batches: how many steps it takes
+    to have seen every batch. figures: counts and seconds that only this program knows.
+    """
+
+    step: Callable[[], Any]
+    values: Callable[[], Mapping[str, float]]
+    batches: int = 1
+    figures: Callable[[], Mapping[str, float]] = dict
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run the step. unavailable: why it cannot take part in a group ("" where it can)."""
+
+    name: str
+    build: Callable[[Parameters, str], Program]  # (parameters, device)
+    compiles: bool = True
+    ours: bool = False
+    unavailable: Callable[[Parameters, str], str] = lambda parameters, device: ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Contenders on groups of parameters.
+
+    groups: (device, quick) to the parameters of each group. baseline: the contender that ratios refer to, and whose
+    values are the right ones. x: the parameter that plots are drawn over.
+    shows: names of `bench.report.TABLES`; all of them, if empty.
+    expected: what the arithmetic says, in words. arithmetic: rows of a table, computed from the entries of the
+    results. notes: what the figures do not say themselves. timeline: on CUDA, record when copies and kernels ran.
+    """
+
+    name: str
+    title: str
+    groups: Callable[[str, bool], Sequence[Parameters]]
+    contenders: Sequence[Contender]
+    baseline: str
+    expected: str
+    x: str = ""
+    shows: Sequence[str] = ()
+    arithmetic: Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]] | None = None
+    notes: str = ""
+    timeline: bool = False
+
+    def contender(self, name: str) -> Contender:
+        return next(contender for contender in self.contenders if contender.name == name)
+
+
+def tolerance(parameters: Parameters) -> float:
+    """How far values may be from the baseline's, relatively: contenders sum in other orders, and fuse roundings."""
+    return 3e-2 if parameters.get("dtype") == "bfloat16" else 1e-4
+
+
+def scale(device: str) -> dict[str, str]:
+    """The width of a decoder on a device, and its dtype."""
+    if device == "cuda":
+        return {"width": "full", "dtype": "bfloat16"}
+    return {"width": "reduced", "dtype": "float32"}
+
+
+def load(name: str) -> Case:
+    """The case of `bench/cases/NAME.py`, or of any module that has a `CASE`, given with its dots.
+
+    Raises ValueError for a name that is neither.
+    """
+    if name not in CASES and "." not in name:
+        raise ValueError(f"there is no case {name!r}; cases: {', '.join(CASES)}")
+    case: Case = importlib.import_module(name if "." in name else f"bench.cases.{name}").CASE
+    return case

@@ -1,0 +1,1 @@
+"""One module for each case; each has a `CASE`."""

@@ -1,0 +1,45 @@
+"""Case 5: all of it in one model: packed text, a mixture of experts, checkpointed layers, and offload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.case import Case, Parameters, Program, scale
+from bench.cases.compilers import EAGER, Compiler, ours, usual
+from bench.cases.offload import MIN_BYTES
+
+
+def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
+    from bench.cases.decoders import new_decoder, packed_batches
+    from bench.cases.training import training_program
+
+    model = new_decoder(parameters, device, "bench_packed", experts_implementation="bench_loop")
+    compiled = compiler(model)
+    batches = packed_batches(parameters["tokens"], device, with_lengths=True)
+    return training_program(model, lambda batch: compiled(**batch).loss, batches)
+
+
+def groups(device: str, quick: bool) -> list[dict[str, Any]]:
+    sizes = {"model": "qwen3_moe", "checkpointed": True, **scale(device)}
+    if device == "cuda":
+        return [{**sizes, "layers": 16, "tokens": 2048}]
+    layers = [2] if quick else [4, 8]
+    return [{**sizes, "layers": n, "tokens": 512 if quick else 2048} for n in layers]
+
+
+CASE = Case(
+    name="all_together",
+    title="All together: a packed mixture-of-experts decoder with checkpointed layers",
+    groups=groups,
+    contenders=[
+        *usual(build),
+        ours("fastpack, to host", build, offload="host", offload__min_bytes=MIN_BYTES),
+        ours("fastpack, to disk", build, offload="disk", offload__min_bytes=MIN_BYTES),
+    ],
+    baseline=EAGER,
+    x="layers",
+    expected=(
+        "In each layer, and again in its recomputation, the batch is asked and each expert asks the router. Asked once "
+        "a batch and sorted once a layer, no layer waits for an answer, and copies of activations can run ahead."
+    ),
+)

@@ -1,0 +1,77 @@
+"""What a step does, as the profiler and Dynamo's counters show it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# Operators that make the host wait for the device, or that have a result whose size only the data tells.
+HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+COPY_TO_HOST = "Memcpy DtoH"
+TOP = 12
+
+
+def profiled(step: Callable[[], Any]) -> profile:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=activities) as result:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return result
+
+
+def counts(step: Callable[[], Any]) -> dict[str, int]:
+    """One step's host reads and ATen operators; on CUDA kernel launches, waits and device-to-host copies as well.
+
+    Neither an eager `.tolist()` of a CPU tensor nor a loop that Inductor compiled for the CPU shows in a profile.
+    """
+    seen = Counter({event.key: event.count for event in profiled(step).key_averages()})
+    found = {
+        "host_reads": sum(seen[name] for name in HOST_READS),
+        "operators": sum(count for name, count in seen.items() if name.startswith("aten::")),
+    }
+    if torch.cuda.is_available():
+        # One of the waits is that of `profiled`.
+        found["launches"] = sum(seen[name] for name in LAUNCHES)
+        found["waits"] = sum(seen[name] for name in WAITS) - 1
+        found["copies_to_host"] = sum(count for name, count in seen.items() if name.startswith(COPY_TO_HOST))
+    return found
+
+
+def top_operators(step: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Where a step's time goes: the operators with the most time of their own (ms), on the device or else the CPU."""
+    on = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    events = sorted(profiled(step).key_averages(), key=lambda event: getattr(event, on), reverse=True)
+    return [{"operator": e.key, "calls": e.count, "ms": round(getattr(e, on) / 1000, 3)} for e in events[:TOP]]
+
+
+def timeline(step: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What ran on the device when, as spans in ms from the first: copies in either direction, and kernels."""
+    events = [e for e in profiled(step).events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not events:
+        return []
+    zero = min(event.time_range.start for event in events)
+    return [
+        {
+            "lane": next((way for way in ("DtoH", "HtoD") if way in event.name), "kernels"),
+            "start": (event.time_range.start - zero) / 1000,
+            "ms": event.time_range.elapsed_us() / 1000,
+        }
+        for event in events
+    ]
+
+
+def graphs() -> dict[str, int]:
+    """Since the process began: graphs that Dynamo captured, and places where it broke one."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and it takes seconds to import
+        return {"graphs": 0, "graph_breaks": 0}
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}

@@ -1,0 +1,267 @@
+"""Measure a group: prepare every contender, check it, then time all of them in turns.
+
+    round 0:  eager  Inductor  fastpack      one figure each, by `torch.utils.benchmark.Timer`
+    round 1:  Inductor  fastpack  eager      another order, so that none always follows the same
+    ...
+
+Ratios are taken within a round, so that what slows the machine down for a while slows all contenders. A contender is
+timed only if its values are the baseline's; one that fails or takes too long has an entry that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.case import Case, Parameters, tolerance
+from bench.peer import Peer, PeerFailed, PeerTooSlow
+from bench.results import Entry, find, spread
+
+ROUNDS_AT_LEAST = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """rounds: at most. round_s: how long a contender is timed in each. group_s: for all rounds of a group.
+
+    limit_s: for a contender to build, compile and see every batch once.
+    """
+
+    device: str
+    threads: int
+    rounds: int = 11
+    round_s: float = 1.0
+    group_s: float = 240.0
+    limit_s: float = 900.0
+
+    @classmethod
+    def quick(cls, device: str, threads: int) -> Settings:
+        return cls(device, threads, rounds=5, round_s=0.2, group_s=10.0, limit_s=120.0)
+
+
+class Group:
+    """Contenders of a case on one set of parameters.
+
+    recorded: what is called with each entry when it is final. note: what is told what goes on.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        parameters: Parameters,
+        settings: Settings,
+        recorded: Callable[[Entry], None],
+        note: Callable[[str], None] = lambda text: None,
+        start: Callable[..., Any] = Peer,
+    ) -> None:
+        self.case, self.parameters, self.settings = case, parameters, settings
+        self.recorded, self.note, self.start = recorded, note, start
+        self.repeated: set[str] = set()
+        self.peers: dict[str, Any] = {}
+        self.entries: dict[str, Entry] = {}
+        self.values: Mapping[str, float] | None = None
+
+    def measure(self, names: list[str], warm: bool = True) -> None:
+        """Measure the contenders of these names beside the baseline, which gets no second entry if it has one."""
+        self.repeated = {self.case.baseline} - set(names)
+        order = [self.case.baseline, *(name for name in names if name != self.case.baseline)]
+        with tempfile.TemporaryDirectory(prefix="fxpasses-bench-", ignore_cleanup_errors=True) as folder:
+            caches = {name: Path(folder) / str(number) for number, name in enumerate(order)}
+            try:
+                for name in order:
+                    self._prepare(name, caches[name])
+                if self.peers:
+                    self._rounds()
+                    self._look()
+                    self._explain_losses()
+            finally:
+                for peer in self.peers.values():
+                    peer.close()
+            for name in list(self.peers):
+                if warm and self.case.contender(name).compiles:
+                    self._compile_again(name, caches[name])
+                self._record(self.entries[name])
+
+    # One contender
+
+    def _prepare(self, name: str, cache: Path) -> None:
+        contender, settings = self.case.contender(name), self.settings
+        entry: Entry = {"parameters": dict(self.parameters), "contender": name, "ours": contender.ours, "why": ""}
+        self.note(f"{name}: build and compile")
+        missing = contender.unavailable(self.parameters, settings.device)
+        if not missing and self.values is None and name != self.case.baseline:
+            missing = f"there are no values of {self.case.baseline} to check it by"
+        if missing:
+            self._without_figures(entry, "unavailable", missing)
+            return
+        peer = self.peers[name] = self._new_peer(name, cache)
+        self.entries[name] = entry
+        try:
+            found = peer.ask("prepare", settings.limit_s)
+        except PeerFailed as error:
+            self._drop(name, error)
+            return
+        if name == self.case.baseline:
+            self.values = found["values"]
+        difference = disagreement(self.values or {}, found["values"])
+        allowed = tolerance(self.parameters)
+        if not difference[0] <= allowed:
+            self.peers.pop(name).close()
+            text = f"{difference[1]}: relative difference {difference[0]:.2g} to {self.case.baseline}, tolerance "
+            self._without_figures(entry | found, "wrong", text + f"{allowed:.2g}")
+            return
+        cold = {"compile_cold_s": found.pop("compile_s"), "compile_peak_bytes": peer.peak_bytes()}
+        self.entries[name] = entry | found | cold | {"difference": difference[0], "outcome": "measured"}
+
+    def _new_peer(self, name: str, cache: Path) -> Any:
+        settings = self.settings
+        return self.start(self.case.name, name, dict(self.parameters), settings.device, settings.threads, cache)
+
+    def _without_figures(self, entry: Entry, outcome: str, why: str) -> None:
+        entry |= {"outcome": outcome, "why": why}
+        self.entries[entry["contender"]] = entry
+        self._record(entry)
+
+    def _record(self, entry: Entry) -> None:
+        if entry["contender"] not in self.repeated:
+            self.recorded(entry)
+
+    def _drop(self, name: str, error: PeerFailed) -> None:
+        self.peers.pop(name).close()
+        entry = {key: value for key, value in self.entries[name].items() if key != "rounds_s"}
+        self._without_figures(entry, "too slow" if isinstance(error, PeerTooSlow) else "failed", str(error))
+
+    def _limit(self, name: str, steps: float) -> float:
+        """Generously more time than that many steps take."""
+        return 60 + 10 * steps * float(self.entries[name]["step_s"])
+
+    # All of them
+
+    def _rounds(self) -> None:
+        settings = self.settings
+        numbers = {name: max(1, round(settings.round_s / self.entries[name]["step_s"])) for name in self.peers}
+        # Two more: `Timer.timeit` warms up with two steps.
+        cost = sum((number + 2) * self.entries[name]["step_s"] for name, number in numbers.items())
+        rounds = min(settings.rounds, max(ROUNDS_AT_LEAST, int(settings.group_s / cost)))
+        for name in self.peers:
+            self.entries[name]["rounds_s"] = []
+        for turn in range(rounds):
+            names = list(self.peers)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                self.note(f"{name}: round {turn + 1} of {rounds}")
+                try:
+                    answer = self.peers[name].ask("time", self._limit(name, numbers[name] + 2), number=numbers[name])
+                    self.entries[name]["rounds_s"].append(answer["seconds"])
+                except PeerFailed as error:
+                    self._drop(name, error)
+        for name in self.peers:
+            entry = self.entries[name]
+            entry["q1_s"], entry["median_s"], entry["q3_s"] = spread(entry["rounds_s"])
+            entry["against"] = {
+                other: dict(zip(("q1", "median", "q3"), spread(ratios(entry, self.entries[other])), strict=True))
+                for other in self.peers
+            }
+
+    def _look(self) -> None:
+        """Memory and counts, when nothing is timed any more."""
+        for name in list(self.peers):
+            self.note(f"{name}: memory and counts")
+            peer, entry = self.peers[name], self.entries[name]
+            try:
+                entry |= self._memory(name, peer)
+                entry |= peer.ask("count", self._limit(name, 100))
+                if self.case.timeline and self.settings.device == "cuda":
+                    entry["timeline"] = peer.ask("timeline", self._limit(name, 100))["spans"]
+            except PeerFailed as error:
+                self._drop(name, error)
+
+    def _memory(self, name: str, peer: Any) -> dict[str, int]:
+        peer.ask("rest", self._limit(name, 1))
+        rest = peer.resident_bytes()
+        peer.forget_peak()
+        found = peer.ask("steps", self._limit(name, 10))
+        if "peak_bytes" in found:  # the device knows
+            return {"peak_bytes": found["peak_bytes"], "step_bytes": found["peak_bytes"] - found["rest_bytes"]}
+        if rest is None:
+            return {"peak_bytes": found["process_bytes"]}
+        peak = peer.peak_bytes()
+        return {"peak_bytes": peak, "step_bytes": peak - rest}
+
+    def _explain_losses(self) -> None:
+        """A profile of ours and of what is faster than it, beyond the spread."""
+        wanted = set()
+        for name in self.peers:
+            if self.case.contender(name).ours:
+                faster = [other for other in losses(self.entries[name]) if not self.case.contender(other).ours]
+                wanted.update([name, *faster] if faster else [])
+        for name in wanted & set(self.peers):
+            self.note(f"{name}: profile")
+            with contextlib.suppress(PeerFailed):  # it has its figures all the same
+                self.entries[name]["top"] = self.peers[name].ask("profile", self._limit(name, 100))["top"]
+
+    def _compile_again(self, name: str, cache: Path) -> None:
+        """In a second process, with the caches that the first one filled."""
+        self.note(f"{name}: compile with filled caches")
+        peer = self._new_peer(name, cache)
+        try:
+            found = peer.ask("prepare", self.settings.limit_s)
+            self.entries[name]["compile_warm_s"] = found["compile_s"]
+        except PeerFailed as error:
+            self.entries[name]["warm_why"] = str(error)
+        finally:
+            peer.close()
+
+
+def ratios(entry: Entry, other: Entry) -> list[float]:
+    """Of each round: how many times as long as the other."""
+    return [mine / its for mine, its in zip(entry["rounds_s"], other["rounds_s"], strict=False)]
+
+
+def losses(entry: Mapping[str, Any]) -> dict[str, float]:
+    """The contenders that are faster in at least three quarters of the rounds: by which factor, in the median."""
+    return {name: ratio["median"] for name, ratio in entry.get("against", {}).items() if ratio["q1"] > 1}
+
+
+def disagreement(expected: Mapping[str, float], actual: Mapping[str, float]) -> tuple[float, str]:
+    """The largest relative difference, and the name of the value that has it; infinite where a value is missing."""
+    if expected.keys() != actual.keys():
+        return math.inf, f"values {sorted(actual)} where {sorted(expected)} are wanted"
+    worst = (0.0, "")
+    for name, wanted in expected.items():
+        got = actual[name]
+        scale = max(abs(wanted), 1e-12)
+        apart = abs(got - wanted) / scale if math.isfinite(got) and math.isfinite(wanted) else math.inf
+        worst = max(worst, (apart, name))
+    return worst
+
+
+def run_case(
+    case: Case,
+    results: dict[str, Any],
+    settings: Settings,
+    save: Callable[[], None],
+    note: Callable[[str], None] = lambda text: None,
+    done: Callable[[], None] = lambda: None,
+    start: Callable[..., Any] = Peer,
+) -> None:
+    """Measure what `results` does not hold yet, and save after each entry."""
+
+    def record(entry: Entry) -> None:
+        results["entries"].append(entry)
+        save()
+        done()
+
+    for number, parameters in enumerate(case.groups(settings.device, results["quick"])):
+        names = [c.name for c in case.contenders if find(results["entries"], parameters, c.name) is None]
+        for _ in range(len(case.contenders) - len(names)):
+            done()
+        if names:
+            label = " ".join(f"{key}={value}" for key, value in parameters.items())
+            group = Group(case, parameters, settings, record, lambda text: note(f"{label}: {text}"), start)  # noqa: B023
+            # A quick run compiles a second time in the first group alone.
+            group.measure(names, warm=not results["quick"] or number == 0)

@@ -1,0 +1,118 @@
+"""The process of one contender: answers one JSON line for each that it reads. `bench.peer` starts it and talks to it.
+
+A process each keeps contenders apart: flags, caches and compiled code of one cannot help or hurt another, its memory
+can be seen from outside, and it can be killed where it takes too long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.benchmark import Timer
+
+from bench import counting
+from bench.case import load
+
+
+class Worker:
+    """One method for each verb of a request."""
+
+    def __init__(self, case: str, contender: str, parameters: Mapping[str, Any], device: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.device = device
+        self.contender = load(case).contender(contender)
+        self.parameters = parameters
+
+    def prepare(self) -> dict[str, Any]:
+        """Build, compile, and see every batch once. compile_s: what that took more than the same steps take warm."""
+        torch.manual_seed(0)
+        self.program = self.contender.build(self.parameters, self.device)
+        self.timer = Timer("step()", globals={"step": self.program.step}, num_threads=torch.get_num_threads())
+        started = time.perf_counter()
+        values = dict(self.program.values())
+        for _ in range(self.program.batches):
+            self.program.step()
+        self._wait()
+        warm_up = time.perf_counter() - started
+        step = self.timer.timeit(1).median
+        compiling = max(0.0, warm_up - (self.program.batches + 1) * step) if self.contender.compiles else None
+        return {"values": values, "step_s": step, "compile_s": compiling, **counting.graphs()}
+
+    def time(self, number: int) -> dict[str, float]:
+        return {"seconds": self.timer.timeit(number).median}
+
+    def count(self) -> dict[str, Any]:
+        return {**counting.counts(self.program.step), "figures": dict(self.program.figures())}
+
+    def profile(self) -> dict[str, Any]:
+        return {"top": counting.top_operators(self.program.step)}
+
+    def timeline(self) -> dict[str, Any]:
+        return {"spans": counting.timeline(self.program.step)}
+
+    def rest(self) -> dict[str, Any]:
+        """Give freed memory back, so that what the parent sees of it is in use."""
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+        return {}
+
+    def steps(self) -> dict[str, Any]:
+        """See every batch once more; on a device: its memory at rest, and the most that was allocated."""
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        for _ in range(self.program.batches):
+            self.program.step()
+        self._wait()
+        if self.device == "cuda":
+            return {"rest_bytes": before, "peak_bytes": torch.cuda.max_memory_allocated()}
+        # getrusage is for systems without /proc; it counts from the start of the process.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def first_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def main() -> None:
+    # What libraries print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    if sys.platform == "linux":
+        # Compiling a large graph may take all memory: this process is the one to be killed then, and no other.
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    worker: Worker | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        verb = request.pop("verb")
+        try:
+            if worker is None:
+                worker = Worker(**json.loads(sys.argv[1]))
+            answer = getattr(worker, verb)(**request)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": first_line(error)}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""How contenders are measured: in turns, with ratios within rounds, and none twice. With peers that only pretend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import results
+from bench.case import Case, Contender
+from bench.measuring import Group, Settings, disagreement, losses, run_case
+from bench.peer import PeerFailed
+from bench.results import Entry, spread
+
+SETTINGS = Settings("cpu", threads=1, rounds=6, round_s=0.0, group_s=1e9)
+
+
+class Pretender:
+    """A peer whose step takes a second, its number more in each round; ours takes 3 in all rounds, slow ones 100."""
+
+    asked: list[tuple[str, str]] = []
+    started: list[str] = []
+
+    def __init__(self, case: str, contender: str, parameters: Mapping[str, Any], *_: Any) -> None:
+        self.name, self.size = contender, parameters["size"]
+        self.round = 0
+        self.started.append(contender)
+
+    def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+        self.asked.append((self.name, verb))
+        if verb == "prepare":
+            return {"values": {"loss": 1.0}, "step_s": 1.0, "compile_s": 2.0, "graphs": 1, "graph_breaks": 0}
+        if verb == "time":
+            self.round += 1
+            if self.name == "breaking" and self.round == 2:
+                raise PeerFailed("RuntimeError: broke")
+            return {"seconds": 3.0 if self.name == "ours" else float(self.round)}
+        if verb == "count":
+            return {"host_reads": 1, "operators": 2, "figures": {}}
+        return {"top": [{"operator": f"operator of {self.name}", "calls": 1, "ms": 1.0}]} if verb == "profile" else {}
+
+    def resident_bytes(self) -> int:
+        return 1000
+
+    def peak_bytes(self) -> int:
+        return 1500
+
+    def forget_peak(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked() -> None:
+    Pretender.asked.clear()
+    Pretender.started.clear()
+
+
+def case(*names: str) -> Case:
+    contenders = [Contender(name, build=None, ours=name == "ours") for name in names]  # type: ignore[arg-type]
+    groups = lambda device, quick: [{"size": 1}, {"size": 2}]  # noqa: E731
+    return Case("toys", "Toys", groups, contenders, baseline=names[0], expected="")
+
+
+def measured(*names: str) -> dict[str, Entry]:
+    entries: list[Entry] = []
+    Group(case(*names), {"size": 1}, SETTINGS, entries.append, start=Pretender).measure(list(names))
+    return {entry["contender"]: entry for entry in entries}
+
+
+def test_each_round_times_each_contender_once_in_a_changing_order():
+    measured("a", "b", "c")
+    timed = [name for name, verb in Pretender.asked if verb == "time"]
+    rounds = ["".join(timed[at : at + 3]) for at in range(0, len(timed), 3)]
+    assert rounds == ["abc", "bca", "cab", "abc", "bca", "cab"]
+
+
+def test_all_are_prepared_before_any_is_timed():
+    measured("a", "b")
+    verbs = [verb for _, verb in Pretender.asked]
+    assert verbs.index("time") == 2 and verbs[:2] == ["prepare", "prepare"]
+
+
+def test_ratios_are_taken_within_rounds():
+    entries = measured("a", "ours")
+    assert entries["a"]["rounds_s"] == [1, 2, 3, 4, 5, 6]
+    ratio = entries["ours"]["against"]["a"]
+    lower, middle, upper = spread([3 / 1, 3 / 2, 3 / 3, 3 / 4, 3 / 5, 3 / 6])
+    assert ratio == {"q1": lower, "median": middle, "q3": upper}
+    assert entries["a"]["against"]["a"] == {"q1": 1, "median": 1, "q3": 1}
+
+
+def test_memory_of_a_step_is_its_peak_less_what_is_held_between_steps():
+    entry = measured("a")["a"]
+    assert (entry["peak_bytes"], entry["step_bytes"]) == (1500, 500)
+
+
+def test_compile_time_is_taken_cold_and_with_the_caches_of_the_first_process():
+    entry = measured("a")["a"]
+    assert (entry["compile_cold_s"], entry["compile_warm_s"]) == (2.0, 2.0)
+    assert Pretender.started == ["a", "a"]
+
+
+def test_a_contender_that_breaks_while_it_is_timed_has_no_figures_and_the_others_do():
+    entries = measured("a", "breaking")
+    assert entries["breaking"]["outcome"] == "failed" and entries["breaking"]["why"] == "RuntimeError: broke"
+    assert "rounds_s" not in entries["breaking"] and "median_s" not in entries["breaking"]
+    assert len(entries["a"]["rounds_s"]) == 6 and entries["a"]["outcome"] == "measured"
+
+
+def test_where_ours_is_slower_beyond_the_spread_both_are_profiled():
+    class Slow(Pretender):
+        def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+            answer = super().ask(verb, limit_s, **arguments)
+            return {"seconds": 100.0} if verb == "time" and self.name == "ours" else answer
+
+    entries: list[Entry] = []
+    Group(case("a", "ours"), {"size": 1}, SETTINGS, entries.append, start=Slow).measure(["a", "ours"])
+    by_name = {entry["contender"]: entry for entry in entries}
+    assert list(losses(by_name["ours"])) == ["a"]
+    assert by_name["ours"]["top"][0]["operator"] == "operator of ours"
+    assert by_name["a"]["top"][0]["operator"] == "operator of a"
+
+
+def test_what_is_measured_is_not_measured_again(tmp_path):
+    file = tmp_path / "toys.json"
+    found = {"quick": False, "entries": []}
+    saves: list[int] = []
+
+    def save() -> None:
+        saves.append(len(found["entries"]))
+        results.write(file, found)
+
+    run_case(case("a", "b"), found, SETTINGS, save, start=Pretender)
+    assert saves == [1, 2, 3, 4]
+    assert results.read(file) == found
+    Pretender.started.clear()
+    run_case(case("a", "b"), results.read(file), SETTINGS, save, start=Pretender)
+    assert Pretender.started == []
+
+
+def test_a_new_contender_is_measured_beside_the_baseline_which_keeps_its_entry():
+    found: dict[str, Any] = {"quick": True, "entries": []}
+    run_case(case("a", "b"), found, SETTINGS, lambda: None, start=Pretender)
+    before = list(found["entries"])
+    Pretender.started.clear()
+    run_case(case("a", "b", "c"), found, SETTINGS, lambda: None, start=Pretender)
+    assert set(Pretender.started) == {"a", "c"}
+    assert found["entries"][:4] == before
+    assert [entry["contender"] for entry in found["entries"][4:]] == ["c", "c"]
+    assert set(found["entries"][4]["against"]) == {"a", "c"}
+
+
+@pytest.mark.parametrize("key", results.IDENTITY)
+def test_results_of_another_run_are_put_aside(key: str, tmp_path: Path):
+    fresh = {name: "x" for name in results.IDENTITY} | {"entries": []}
+    results.write(tmp_path / "r.json", fresh | {"entries": [1]})
+    assert results.begin(tmp_path / "r.json", fresh, resume=True)[0]["entries"] == [1]
+    assert results.begin(tmp_path / "r.json", fresh, resume=False) == (fresh, "")
+    assert results.begin(tmp_path / "r.json", fresh | {key: "y"}, resume=True)[1] == f"of another {key}"
+
+
+def test_values_that_differ_or_are_missing_or_not_finite():
+    assert disagreement({"loss": 2.0, "norm": 1.0}, {"loss": 2.0, "norm": 1.1}) == (pytest.approx(0.1), "norm")
+    assert disagreement({"loss": 2.0}, {"loss": float("nan")})[0] == float("inf")
+    assert disagreement({"loss": 2.0}, {})[0] == float("inf")
