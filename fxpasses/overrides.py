@@ -2,7 +2,8 @@
 
 FXPASSES_PASSES=a,b: of the passes that the program asks for, run these alone; none where it is empty.
 FXPASSES_GRAPHS=n: run passes on the first n graphs that the process compiles, and leave the others as captured.
-`fxpasses bisect` sets both.
+FXPASSES_CHANGES=pass:n: of the changes that a pass would make in the process, let it make the first n.
+`fxpasses bisect` sets them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 
 PASSES = "FXPASSES_PASSES"
 GRAPHS = "FXPASSES_GRAPHS"
+CHANGES = "FXPASSES_CHANGES"
 
 _compiled = 0  # graphs so far: Dynamo calls the backend once for each, and there is nothing else to count them by
+_changes: dict[str, int] = {}  # by pass: how many it asked for so far
 
 
 def passes(asked_for: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
@@ -34,3 +37,15 @@ def passes(asked_for: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...
         if _compiled > int(limit):
             return ()
     return chosen
+
+
+def allows_change(name: str) -> bool:
+    """Count a change that the pass `name` is about to make: whether it may; `ValueError` as in `passes`."""
+    _changes[name] = _changes.get(name, 0) + 1
+    given = os.environ.get(CHANGES)
+    if given is None:
+        return True
+    limited, _, limit = given.rpartition(":")
+    if not limited or not limit.isdecimal():
+        raise ValueError(f"{CHANGES} is {given!r}; it takes a pass and a whole number, as in hoist_metadata:3")
+    return name != limited or _changes[name] <= int(limit)

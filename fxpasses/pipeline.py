@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
+from fxpasses import overrides
 from fxpasses.errors import PassError
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.options import Options
@@ -27,6 +28,7 @@ class Context:
 
     example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
     shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass cut one out.
+    pass_name: of the pass that it is for.
     """
 
     options: Options
@@ -34,6 +36,21 @@ class Context:
     fake_mode: Any
     shared_inputs: frozenset[Node] = frozenset()
     program: Program | None = None
+    pass_name: str = ""
+    _asked: dict[Node, bool] = field(default_factory=dict)
+
+    def may_change(self, node: Node) -> bool:
+        """Whether the pass may make the change that it knows by `node`; to be asked before each, once or more often.
+
+        False only where FXPASSES_CHANGES leaves changes out, to find the one that is wrong.
+        """
+        if node not in self._asked:
+            self._asked[node] = overrides.allows_change(self.pass_name)
+        return self._asked[node]
+
+    @property
+    def changes_asked_for(self) -> int:
+        return len(self._asked)
 
 
 class Pass(Protocol):
@@ -71,7 +88,7 @@ def run_passes(
     result = Result(original, list(example_inputs))
     for graph_pass in passes:
         gm = copy_graph_module(result.gm)
-        context = _context(gm, result, options)
+        context = _context(gm, result, options, graph_pass.name)
         if context is None:
             continue
         started = time.perf_counter()
@@ -89,6 +106,7 @@ def run_passes(
             after_pass(Report(graph_pass.name), result, f"{type(error).__name__}: {error}")
             continue
         report.seconds = time.perf_counter() - started
+        report.asked = context.changes_asked_for
         log.info("%s (%.3f s)", report, report.seconds)
         result.reports.append(report)
         if report.changed:
@@ -97,14 +115,14 @@ def run_passes(
     return result
 
 
-def _context(gm: GraphModule, result: Result, options: Options) -> Context | None:
+def _context(gm: GraphModule, result: Result, options: Options, name: str) -> Context | None:
     placeholders = gm.graph.find_nodes(op="placeholder")
     fakes = [node.meta.get("example_value") for node in placeholders]
     fake_mode = next((fake.fake_mode for fake in fakes if isinstance(fake, torch._subclasses.FakeTensor)), None)
     if fake_mode is None:
         return None  # a graph without tensors, or one that Dynamo did not make: nothing for these passes
     shared = _inputs_that_share_memory(placeholders, result.example_inputs)
-    return Context(options, list(result.example_inputs), fake_mode, shared, result.program)
+    return Context(options, list(result.example_inputs), fake_mode, shared, result.program, name)
 
 
 def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence[Any]) -> frozenset[Node]:

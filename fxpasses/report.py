@@ -21,6 +21,7 @@ class Reason(enum.Enum):
     TOO_LARGE = "it is large and used once"
     NOT_ALIKE = "the experts are not known to be one program on different rows"
     UNSUPPORTED_VALUE = "its kind of value cannot be an input of a graph"
+    LEFT_OUT = "FXPASSES_CHANGES leaves it out"
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class Refusal:
     """One thing that a pass could have done and did not.
 
     subject: the node's name; reason: the kind of obstacle; text: the obstacle itself; where: `file:line`, or "".
+    module: the path of the subject's module, which tells equal names in different bodies apart; "" where not known.
     """
 
     subject: str
     reason: Reason
     text: str = ""
     where: str = ""
+    module: str = ""
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
@@ -41,12 +44,30 @@ class Refusal:
         return f"{self.subject}{place}: {self.reason.value}{detail}"
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that forward moves off the device and backward brings back.
+
+    name: of the node, as backward calls it; bytes: for the sizes that were traced. Positions are those of nodes:
+    offloaded_at of the one in forward after which the copy out starts, reloaded_at of the one in backward before which
+    the copy back starts, needed_at of the first one in backward that takes the tensor. to: "host" or "disk".
+    """
+
+    name: str
+    bytes: int
+    offloaded_at: int
+    reloaded_at: int
+    needed_at: int
+    to: str = "host"
+
+
 @dataclass
 class Report:
     """The outcome of one pass on one graph.
 
     summary: one line for a person; "" where nothing changed. figures: counts by name (bytes where the name says so).
-    seconds: time that the pass took.
+    seconds: time that the pass took. asked: how many changes it asked for, which is what FXPASSES_CHANGES counts.
+    transfers: activations that leave the device between forward and backward.
     """
 
     pass_name: str
@@ -56,6 +77,8 @@ class Report:
     changes: list[str] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     seconds: float = 0.0
+    asked: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{self.pass_name}: {self.summary or 'nothing to do'}"]

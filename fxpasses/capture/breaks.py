@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TypeVar
 from fxpasses.capture import flags, tracing
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
 from fxpasses.capture.flags import Values
+from fxpasses.graph.provenance import forget_leftovers
 from fxpasses.options import PREFIX
 
 log = logging.getLogger(__name__)
@@ -174,6 +175,7 @@ class _TraceFrameInSteps:
         if not is_fastpack(frame["compiler_fn"]):
             with tracing.no_hints():
                 return self.original(*args, **kwargs)
+        forget_leftovers()
         if frame["one_graph"]:
             return self._trace(frame, args, kwargs)
         attempts = frame["speculation_log"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fxpasses.inspect.changes import Change, Diff, Kind
 from fxpasses.inspect.model import MAIN, Stage, short_name
 
+_SYMBOL = re.compile(r"\bu\d+\b")
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
@@ -56,7 +57,7 @@ def collapse(found: Diff, before: Stage, after: Stage) -> list[Section]:
         assert place is not None
         layer = layer_of(change.module, place[0], layers[side])
         module = _INDEX.sub("*", change.module, count=1)
-        key = (change.kind, change.op, change.target, change.source, module, change.detail)
+        key = (change.kind, change.op, change.target, change.source, module, _without_numbers(change.detail))
         if key not in groups:
             groups[key] = Group(
                 change.kind, short_name(change.target), change.source, module, change.detail, [], code=change.code
@@ -91,7 +92,7 @@ def lines_of(section: Section) -> list[Line]:
     """The rows of a section, those of one module together."""
     merged: dict[tuple[object, ...], list[Group]] = {}
     for group in section.groups:
-        own = group.detail if group.kind is not Kind.PROLOGUE else ""
+        own = group.detail if _tells_apart(group) else ""
         merged.setdefault((group.module, group.kind, group.source, own), []).append(group)
     layers = max(len(section.layers), 1)
     lines = []
@@ -105,12 +106,23 @@ def lines_of(section: Section) -> list[Line]:
         if first.kind is Kind.PROLOGUE:
             if results < sum(words.values()):
                 what += f" → {results} once a batch" if results else " → asserted once a batch"
-        elif first.detail:
+        elif first.detail and _tells_apart(first):
             what += f": {first.detail}"
         changes = tuple(change for group in groups for change in group.changes)
         lines.append(Line(first.kind, first.source, first.code, first.module, what, changes))
     modules = list(dict.fromkeys(line.module for line in lines))
-    return sorted(lines, key=lambda line: modules.index(line.module))
+    return sorted(lines, key=lambda line: (modules.index(line.module), _ORDER.index(line.kind)))
+
+
+# Of a module first what was gained; sizes that changed follow from the rest.
+_ORDER = (Kind.PROLOGUE, Kind.ADDED, Kind.REMOVED, Kind.REWIRED, Kind.MOVED, Kind.METADATA)
+
+
+def _tells_apart(group: Group) -> bool:
+    """Whether the detail says more than which operators came or went: of an added operator it is the type alone."""
+    if group.kind is Kind.ADDED:
+        return group.detail.endswith("from the prologue")
+    return group.kind is not Kind.PROLOGUE
 
 
 def _times(word: str, count: int, layers: int) -> str:
@@ -119,6 +131,12 @@ def _times(word: str, count: int, layers: int) -> str:
     if each == 1:
         return word
     return f"{word} ×{int(each)}" if each.is_integer() else f"{word} ×{count} in all"
+
+
+def _without_numbers(detail: str) -> str:
+    """Symbols in the order in which they occur: each layer has its own `u20`, `u42`, …"""
+    names: dict[str, str] = {}
+    return _SYMBOL.sub(lambda match: names.setdefault(match[0], f"#{len(names)}"), detail)
 
 
 def is_border(change: Change) -> bool:

@@ -7,6 +7,7 @@ script is given; docs/inspect.md names the fields.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -19,7 +20,8 @@ from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.readable import call_text
 from fxpasses.inspect.summary import graph_summary
-from fxpasses.inspect.text import figure_rows
+from fxpasses.inspect.text import figure_rows, left_alone, saved_rows
+from fxpasses.inspect.whynot import near_misses
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # for JSON inside a <script> element
 
@@ -33,7 +35,7 @@ def page(run: Run) -> str:
     return text.replace("/*record*/", dumps(page_data(run)).translate(_ESCAPES), 1)
 
 
-_FILES = ("page.html", "page.css", "table.js", "views.js", "page.js")
+_FILES = ("page.html", "page.css", "table.js", "views.js", "memory.js", "page.js")
 
 
 def page_data(run: Run) -> dict[str, Any]:
@@ -51,10 +53,13 @@ def page_data(run: Run) -> dict[str, Any]:
 def _graph(graph: Graph) -> dict[str, Any]:
     found = graph_summary(graph)
     del found["changes"]
+    misses = near_misses(graph)
+    found["left_alone_line"] = left_alone(misses) if misses else ""
     stages = [stage for stage in graph.stages if stage.regions is not None]
     flows = [Dataflow(stage) for stage in stages]
     tables = [_Table(flow, stage) for flow, stage in zip(flows, stages, strict=True)]
-    found["rows"] = figure_rows(*before_and_after(graph), len(graph.final.checks))
+    found["rows"] = figure_rows(*before_and_after(graph), len(graph.final.checks)) + saved_rows(graph)
+    found["partition"] = asdict(graph.partition) if graph.partition is not None else None
     found["stages"] = [table.json(stage) for table, stage in zip(tables, stages, strict=True)]
     found["steps"] = [_step(stages, tables, number) for number in range(1, len(stages))]
     return found

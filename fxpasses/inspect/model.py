@@ -132,12 +132,45 @@ class Stage:
 
 
 @dataclass(slots=True)
+class Saved:
+    """A tensor that forward keeps for backward. bytes: None where the size is not known.
+
+    is_input: an input of forward, such as a parameter: it is there anyway. Positions are those of nodes: made_at in
+    forward; needed_at and freed_at in backward, where it is taken first and last. where, module: of what made it.
+    """
+
+    name: str
+    bytes: int | None
+    is_input: bool
+    made_at: int
+    needed_at: int
+    freed_at: int
+    where: str = ""
+    module: str = ""
+
+
+@dataclass(slots=True)
+class Partition:
+    """What AOTAutograd made of a graph: FLOPs of each node of forward and of backward, and what is kept in between."""
+
+    forward: list[int]
+    backward: list[int]
+    saved: list[Saved]
+
+    @property
+    def saved_bytes(self) -> int:
+        """What is kept in memory that would otherwise be free: without inputs."""
+        return sum(saved.bytes or 0 for saved in self.saved if not saved.is_input)
+
+
+@dataclass(slots=True)
 class Graph:
     """One compilation. compile_id: Dynamo's `frame/recompilation`, or "" outside Dynamo; frame and recompile: its
     parts. rank: of the process, None where there is one process. compile_seconds: time that the lowering took.
     outcome: "rewritten", "captured" (compiled as it was captured), "uncompiled" (it runs so, or raised an error) or
     "retraced" (given up: Dynamo traced the program again, and another graph follows); "" if unknown.
-    symbols: the value that each backed symbol had when it was traced.
+    symbols: the value that each backed symbol had when it was traced. partition: what AOTAutograd made of the graph
+    after the passes; None where it was not asked, or nobody was told (the eager lowering, inference, a warm cache).
     """
 
     compile_id: str = ""
@@ -150,6 +183,7 @@ class Graph:
     symbols: dict[str, int] = field(default_factory=dict)
     outcome: str = ""
     compile_seconds: float = 0.0
+    partition: Partition | None = None
 
     @property
     def reports(self) -> list[Report]:

@@ -163,8 +163,11 @@ def _observing(note: Callable[..., None]) -> Callable[..., None]:
 
 class _Recorder(Watch):
     def __init__(self) -> None:
+        from fxpasses.inspect.partition import Listener
+
         self.graph = Graph(rank=_rank())
         self.started = 0.0
+        self.listener = Listener()
 
     @_observing
     def capture(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
@@ -196,13 +199,17 @@ class _Recorder(Watch):
                 stage.regions += regions
         self.graph.stages.append(stage)
 
+    @_observing
     def lowering(self) -> None:
         self.started = time.perf_counter()
+        self.listener.start()
 
     @_observing
     def finish(self, outcome: str) -> None:
         from fxpasses.inspect import trace
 
+        self.listener.stop()
+        self.graph.partition = self.listener.found
         self.graph.compile_seconds = time.perf_counter() - self.started if self.started else 0.0
         self.graph.outcome = outcome
         if not self.graph.stages or self.graph.stages[0].name != CAPTURED:  # that failed, and a warning said so

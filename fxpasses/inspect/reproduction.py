@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from fxpasses.inspect.model import MAIN, Graph, Node, Region, bodies_of, short_name
@@ -28,11 +29,12 @@ Compares eager mode with the passes {passes}, and exits with an error if they di
 
 import math
 import operator
+import os
 import sys
 
 import torch
 from torch.utils.checkpoint import checkpoint
-
+{environment}
 torch.manual_seed(0)
 '''
 
@@ -72,8 +74,10 @@ class CannotReproduce(ValueError):
     """What in a graph cannot be written as a program."""
 
 
-def reproduction(graph: Graph, passes: list[str], file: str = "reproduction.py") -> str:
-    """The text of the file; raises `CannotReproduce`."""
+def reproduction(
+    graph: Graph, passes: list[str], file: str = "reproduction.py", environment: Mapping[str, str] | None = None
+) -> str:
+    """The text of the file; raises `CannotReproduce`. `environment` is set before anything is compiled."""
     regions = {region.path: region for region in graph.captured.regions or ()}
     inputs = [node for node in regions[MAIN].nodes if node.op == "placeholder"]
     has_data = any(node.data is not None for node in inputs)
@@ -83,7 +87,9 @@ def reproduction(graph: Graph, passes: list[str], file: str = "reproduction.py")
         else "The inputs are random: the record holds no data, and integers may need values that make sense."
     )
     origin = re.sub(r"[^\w .:/-]", "", graph.function) or "a program"
-    parts = [_HEAD.format(origin=origin, file=file, passes=", ".join(passes) or "(none)", data=data)]
+    settings = "".join(f"\nos.environ[{name!r}] = {value!r}" for name, value in (environment or {}).items())
+    words = ", ".join(passes) or "(none)"
+    parts = [_HEAD.format(origin=origin, file=file, passes=words, data=data, environment=settings)]
     for path in sorted(regions, key=lambda path: -path.count("/")):
         if not regions[path].in_prologue:
             parts.append(_function(regions[path], graph))
@@ -101,13 +107,22 @@ def _function(region: Region, graph: Graph) -> str:
         elif node.op == "output":
             lines.append(f"return {_argument(node.args[0])}")
         elif node.op != "placeholder":
+            if len(node.args) != _SUBSCRIPTS.get(node.target, len(node.args)):
+                raise CannotReproduce(f"the arguments of {node.name!r}")
             place = f"  # {node.source}" if node.source and _plain(str(node.source)) else ""
-            lines.append(f"{_name(node.name)} = {_call(node)}{place}")
+            if node.target == "_operator.setitem":  # as a call, with a slice, it would break the graph
+                target, index, value = node.args
+                lines.append(f"{_argument(target)}[{_index(index)}] = {_argument(value)}{place}")
+            else:
+                lines.append(f"{_name(node.name)} = {_call(node)}{place}")
     name = "program" if region.path == MAIN else _body(region.path)
     head = "".join(f"{line}\n" for line in attributes)
     return f"\n{head}{chr(10) if head else ''}def {name}({', '.join(parameters)}):\n" + "\n".join(
         f"    {line}" for line in lines
     )
+
+
+_SUBSCRIPTS = {"_operator.getitem": 2, "_operator.setitem": 3}  # operators to their number of arguments
 
 
 def _call(node: Node) -> str:
@@ -117,6 +132,8 @@ def _call(node: Node) -> str:
         if not _METHOD.fullmatch(node.target) or node.target.startswith("__") or node.target in _FORBIDDEN:
             raise CannotReproduce(f"the method {node.target!r}")
         return f"{arguments[0]}.{node.target}({', '.join(arguments[1:] + keywords)})"
+    if node.target == "_operator.getitem":
+        return f"{arguments[0]}[{_index(node.args[1])}]"
     if node.target == _CHECKPOINT:
         return f"checkpoint({', '.join(arguments)}, use_reentrant=False)"
     if bodies_of(node) or not _TARGET.fullmatch(node.target) or short_name(node.target) in _FORBIDDEN:
@@ -139,6 +156,16 @@ def _argument(value: Any) -> str:
     if "dict" in value:
         return f"{{{', '.join(f'{key!r}: {_argument(item)}' for key, item in value['dict'])}}}"
     return _constant(str(value.get("constant")))
+
+
+def _index(value: Any) -> str:
+    """What stands in square brackets."""
+    if isinstance(value, list):
+        return ", ".join(map(_index, value)) + "," * (len(value) == 1) if value else "()"
+    if isinstance(value, dict) and "slice" in value:
+        start, stop, step = ("" if part is None else _argument(part) for part in value["slice"])
+        return f"{start}:{stop}" + (f":{step}" if step else "")
+    return _argument(value)
 
 
 def _constant(text: str) -> str:

@@ -21,7 +21,7 @@ from torch.fx import Node as FxNode
 from torch.fx.node import _get_qualified_name
 from torch.utils import _pytree as pytree
 
-from fxpasses.graph.provenance import source
+from fxpasses.graph.provenance import module_of, source
 from fxpasses.graph.symbols import bytes_of
 from fxpasses.inspect.flops import flops_of
 from fxpasses.inspect.model import MAIN, PROLOGUE, Node, Region, Source, TensorValue
@@ -109,7 +109,7 @@ class _Snapshot:
 
         value = _value_of(node)
         leaves = _leaves(value)
-        module, module_class = _module(node)
+        module, module_class = module_of(node)
         taken = Node(
             name=node.name,
             op=node.op,
@@ -213,17 +213,6 @@ def _source(node: FxNode) -> Source | None:
         return None
     file, line, function, code = frames[-1]
     return Source(file, int(line), function, code.strip()[:200])
-
-
-def _module(node: FxNode) -> tuple[str, str]:
-    """The innermost module's path (`model.layers.0.self_attn`) and the name of its class."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return "", ""
-    path, cls = list(stack.values())[-1][:2]
-    path = re.sub(r"^L\['(\w+)'\]\.?", lambda m: "" if m[1] == "self" else f"{m[1]}.", str(path)).rstrip(".")
-    path = re.sub(r"(?:\._modules)?\['([^']*)'\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", path)
-    return path.lstrip("."), cls if isinstance(cls, str) else getattr(cls, "__name__", "")
 
 
 def _is_host_read(node: FxNode, taken: Node) -> bool:

@@ -32,6 +32,8 @@ def graph_summary(graph: Graph) -> dict[str, Any]:
         "outcome": graph.outcome,
         "compile_seconds": graph.compile_seconds,
         "figures": {"before": asdict(before), "after": asdict(after)},
+        "saved_for_backward": graph.partition.saved_bytes if graph.partition is not None else None,
+        "transfers": [asdict(transfer) for report in graph.reports for transfer in report.transfers],
         "passes": [_pass(stage) for stage in graph.stages[1:]],
         "changes": {after.name: changes(before, after) for before, after in graph.steps()},
         "left_alone": [asdict(miss) for miss in near_misses(graph)],

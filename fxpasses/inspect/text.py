@@ -122,7 +122,21 @@ def passes(graph: Graph, style: Style) -> str:
         elif summary:
             text = style.paint(summary, "32")
         lines += _wrapped(f"{stage.name}: ", f"{text} {style.faint(f'({duration(stage.seconds)})')}", style)
+    misses = near_misses(graph)
+    if misses:
+        lines += _wrapped("left alone: ", style.paint(left_alone(misses), "33"), style)
     return "\n".join(lines)
+
+
+def left_alone(misses: list[NearMiss]) -> str:
+    """One line; a host read of which two passes speak counts once."""
+    number = sum(miss.count for miss in misses)
+    by_pass: dict[str, int] = {}
+    for miss in misses:
+        by_pass[miss.pass_name] = by_pass.get(miss.pass_name, 0) + miss.host_reads
+    reads = max(by_pass.values())
+    what = f"{number} thing{'s' * (number > 1)} that a pass looked at"
+    return f"{what}; {reads} host read{'s' * (reads > 1)} a step stay" if reads else what
 
 
 # Figures
@@ -142,7 +156,7 @@ _ROWS: dict[str, tuple[str, str]] = {
 
 def _figures(graph: Graph, style: Style) -> str:
     before, after = before_and_after(graph)
-    rows = figure_rows(before, after, len(graph.final.checks))
+    rows = figure_rows(before, after, len(graph.final.checks)) + saved_rows(graph)
     table = tabulate(rows, ["each step", "before", "after", "once a batch"], colalign=("left", *["right"] * 3))
     times = f"compile time {duration(graph.compile_seconds)}" if graph.compile_seconds else ""
     return textwrap.indent("\n".join(part for part in (table, style.faint(times)) if part), "  ")
@@ -158,6 +172,11 @@ def figure_rows(before: Figures, after: Figures, checks: int = 0) -> list[list[s
             show = size if "bytes" in field else amount
             rows.append([label, show(values[0]), show(values[1]), amount(batch) if batch else ""])
     return rows
+
+
+def saved_rows(graph: Graph) -> list[list[str]]:
+    """What is known of the graph after the passes alone."""
+    return [["saved for backward", "", size(graph.partition.saved_bytes), ""]] if graph.partition is not None else []
 
 
 def amount(number: float) -> str:
@@ -235,7 +254,8 @@ def why_not(misses: list[NearMiss], style: Style) -> str:
         cost += [size(miss.bytes)] if miss.bytes else []
         times = f" ×{miss.count}" if miss.count > 1 else ""
         detail = f": {miss.text}" if miss.text else ""
-        lines += _wrapped("  · ", f"{miss.target}{times} at {miss.where or '?'}: {miss.reason}{detail}", style)
+        place = f"{miss.where or '?'}{f' in {miss.module}' if miss.module and miss.count == 1 else ''}"
+        lines += _wrapped("  · ", f"{miss.target}{times} at {place}: {miss.reason}{detail}", style)
         if miss.code:
             lines.append(style.faint(f"      {miss.code[: style.width - 6]}"))
         lines += [f"      costs {', '.join(cost)} a step"] if cost else []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpasses.inspect.model import Graph, Node, Stage
-from fxpasses.report import Refusal
+from fxpasses.inspect.ledger import unbacked_in
+from fxpasses.inspect.model import Graph, Node, Stage, inputs_of
+from fxpasses.report import Reason, Refusal
 
 
 @dataclass
@@ -33,6 +34,7 @@ def near_misses(graph: Graph) -> list[NearMiss]:
     before = graph.captured
     for stage in graph.stages[1:]:
         nodes = _by_name(before)
+        counted: set[int] = set()
         for refusal in stage.report.refusals if stage.report else ():
             node = _subject(refusal, nodes)
             target = node.short_target if node is not None else refusal.subject
@@ -49,8 +51,12 @@ def near_misses(graph: Graph) -> list[NearMiss]:
             if node is not None:
                 miss.code = node.source.code if node.source else ""
                 miss.module = node.module
-                miss.host_reads += node.host_read
-                miss.bytes += sum(value.bytes or 0 for value in node.values)
+                if refusal.reason.name == Reason.NOT_ALIKE.name:
+                    miss.host_reads += len(_queries(node, before) - counted)
+                    counted |= _queries(node, before)
+                else:
+                    miss.host_reads += node.host_read
+                    miss.bytes += sum(value.bytes or 0 for value in node.values)
         before = stage if stage.regions is not None else before
     return sorted(found.values(), key=lambda miss: (-miss.host_reads, -miss.bytes))
 
@@ -63,7 +69,26 @@ def _by_name(stage: Stage) -> dict[str, list[Node]]:
     return found
 
 
+def _queries(merge: Node, stage: Stage) -> set[int]:
+    """The host reads, by identity, that give the rows of a loop over experts their size.
+
+    merge: the node that merges one expert's rows; those of the other experts are made at the same line and module.
+    """
+    for region in stage.regions or ():
+        if not any(node is merge for node in region.nodes):
+            continue
+        alike = [
+            n for n in region.nodes if (n.target, n.module, n.source) == (merge.target, merge.module, merge.source)
+        ]
+        taken = {name for node in alike for name in inputs_of(node)}
+        values = [value for node in region.nodes if node.name in taken for value in node.values]
+        symbols = {symbol for value in values for size in value.shape for symbol in unbacked_in(size)}
+        return {id(node) for node in region.nodes if node.host_read and symbols & set(node.binds)}
+    return set()
+
+
 def _subject(refusal: Refusal, nodes: dict[str, list[Node]]) -> Node | None:
-    """The node that a refusal speaks of: names repeat between bodies, and the source line tells which is meant."""
+    """The node that a refusal speaks of: names repeat between bodies; module and source line tell which is meant."""
     candidates = nodes.get(refusal.subject, [])
+    candidates = [node for node in candidates if refusal.module in ("", node.module)] or candidates
     return next((node for node in candidates if str(node.source or "") == refusal.where), next(iter(candidates), None))

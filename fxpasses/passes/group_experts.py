@@ -29,7 +29,7 @@ from torch.fx import Node
 
 from fxpasses.graph import effects
 from fxpasses.graph.families import Family, Mismatch, Unifier, members, operator_of
-from fxpasses.graph.provenance import where
+from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.skips import Skip, skips_of
 from fxpasses.graph.symbols import is_symbolic
@@ -57,7 +57,7 @@ class GroupExperts:
             return report
         grouped = 0
         for region in Region(gm).walk():
-            for found in self._loops_of(region, context.fake_mode, skips_of(gm)):
+            for found in self._loops_of(region, context, skips_of(gm)):
                 if isinstance(found, Refusal):
                     report.refusals.append(found)
                 else:
@@ -71,7 +71,7 @@ class GroupExperts:
             report.figures = {"loops_grouped": grouped}
         return report
 
-    def _loops_of(self, region: Region, fake_mode: Any, skips: dict[int, Skip]) -> Iterator[list[str] | Refusal]:
+    def _loops_of(self, region: Region, context: Context, skips: dict[int, Skip]) -> Iterator[list[str] | Refusal]:
         """What became of each loop. One may go on with another's sum, so they are looked for anew after each change."""
         tried: set[tuple[Node, ...]] = set()
         while True:
@@ -80,7 +80,11 @@ class GroupExperts:
             if loop is None:
                 return
             tried.add(key)
-            yield self._group(region, loop, fake_mode, skips)
+            first = key[0]
+            if context.may_change(first):
+                yield self._group(region, loop, context.fake_mode, skips)
+            else:
+                yield Refusal(first.name, Reason.LEFT_OUT, "", where(first), module_of(first)[0])
 
     def _group(self, region: Region, loop: Loop, fake_mode: Any, skips: dict[int, Skip]) -> list[str] | Refusal:
         """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
@@ -95,7 +99,9 @@ class GroupExperts:
             except (Unknown, Mismatch) as unknown:
                 at = where(unknown.node) if unknown.node is not None else ""
                 first = loop.merges[0].node
-                refusal = refusal or Refusal(first.name, Reason.NOT_ALIKE, str(unknown), at or where(first))
+                refusal = refusal or Refusal(
+                    first.name, Reason.NOT_ALIKE, str(unknown), at or where(first), module_of(first)[0]
+                )
         assert refusal is not None
         return refusal
 

@@ -63,7 +63,12 @@ class HoistMetadata:
         large = _too_large(closure)
         if large:
             closure = find_closure(main, context.fake_mode, banned | large)
-        _Cut(main, closure, context, report).run()
+        left_out = _Cut(main, closure, context, report).run()
+        while left_out:  # they stay as they are written, and what they need is looked at anew
+            assert not left_out <= banned.keys(), "a value that was left out is provided all the same"
+            banned |= {node: Refusal(node.name, Reason.LEFT_OUT, "", where(node)) for node in left_out}
+            closure = find_closure(main, context.fake_mode, banned | large)
+            left_out = _Cut(main, closure, context, report).run()
         report.refusals = _refusals(closure)
         return report
 
@@ -98,6 +103,11 @@ class _Provide:
     number: int
     memory: Memory | None = None
 
+    @property
+    def row(self) -> int:
+        """The row of the table that says what is provided: for memory that was written, the last write."""
+        return self.number if self.memory is None else self.memory.version
+
 
 class _Cut:
     def __init__(self, main: Region, closure: Closure, context: Context, report: Report) -> None:
@@ -113,13 +123,17 @@ class _Cut:
         self.asserting = {node for _, node in closure.assertions}
         self.original_inputs = main.placeholders()
 
-    def run(self) -> None:
+    def run(self) -> set[Node]:
+        """Rewrite the graph; or leave it, and return the nodes of the values that may not be provided."""
         for use in self.closure.uses:
             self._decide(use.region, use.operand)
+        left_out = self._left_out()
+        if left_out:
+            return left_out
         provides = any(isinstance(decision, _Provide) for decision in self.decisions.values())
         reads = self._reads()
-        if not provides and not (reads and self.asserting):
-            return
+        if not provides and not (reads and self.asserting and self._may_assert()):
+            return set()
         assertions = self._assertions()
         for first, second in self.table.same:
             _declare_all_equal(first, second)
@@ -132,8 +146,35 @@ class _Cut:
         program = build_program(self.table, self.original_inputs, self.frontier, assertions)
         self.context.program = replace(program, written=self._written_inputs())
         self._describe(reads)
+        return set()
 
     # Deciding
+
+    def _left_out(self) -> set[Node]:
+        """The nodes of values that may not become inputs. One value is one change, however many nodes hold it."""
+        provided = [decision for decision in self.decisions.values() if isinstance(decision, _Provide)]
+        rows = dict.fromkeys(decision.row for decision in provided)
+        changes = [row for row in rows if self.table.entries[row].kind != "root"]
+        left_out = {row for row in changes if not self.context.may_change(self.table.entries[row].node)}
+        if left_out:  # what the prologue computes on the way to another input is provided with it
+            left_out -= self._behind(set(changes) - left_out)
+        return {node for node, value in self.closure.values.items() if _row(value) in left_out}
+
+    def _behind(self, numbers: set[int]) -> set[int]:
+        """The numbers of all that `numbers` are computed from."""
+        waiting, found = list(numbers), set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number not in found:
+                found.add(number)
+                entry = self.table.entries[number]
+                behind = [entry.base, entry.previous, entry.target]
+                behind += [part for ref in entry.operands for part in (ref.number, ref.version)]
+                waiting += [other for other in behind if other is not None]
+        return found
+
+    def _may_assert(self) -> bool:
+        return self.context.may_change(self.closure.assertions[0][1])
 
     def _decide(self, region: Region, node: Node) -> None:
         """What becomes of a closure node that something outside the closure, or a kept node, looks at."""
@@ -340,7 +381,7 @@ class _Cut:
             "inputs_added": len(self.frontier),
             "assertions_moved": len(self.asserting),
         }
-        parts = [f"{len(reads)} host reads became {len(distinct_reads)}"] if reads else []
+        parts = [f"{len(reads)} host read{'s' * (len(reads) > 1)} became {len(distinct_reads)}"] if reads else []
         if built > len(tensors):
             parts.append(f"{built} tensors built in layers became {len(tensors)}")
         elif tensors:
@@ -349,6 +390,10 @@ class _Cut:
         for entry in entries:
             place = where(entry.node)
             self.report.changes.append(f"{entry.node.name} ×{self.table.occurrences(entry)} at {place} → packed input")
+
+
+def _row(value: Value) -> int | None:
+    return value.memory.version if isinstance(value, Tensor) else number_of(value)
 
 
 def _append_placeholder(region: Region, name: str, fake: Any, entry: Entry) -> Node:

@@ -157,3 +157,16 @@ def test_equal_layers_are_told_once():
 
 def test_ranges():
     assert ranges([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
+
+
+def test_layers_that_differ_in_the_names_of_their_symbols_are_told_once():
+    def layers(*sizes):
+        nodes = [given("x")]
+        for i, size in enumerate(sizes):
+            nodes.append(call(f"a{i}", "relu", ref(nodes[-1].name), module=f"layers.{i}", values=[tensor(size, 4)]))
+        return stage(*nodes, result("a1"))
+
+    before, after = layers("u7", "u10"), layers(32, 32)
+    [section] = collapse(diff(before, after), before, after)
+    assert section.layers == [0, 1] and [len(group.changes) for group in section.groups] == [2]
+    assert len(collapse(diff(before, layers(32, 16)), before, layers(32, 16))) == 2  # but what they become must agree

@@ -113,6 +113,15 @@ def test_explain_names_what_was_taken_and_what_was_not(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)[0]["left_alone"][0]["kind"] == "activation"
 
 
+@pytest.mark.parametrize("option", ["--html", "--save"])
+def test_a_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path, capsys, record_file, option):
+    assert main(["inspect", option, str(tmp_path / "missing" / "file"), record_file]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "there is no folder" in captured.err
+    assert main(["inspect", option, str(tmp_path), record_file]) == 2  # a folder, and no file
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_draw_writes_dot(record_file, capsys):
     assert main(["draw", record_file, "matmul"]) == 0
     text = capsys.readouterr().out
@@ -151,17 +160,25 @@ def test_the_environment_limits_the_graphs(monkeypatch):
 
 WRONG = """
 import torch
-from fxpasses.passes.hoist_metadata import HoistMetadata
+from fxpasses.passes.hoist_metadata import _Cut
 
-right = HoistMetadata.__call__
+right = _Cut._add_input
 
-def wrong(self, gm, context):
-    report = right(self, gm, context)
-    for node in gm.graph.find_nodes(op="call_method", target="cos"):
-        node.target, report.changed = "sin", True
-    return report
+def wrong(self, ref, entry):
+    def is_tensor(entry):
+        return isinstance(entry.fake, torch.Tensor)
 
-HoistMetadata.__call__ = wrong
+    tensors = [extra for extra in self.frontier if is_tensor(self.table.entries[extra.ref.number])]
+    second = is_tensor(entry) and len(tensors) == 1
+    number = right(self, ref, entry)
+    if not second:
+        return number
+    with self.main.gm.graph.inserting_after(number):
+        other = self.main.gm.graph.call_function(torch.neg, (number,))
+    other.meta = dict(number.meta)
+    return other
+
+_Cut._add_input = wrong
 """
 CHECK = """
 import wrong_pass
@@ -171,17 +188,23 @@ def first(x, lengths):
     return x * lengths.max().item()
 
 def second(x, lengths):
-    return (x * lengths.max().item()).cos()
+    for factor in range(3):
+        mask = torch.zeros(8, 8)
+        mask[: lengths.max().item()] = factor + 1
+        x = mask.mul(2) @ x
+    return x
 
 x, lengths = torch.randn(8, 4, requires_grad=True), torch.tensor([3, 5])
+options = {"fastpack.lowering": "eager", "fastpack.passes": ["hoist_metadata"]}
 for function in (first, second):
-    compiled = torch.compile(function, backend="fastpack", options={"fastpack.lowering": "eager"})
+    compiled = torch.compile(function, backend="fastpack", options=options)
     torch.testing.assert_close(compiled(x, lengths), function(x, lengths))
 """
 
 
 @pytest.mark.slow
-def test_bisect_finds_a_wrong_pass_and_its_graph(tmp_path):
+def test_bisect_finds_a_wrong_pass_its_graph_and_its_change(tmp_path):
+    """The pass is wrong in the second of three changes that it makes in the second graph."""
     (tmp_path / "wrong_pass.py").write_text(textwrap.dedent(WRONG))
     (tmp_path / "check.py").write_text(textwrap.dedent(CHECK))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -190,13 +213,47 @@ def test_bisect_finds_a_wrong_pass_and_its_graph(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "found: the pass hoist_metadata" in done.stdout
     assert "graph: 1/0, check.py:" in done.stdout and "in second" in done.stdout
-    assert "cos: cos → sin" in done.stdout
+    # One change in the first graph, and two in the second.
+    assert "FXPASSES_GRAPHS=2 FXPASSES_CHANGES=hoist_metadata:3 python check.py" in done.stdout
+    told = done.stdout.partition("change 2 of 3 that hoist_metadata makes in it")[2]
+    assert "matmul: argument 0: mul → neg" in told and "mul → packed" not in told, told  # and no other mask
     # The reproduction holds the graph and not the damage to the pass: with it, it fails; without, it does not.
     assert "does not fail by itself" in done.stdout
     (tmp_path / "damaged.py").write_text(WRONG + (tmp_path / "repro.py").read_text())
     run = [sys.executable, "damaged.py"]
     damaged = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert damaged.returncode == 1 and "disagree: outputs" in damaged.stdout
+
+
+def test_a_program_is_right_under_every_limit_of_changes(monkeypatch):
+    """What is left out is computed where it is written, and what others need of it is still provided."""
+
+    def masks(x, lengths):
+        for factor in range(3):
+            mask = torch.zeros(8, 8)
+            mask[: lengths.max().item()] = factor + 1
+            x = mask.mul(2) @ x
+        return x
+
+    x, lengths = torch.randn(8, 4, requires_grad=True), torch.tensor([3, 5])
+    masks_left = []
+    for limit in range(4):
+        torch._dynamo.reset()
+        monkeypatch.setattr(overrides, "_changes", {})
+        monkeypatch.setenv("FXPASSES_CHANGES", f"hoist_metadata:{limit}")
+        with fxpasses.inspect.record() as record:
+            found = compiled(masks, passes=["hoist_metadata"])(x, lengths)
+        assert torch.equal(found, masks(x, lengths))
+        main_graph = record.graphs[0].final.regions[0].nodes
+        masks_left.append(sum(node.short_target == "mul" for node in main_graph))
+    assert masks_left == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("given", ["hoist_metadata", "hoist_metadata:x", "3"])
+def test_a_limit_of_changes_is_checked(monkeypatch, given):
+    monkeypatch.setenv("FXPASSES_CHANGES", given)
+    with pytest.raises(Exception, match=r"FXPASSES_CHANGES is .*as in hoist_metadata:3"):
+        compiled(model)(*inputs())
 
 
 @pytest.mark.slow

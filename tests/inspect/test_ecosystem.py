@@ -42,6 +42,24 @@ def test_the_structured_trace_holds_our_artefacts(tmp_path):
     }
 
 
+@pytest.mark.skipif(shutil.which("tlparse") is None, reason="needs tlparse (pip install tlparse), not installed")
+def test_tlparse_shows_our_artefacts(tmp_path):
+    program = (
+        "from tests.inspect.programs import inputs, model\n"
+        "from tests.support import compiled\n"
+        "compiled(model)(*inputs())\n"
+    )
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
+    [log] = (tmp_path / "trace").glob("*.log")
+    subprocess.run(["tlparse", "--no-browser", "-o", str(tmp_path / "out"), str(log)], check=True, capture_output=True)
+    shown = (tmp_path / "out" / "index.html").read_text()
+    for artefact in ("fxpasses_record", "fxpasses_0_captured", "fxpasses_2_hoist_metadata", "fxpasses_report"):
+        [file] = (tmp_path / "out").glob(f"*/{artefact}_*")
+        assert str(file.relative_to(tmp_path / "out")) in shown
+    assert "3 host reads became 1" in next((tmp_path / "out").glob("*/fxpasses_report_*")).read_text()
+
+
 def test_a_drawing_quotes_names():
     hostile = 'a"]; evil [label="\\'
     text = dot(stage(given("x"), call("n", hostile, ref("x")), result("n")), "n")

@@ -9,8 +9,10 @@ import time
 
 import pytest
 
-from fxpasses.inspect.html import page
-from fxpasses.inspect.model import CAPTURED, Graph, Run, Source, Stage
+from fxpasses.inspect.codec import read, write
+from fxpasses.inspect.html import page, page_data
+from fxpasses.inspect.model import CAPTURED, Graph, Partition, Run, Saved, Source, Stage
+from fxpasses.report import Report, Transfer
 from tests.inspect.programs import recorded
 from tests.inspect.stages import call, given, ref, result, stage
 from tests.inspect.test_changes_random import large
@@ -178,3 +180,36 @@ def test_twenty_thousand_nodes_stay_responsive(opened):
     assert eventually(lambda: text_of(browser, "#count").startswith("4 of"))
     assert time.perf_counter() - started < 20  # about 2 s on one core; the machine may be busy
     assert count(browser, ".row") < 200
+
+
+def with_transfers() -> Run:
+    """Four layers of 8 nodes; each layer's activation leaves, and comes back under the layer after it."""
+    mib, layers = 1 << 20, 4
+    saved = [
+        Saved(f"act_{i}", 4 * mib, False, 8 * i + 1, 8 * (layers - 1 - i), 8 * (layers - i) - 1) for i in range(layers)
+    ]
+    moved = [Transfer(one.name, 4 * mib, one.made_at, max(0, one.needed_at - 8), one.needed_at) for one in saved[:-1]]
+    run = run_of(stage(given("x"), result("x")), stage(given("x"), result("x")))
+    run.graphs[0].partition = Partition([0, 5 * mib] * 16, [0, 10 * mib] * 16, saved)
+    run.graphs[0].stages[1].report = Report("offload_activations", transfers=moved)
+    return run
+
+
+def test_transfers_are_written_and_read(tmp_path):
+    write(with_transfers(), tmp_path / "record.jsonl")
+    assert read(tmp_path / "record.jsonl") == with_transfers()
+    data = page_data(with_transfers())["graphs"][0]
+    assert [one["name"] for one in data["transfers"]] == ["act_0", "act_1", "act_2"]
+    assert ["saved for backward", "", "16.0 MiB", ""] in data["rows"]
+
+
+@pytest.mark.slow
+def test_what_is_kept_and_transferred_is_drawn(opened):
+    browser = opened(with_transfers())
+    press(browser, "4")
+    assert count(browser, "#transfers .reload") == count(browser, "#transfers .away") == 3
+    assert count(browser, "#transfers .work") == 32 and count(browser, "#kept path") == 2
+    highest = "return Math.min(...[...document.querySelectorAll(arguments[0])].map((p) => p.getBBox().y))"
+    assert browser.execute_script(highest, "#kept .after") > browser.execute_script(highest, "#kept .before")
+    # 8 nodes of backward, four of which compute, run while a copy comes back.
+    assert "act_0\t4.0 MiB\thost\t8\t41,943,040" in text_of(browser, "#body")

@@ -47,6 +47,16 @@ def test_a_node_tells_what_it_is_and_where_it_comes_from():
     assert setitem.args[1] == [{"slice": [None, None, None]}, {"slice": [None, {"node": item.name}, None]}]
 
 
+def test_what_another_thread_left_behind_is_no_source(monkeypatch):
+    """Two threads that run a checkpoint without a compiler can leave torch.fx in this state for good."""
+    left = {"stack_trace": '  File "other.py", line 7, in other\n    other()\n', "recompute": 1, "custom": {"mine": 1}}
+    monkeypatch.setattr(torch.fx.traceback, "current_meta", left)
+    monkeypatch.setattr(torch.fx.traceback, "should_preserve_node_meta", True)
+    sources = {str(node.source) for node in recorded().graphs[0].captured.regions[1].nodes if node.source}
+    assert sources and all(source.startswith("programs.py:") for source in sources)
+    assert torch.fx.traceback.current_meta == {"custom": {"mine": 1}}
+
+
 def test_modules_have_paths():
     class Block(torch.nn.Module):
         def __init__(self):
@@ -210,6 +220,46 @@ def test_the_environment_records_a_process(tmp_path, arguments):
     assert file.name.startswith("record-rank3-")
     record = fxpasses.inspect.load(file)
     assert record.rank == record.graphs[0].rank == 3 and record.graphs[0].outcome == "rewritten"
+
+
+WORKERS = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch
+from tests.inspect.programs import inputs, model
+
+def compile_one():
+    torch._dynamo.reset()
+    torch.compile(model, backend="fastpack", options={{"fastpack.lowering": "eager"}})(*inputs())
+
+compile_one()
+for _ in torch.utils.data.DataLoader(range(4), num_workers=1):
+    pass
+if os.fork() == 0:
+    compile_one()
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_each_process_that_compiles_has_its_own_file_and_no_other(tmp_path):
+    """A worker of a data loader compiles and writes nothing; a forked process leaves its parent's file alone."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    environment = {**os.environ, "FXPASSES_RECORD": str(tmp_path / "records")}
+    environment.pop("RANK", None)
+    subprocess.run([sys.executable, "-c", WORKERS.format(root=root)], env=environment, check=True)
+    records = [fxpasses.inspect.load(file) for file in (tmp_path / "records").iterdir()]
+    assert len({record.pid for record in records}) == len(records) == 2
+    assert [len(record.graphs) for record in records] == [1, 1]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FXPASSES_RECORD", str(tmp_path / "file" / "records"))
+    monkeypatch.setattr(recording, "_warned", False)
+    x, lengths = inputs()
+    with pytest.warns(UserWarning, match="recording a graph failed"):
+        assert torch.equal(compiled(model)(x, lengths), model(x, lengths))
 
 
 def test_a_process_appends_graph_by_graph(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.figures import before_and_after, figures
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.memory import timeline
-from fxpasses.inspect.model import Node
+from fxpasses.inspect.model import Node, Run
 from fxpasses.inspect.readable import readable
 from fxpasses.inspect.summary import summary
 from fxpasses.inspect.text import Style, amount, duration, report, size
@@ -107,6 +107,47 @@ def test_why_not_names_reason_line_and_cost():
     assert miss.kind == "activation" and miss.target == "item"
     assert miss.host_reads == miss.count == 2
     assert miss.where.startswith("programs.py:") and "(lengths * weight).sum().item()" in miss.code
+
+
+def test_what_forward_keeps_for_backward():
+    """As many bytes as autograd's hooks see, without what is an input; and the counter's FLOPs."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def program(x, w, v):
+        return torch.tanh(torch.tanh(x @ w) @ v)
+
+    given = [torch.randn(8, 4), torch.randn(4, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)]
+    [graph] = recorded(program, *given, lowering="aot_eager").graphs
+    partition, seen = graph.partition, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        with FlopCounterMode(display=False) as counter:
+            out = program(*given)
+        forward = counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+    kept = {t.untyped_storage()._cdata: t.nbytes for t in seen if all(t is not given_ for given_ in given)}
+    inputs = {t.untyped_storage()._cdata for t in given}
+    assert partition.saved_bytes == sum(size for storage, size in kept.items() if storage not in inputs) == 640
+    assert (sum(partition.forward), sum(partition.backward)) == (forward, counter.get_total_flops())
+    line = program.__code__.co_firstlineno + 1
+    assert {saved.where for saved in partition.saved if not saved.is_input} == {f"test_reports.py:{line}"}
+    assert recorded(program, *given).graphs[0].partition is None  # nobody partitions for the eager lowering
+
+
+def test_a_loop_over_experts_that_stays_costs_its_queries():
+    def loop(x, idx, weight):
+        out = torch.zeros_like(x)
+        for e in range(3):
+            token = torch.where(idx == e)[0]
+            y = x[token] @ weight[e]
+            out.index_add_(0, token, y - y.mean(0))
+        return out
+
+    given = torch.randn(6, 4), torch.randint(0, 3, (6,)), torch.randn(3, 4, 4)
+    graph = recorded(loop, *given, passes=["group_experts"]).graphs[0]
+    [miss] = near_misses(graph)
+    assert (miss.kind, miss.host_reads, miss.bytes) == ("not_alike", 3, 0)
+    assert "left alone: 1 thing that a pass looked at; 3 host reads a step stay" in report(Run(graphs=[graph]), Style())
 
 
 def test_the_report_tells_a_newcomer_what_changed():

@@ -46,6 +46,7 @@ function headline(graph) {
   return el("div", {class: "headline"},
     graph.passes.map((pass) => el("p", {}, el("strong", {}, `${pass.name}: `), pass.failure ? el("span", {class: "bad"}, `failed and was left out: ${pass.failure}`)
       : el("span", {class: pass.summary ? "good" : ""}, pass.summary || "nothing to do"))),
+    graph.left_alone_line ? el("p", {}, el("strong", {}, "left alone: "), el("span", {class: "kind rewired"}, graph.left_alone_line), el("span", {class: "faint"}, " (3 shows them)")) : "",
     tableOf(["each step", "before", "after", "once a batch"], rows, [1, 2, 3]));
 }
 
@@ -75,34 +76,6 @@ function leftAlone(graph) {
     miss.where, el("code", {}, miss.code), [miss.host_reads ? `${miss.host_reads} host reads a step` : "", miss.bytes ? bytes(miss.bytes) : ""].filter(Boolean).join(", "), miss.pass_name]);
   return el("div", {class: "scroll"}, rows.length ? tableOf(["what", "why it was left alone", "line", "code", "costs", "pass"], rows)
     : el("p", {}, "Nothing that a pass looked for was left alone."));
-}
-
-function memory(graph, step, open) {
-  // One path a stage; of many points the highest in each of 800 columns, so that a peak is never lost.
-  const stages = step ? [[step.before, "before"], [step.after, "after"]] : [[0, "before"]];
-  const points = stages.map(([index, name]) => [index, name, graph.stages[index].nodes.map((n, row) => [row, n.live]).filter((p) => p[1] !== undefined)]);
-  const top = Math.max(1, ...points.map(([, , list]) => list.reduce((most, p) => Math.max(most, p[1]), 0)));
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("class", "chart");
-  svg.setAttribute("viewBox", "0 0 800 200");
-  svg.setAttribute("preserveAspectRatio", "none");
-  const notes = [];
-  for (const [index, name, list] of points) {
-    if (!list.length) continue;
-    const highest = new Map();
-    list.forEach(([row, live], i) => {
-      const x = Math.floor(i / list.length * 800);
-      if (!highest.has(x) || highest.get(x) < live) highest.set(x, live);
-    });
-    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-    path.setAttribute("class", name);
-    path.setAttribute("d", [...highest].map(([x, live], i) => `${i ? "L" : "M"}${x} ${200 - live / top * 190}`).join(""));
-    svg.append(path);
-    const peak = list.reduce((most, p) => p[1] > most[1] ? p : most);
-    notes.push(el("li", {}, `${graph.stages[index].name}: peak ${bytes(peak[1])} at `,
-      el("button", {onclick: () => open(name === "before" ? {before: peak[0]} : {after: peak[0]})}, graph.stages[index].nodes[peak[0]].name)));
-  }
-  return el("div", {class: "scroll"}, el("p", {class: "faint"}, `Live memory in the order of the nodes (grey: before, blue: after); the top is ${bytes(top)}. An eager forward run of the traced sizes, without what autograd keeps.`), svg, el("div", {class: "axis faint"}, el("span", {}, "first node"), el("span", {}, "last node")), el("ul", {}, notes));
 }
 
 function symbols(graph) {

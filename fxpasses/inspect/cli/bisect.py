@@ -1,4 +1,4 @@
-"""`fxpasses bisect`: which pass, and which graph, makes a check fail."""
+"""`fxpasses bisect`: which pass, which graph and which change makes a check fail."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from fxpasses.inspect.model import Graph
 
 NAME = "bisect"
-HELP = "find the pass and the graph that make a check fail, and write a program that reproduces it"
+HELP = "find the pass, graph and change that make a check fail, and write a program that reproduces it"
 EPILOG = """\
 SCRIPT fails if its exit code is not 0, as with a failed assertion. It is run several times, each time in a new process
-with FXPASSES_PASSES (the passes to run) and FXPASSES_GRAPHS (on how many graphs) in the environment.
+with FXPASSES_PASSES (the passes to run), FXPASSES_GRAPHS (on how many graphs) and FXPASSES_CHANGES (how many changes of
+a pass) in the environment.
 
 examples:
   fxpasses bisect check.py
@@ -40,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.main import Failure
+    from fxpasses.inspect.cli.main import Failure, check_folder
 
+    check_folder(given.output)
     if not Path(given.script).is_file():
         raise Failure(f"{given.script}: there is no such file")
     with tempfile.TemporaryDirectory(prefix="fxpasses-bisect-") as folder:
@@ -74,10 +76,26 @@ class _Check:
 
     def graphs(self) -> list[Graph]:
         """What the last run compiled, in all its processes."""
+        return [graph for process in self.processes() for graph in process]
+
+    def processes(self) -> list[list[Graph]]:
         from fxpasses.inspect.cli.records import load_all
 
         records = self.folder / str(self.runs)
-        return [graph for record in load_all(str(records)) for graph in record.graphs] if records.exists() else []
+        return [list(record.graphs) for record in load_all(str(records))] if records.exists() else []
+
+    def last_changed(self, culprit: str) -> tuple[Graph | None, int]:
+        """The last graph that a pass changed in the last run, and how many changes it asked for before that graph."""
+        found: Graph | None = None
+        asked_before = 0
+        for process in self.processes():
+            asked = 0
+            for graph in process:
+                own = next((stage for stage in graph.stages if stage.name == culprit), None)
+                if own is not None and own.regions is not None:
+                    found, asked_before = graph, asked
+                asked += own.report.asked if own is not None and own.report else 0
+        return found, asked_before
 
 
 def _bisect(check: _Check, given: argparse.Namespace) -> int:
@@ -110,9 +128,59 @@ def _bisect(check: _Check, given: argparse.Namespace) -> int:
         return 0
     environment[GRAPHS] = str(limit)
     check.fails("once more, for the record", environment)
-    changed = [g for g in check.graphs() if any(s.name == culprit and s.regions is not None for s in g.stages)]
-    _tell(culprit, chosen, environment, changed[-1] if changed else None, given)
+    graph, asked_before = check.last_changed(culprit)
+    found = _smallest_change(check, environment, culprit, graph, asked_before) if graph is not None else None
+    if found is not None:
+        environment = found.environment
+    _tell(culprit, chosen, environment, graph, found, given)
     return 0
+
+
+@dataclass
+class _Change:
+    """One change of a pass: the `number`-th of `of` that the pass makes in the graph.
+
+    failing, passing: the graph with it, and without. environment: what makes the pass go as far as this change.
+    """
+
+    number: int
+    of: int
+    environment: dict[str, str]
+    failing: Graph | None
+    passing: Graph | None
+
+
+def _smallest_change(
+    check: _Check, environment: Mapping[str, str], culprit: str, graph: Graph, before: int
+) -> _Change | None:
+    """The change within a graph that makes the check fail; None where the pass asks for none, or for too few."""
+    from fxpasses.overrides import CHANGES
+
+    report = next(stage.report for stage in graph.stages if stage.name == culprit)
+    asked = report.asked if report is not None else 0
+    if not asked:
+        return None
+
+    def tried(number: int) -> tuple[bool, Graph | None]:
+        limit = {**environment, CHANGES: f"{culprit}:{before + number}"}
+        failed = check.fails(f"with {number} of {asked} changes in that graph", limit)
+        same = (g for g in reversed(check.graphs()) if (g.compile_id, g.function) == (graph.compile_id, graph.function))
+        return failed, next(same, None)
+
+    failed, passing = tried(0)
+    if failed:
+        print(f"it fails without these changes as well: what is wrong is something else that {culprit} does")
+        return None
+    low, high = 0, asked
+    failing: Graph | None = graph
+    while high - low > 1:
+        middle = (low + high) // 2
+        failed, tried_graph = tried(middle)
+        if failed:
+            high, failing = middle, tried_graph
+        else:
+            low, passing = middle, tried_graph
+    return _Change(high, asked, {**environment, CHANGES: f"{culprit}:{before + high}"}, failing, passing)
 
 
 def _smallest_limit(check: _Check, environment: Mapping[str, str], graphs: int) -> int | None:
@@ -141,9 +209,11 @@ def _tell(
     passes: list[str],
     environment: Mapping[str, str],
     graph: Graph | None,
+    found: _Change | None,
     given: argparse.Namespace,
 ) -> None:
     from fxpasses.inspect.text import Style, changes
+    from fxpasses.overrides import CHANGES
 
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
     command = f"{variables} python {shlex.join([given.script, *given.arguments])}"
@@ -152,17 +222,25 @@ def _tell(
     if graph is None:
         return
     print(f"graph: {graph.compile_id or '?'}, {graph.function}")
-    steps = [(before, after) for before, after in graph.steps() if after.name == culprit]
-    for before, after in steps:
-        print(changes(before, after, f"what {culprit} changed in it", Style.of(sys.stdout)))
-    _write_reproduction(graph, passes, given)
+    style = Style.of(sys.stdout)
+    if found is not None and found.failing is not None and found.passing is not None:
+        title = f"change {found.number} of {found.of} that {culprit} makes in it: the graph without it, and with it"
+        print(changes(found.passing.final, found.failing.final, title, style))
+    else:
+        for before, after in graph.steps():
+            if after.name == culprit:
+                print(changes(before, after, f"what {culprit} changed in it", style))
+    limits = {CHANGES: f"{culprit}:{found.number}"} if found is not None else {}
+    _write_reproduction(graph, passes, limits, given)
 
 
-def _write_reproduction(graph: Graph, passes: list[str], given: argparse.Namespace) -> None:
+def _write_reproduction(
+    graph: Graph, passes: list[str], environment: Mapping[str, str], given: argparse.Namespace
+) -> None:
     from fxpasses.inspect.reproduction import CannotReproduce, reproduction
 
     try:
-        text = reproduction(graph, passes, Path(given.output).name)
+        text = reproduction(graph, passes, Path(given.output).name, environment)
     except CannotReproduce as error:
         print(f"no reproduction was written: it cannot hold {error}")
         return

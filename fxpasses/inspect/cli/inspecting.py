@@ -42,8 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    from fxpasses.inspect.cli.main import check_folder
     from fxpasses.inspect.cli.records import load_all
 
+    check_folder(given.save, given.html)
     path = Path(given.script)
     if not given.module and (path.is_dir() or path.suffix in (".jsonl", ".json")):
         code, records = 0, load_all(given.script)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fxpasses.inspect.codec import RecordError
 
@@ -47,8 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
         return 0
+    except OSError as error:  # of a file that a command writes; what a user's program raises, it shows itself
+        print(f"fxpasses: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
+
+
+def check_folder(*paths: str | None) -> None:
+    """Raise `Failure` for a file to be written in a folder that is not there: before a long run, and not after it."""
+    for path in paths:
+        folder = Path(path).parent if path else Path()
+        if not folder.is_dir():
+            raise Failure(f"{path}: there is no folder {str(folder)!r}")
 
 
 def _parser() -> argparse.ArgumentParser:

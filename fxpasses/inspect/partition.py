@@ -1,0 +1,110 @@
+"""What forward keeps for backward: read from the two graphs that AOTAutograd makes of one, while a record is open.
+
+Private name, checked on torch 2.11 and 2.13: `torch._functorch._aot_autograd.graph_compile._log_fw_bw_graphs`, which is
+called with the two graphs whenever a graph is partitioned. Where it is missing, or the graph comes from a cache and is
+not partitioned, nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.symbols import bytes_of
+from fxpasses.inspect.flops import flops_of
+from fxpasses.inspect.model import Partition, Saved
+
+_MODULE, _NAME = "torch._functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs"
+_listening = threading.local()  # compilation stays in its thread, and other threads compile for others
+
+
+class Listener:
+    """Collects what is partitioned in this thread between `start` and `stop`; the last graph counts."""
+
+    def __init__(self) -> None:
+        self.found: Partition | None = None
+
+    def start(self) -> None:
+        _install()
+        self.found = None
+        _listening.to = self
+
+    def stop(self) -> None:
+        _listening.to = None
+
+    def hear(self, forward: Any, backward: Any) -> None:
+        if isinstance(forward, GraphModule) and isinstance(backward, GraphModule):
+            self.found = partition(forward, backward)
+
+
+def partition(forward: GraphModule, backward: GraphModule) -> Partition:
+    """The two graphs' FLOPs by node, and the tensors that backward takes from forward, each memory once."""
+    positions = {node.name: number for number, node in enumerate(forward.graph.nodes)}
+    nodes = {node.name: node for node in forward.graph.nodes}
+    uses = {node: number for number, node in enumerate(backward.graph.nodes)}
+    memory: dict[int, Saved] = {}
+    inputs = {_storage(node) for node in forward.graph.find_nodes(op="placeholder")} - {None}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        made, value = nodes.get(node.name), node.meta.get("val")
+        if made is None or not isinstance(value, torch.Tensor) or not node.users:
+            continue
+        storage = _storage(made)
+        needed = [uses[user] for user in node.users]
+        is_input = made.op == "placeholder" or storage in inputs
+        saved = Saved(
+            node.name, bytes_of(value), is_input, positions[made.name], min(needed), max(needed),
+            where(made), module_of(made)[0],
+        )  # fmt: skip
+        other = memory.setdefault(storage if storage is not None else -len(memory) - 1, saved)
+        other.bytes = max(other.bytes or 0, saved.bytes or 0) if other.bytes is not None else saved.bytes
+        other.needed_at, other.freed_at = min(other.needed_at, min(needed)), max(other.freed_at, max(needed))
+    return Partition(_flops(forward), _flops(backward), list(memory.values()))
+
+
+def _storage(node: FxNode) -> int | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        return value.untyped_storage()._cdata
+    return None
+
+
+def _flops(gm: GraphModule) -> list[int]:
+    return [flops_of(node, list(_tensors(node.meta.get("val")))) or 0 for node in gm.graph.nodes]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _install() -> None:
+    """Once per process, and only in one that records."""
+    module: Any = importlib.import_module(_MODULE)
+    original = getattr(module, _NAME, None)
+    if original is None or hasattr(original, "_fxpasses_listens"):
+        return
+
+    @functools.wraps(original)
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        listener = getattr(_listening, "to", None)
+        if listener is not None and len(args) >= 2:
+            with contextlib.suppress(Exception):  # it only observes
+                listener.hear(args[0], args[1])
+        return original(*args, **kwargs)
+
+    listening._fxpasses_listens = True  # type: ignore[attr-defined]
+    setattr(module, _NAME, listening)
