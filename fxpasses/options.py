@@ -11,7 +11,7 @@ PREFIX = "fastpack."
 PASSES = ("group_experts", "hoist_metadata")
 LOWERINGS = ("inductor", "aot_eager", "eager")
 CAPTURE = ("on", "off")
-EXPERTS = ("auto", "off")
+EXPERTS = ("auto", "slices", "grouped", "off")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -21,8 +21,10 @@ class Options:
 
     passes: names of the passes to run, in the pipeline's own order. lowering: what compiles the result. capture: "off"
     leaves questions that the program asks of its batch to Dynamo, which breaks the graph at most of them. experts:
-    "off" leaves loops over experts as they are. verify: run each pass's input and output on the example inputs and
-    compare (slow; for debugging). strict: raise where a pass fails, instead of going on with the graph as it was. mode:
+    how far loops over experts are rewritten: "slices" asks for the tokens of all experts at once, "grouped" runs the
+    loop as one program where that is proved, "auto" does the second and else the first, "off" neither. verify: run each
+    pass's input and output on the example inputs and compare (slow; for debugging). strict: raise where a pass fails,
+    instead of going on with the graph as it was. mode:
     `torch.compile`'s, for Inductor; as an option because `torch.compile` does not take `mode` and `options` together.
     inductor: every option without the prefix.
     """

@@ -20,6 +20,7 @@ class Reason(enum.Enum):
     UNKNOWN_OPERATOR = "an operator's effects are not known"
     TOO_LARGE = "it is large and used once"
     NOT_ALIKE = "the experts are not known to be one program on different rows"
+    QUERIES_DIFFER = "its queries are not known to ask one routing"
     UNSUPPORTED_VALUE = "its kind of value cannot be an input of a graph"
     LEFT_OUT = "FXPASSES_CHANGES leaves it out"
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpasses.graph import effects
 from fxpasses.graph.families import plain_operator_of
-from fxpasses.graph.routing import chooses_among, is_integer
+from fxpasses.graph.routing import chooses_among, is_integer, writes_integers
 
 _EVALUATED = frozenset(
     {"eq", "flatten", "ge", "getitem", "gt", "int", "item", "le", "long", "lt", "ne", "reshape", "select", "squeeze",
@@ -143,6 +143,13 @@ def list_of_hits(node: Node) -> Node:
     return node
 
 
+def choices_of(ids: Node) -> int | None:
+    """How many experts the ids are chosen from, while Dynamo writes the graph; None once somebody wrote to integers."""
+    if any(node.op.startswith("call") and writes_integers(node) for node in ids.graph.nodes):
+        return None
+    return chooses_among(ids, lambda node: True)
+
+
 def _number_of_experts(node: Node) -> int | None:
     """How many experts there are, where `node` lists those with tokens: `(counts > 0).nonzero()`, `ids.unique()`."""
     name = plain_operator_of(node)
@@ -155,7 +162,7 @@ def _number_of_experts(node: Node) -> int | None:
         mask = source.args[0] if len(source.args) == 1 or plain_operator_of(source) == "nonzero" else None
         return _elements_of_mask(mask) if isinstance(mask, Node) else None
     if name == "unique" and len(node.args) == 1 and not node.kwargs:
-        return chooses_among(source)
+        return choices_of(source)
     return None
 
 

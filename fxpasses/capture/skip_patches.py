@@ -19,9 +19,8 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from fxpasses.capture import hints
-from fxpasses.capture.experts_hit import is_routing
+from fxpasses.capture.experts_hit import choices_of, is_routing
 from fxpasses.capture.skipping import Skipping, stamped
-from fxpasses.graph.routing import chooses_among
 
 
 def skip_patches() -> Iterator[tuple[Any, str, Any]]:
@@ -130,7 +129,7 @@ def counted(tx: Any, function: str, args: Any, kwargs: Any) -> Any:
     if not isinstance(ids, TensorVariable) or not count.is_python_constant():
         return None
     node = ids.as_proxy().node
-    choices = chooses_among(node)
+    choices = choices_of(node)
     if choices is None or node.meta["example_value"].ndim != 1 or choices > count.as_python_constant():
         return None
     constant = variables.ConstantVariable.create

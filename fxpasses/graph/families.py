@@ -68,7 +68,7 @@ class Family:
 
 
 # Pure: with the same operands they give the same value, as long as nothing is written in between.
-_REPEATED = frozenset(
+REPEATED = frozenset(
     {"any", "bool", "contiguous", "flatten", "float", "getitem", "int", "long", "one_hot", "permute", "reshape",
      "squeeze", "sum", "t", "to", "transpose", "unsqueeze", "view"}
 )  # fmt: skip
@@ -119,7 +119,7 @@ class Unifier:
 
     def _is_repetition(self, family: Family) -> bool:
         """Whether each branch computes the same anew: `idx.flatten()` in every round of the loop."""
-        return family.name in _REPEATED and not any(
+        return family.name in REPEATED and not any(
             isinstance(leaf, (Family, Constants)) for leaf in leaves((family.args, family.kwargs))
         )
 

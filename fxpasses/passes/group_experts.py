@@ -13,8 +13,9 @@ After, whatever E is:
     out.index_add_(0, tok, y * weights[tok, slot, None])
 
 *Find* loops by their ends (`experts/loops.py`), *unify* the branches (`graph/families.py`), know what their queries
-mean (`experts/selection.py`), and *lift* the common program to all rows (`experts/lifting.py`). A loop in which
-anything is not understood stays as it is, with the reason in the report. Sums are taken in the order of the loop.
+mean (`experts/selection.py`), and *lift* the common program to all rows (`experts/lifting.py`). Sums are taken in the
+order of the loop. A loop in which anything is not understood keeps its branches, with the reason in the report; its
+queries become one sort and slices (`experts/slices.py`), where they are understood.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 
 from fxpasses.graph import effects
@@ -33,15 +33,21 @@ from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.skips import Skip, skips_of
 from fxpasses.graph.symbols import is_symbolic
+from fxpasses.passes.experts.checkpoints import save_routing
+from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.lifting import Lifting, Rows
 from fxpasses.passes.experts.loops import Loop, find_loops, has_rows
-from fxpasses.passes.experts.selection import Unknown, cut_of, is_query, selection_of
+from fxpasses.passes.experts.memory import Memory, storages
+from fxpasses.passes.experts.selection import Masks, Unknown, cut_of, is_query
 from fxpasses.passes.experts.skips import erase_unused, prove, prove_idle
+from fxpasses.passes.experts.slices import slice_queries
+from fxpasses.passes.experts.words import described, spelling
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
 _FACTORIES = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like",
                         "clone", "new_full"})  # fmt: skip
+_NOT_GROUPED = {"auto": "the branches have no common end", "slices": "the option asks for slices"}
 _MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode")
 
 
@@ -53,25 +59,45 @@ class GroupExperts:
 
     def __call__(self, gm: torch.fx.GraphModule, context: Context) -> Report:
         report = Report(self.name)
-        if context.options.experts == "off":
+        level = context.options.experts
+        if level == "off":
             return report
-        grouped = 0
+        shared = {key for node in context.shared_inputs for key in storages(node)}
+        counts = {"loops_grouped": 0, "loops_sliced": 0}
         for region in Region(gm).walk():
-            for found in self._loops_of(region, context, skips_of(gm)):
-                if isinstance(found, Refusal):
-                    report.refusals.append(found)
-                else:
-                    grouped += len(found)
-                    report.changes += found
+            memory = Memory(region.gm.graph, context.fake_mode, shared)
+            left: list[tuple[Loop, Refusal]] = []
+            changes: list[str] = []
+            if level != "slices":
+                for loop, found in self._loops_of(region, memory, context, skips_of(gm)):
+                    if isinstance(found, Refusal):
+                        left.append((loop, found))
+                    else:
+                        counts["loops_grouped"] += len(found)
+                        changes += found
             prove_idle(region.gm.graph, skips_of(gm), context.fake_mode)
-            region.gm.recompile()
-        report.changed = grouped > 0
-        if grouped:
-            report.summary = f"{grouped} {'loops' if grouped > 1 else 'loop'} over experts became grouped programs"
-            report.figures = {"loops_grouped": grouped}
+            if level != "grouped":
+                memory.refresh()
+                sliced = slice_queries(region.gm.graph, memory, context, left, _NOT_GROUPED[level])
+                counts["loops_sliced"] += len(sliced.changes)
+                changes += sliced.changes
+                report.refusals += sliced.refusals
+            report.refusals += [refusal for _, refusal in left]
+            report.changes += changes
+            if changes:
+                region.gm.recompile()
+                around = region
+                while around.parent is not None:
+                    save_routing(around.gm)
+                    around = around.parent
+        report.figures = {name: count for name, count in counts.items() if count}
+        report.changed = bool(report.figures)
+        report.summary = _summary(**counts)
         return report
 
-    def _loops_of(self, region: Region, context: Context, skips: dict[int, Skip]) -> Iterator[list[str] | Refusal]:
+    def _loops_of(
+        self, region: Region, memory: Memory, context: Context, skips: dict[int, Skip]
+    ) -> Iterator[tuple[Loop, list[str] | Refusal]]:
         """What became of each loop. One may go on with another's sum, so they are looked for anew after each change."""
         tried: set[tuple[Node, ...]] = set()
         while True:
@@ -82,17 +108,20 @@ class GroupExperts:
             tried.add(key)
             first = key[0]
             if context.may_change(first):
-                yield self._group(region, loop, context.fake_mode, skips)
+                memory.refresh()
+                yield loop, self._group(region, loop, memory, context.fake_mode, skips)
             else:
-                yield Refusal(first.name, Reason.LEFT_OUT, "", where(first), module_of(first)[0])
+                yield loop, Refusal(first.name, Reason.LEFT_OUT, "", where(first), module_of(first)[0])
 
-    def _group(self, region: Region, loop: Loop, fake_mode: Any, skips: dict[int, Skip]) -> list[str] | Refusal:
+    def _group(
+        self, region: Region, loop: Loop, memory: Memory, fake_mode: Any, skips: dict[int, Skip]
+    ) -> list[str] | Refusal:
         """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
         refusal = None
         for rounds in loop.rounds():
             groupings = []
             try:
-                groupings = [_Grouping(region, inner, fake_mode, skips) for inner in rounds]
+                groupings = [_Grouping(region, inner, memory, fake_mode, skips) for inner in rounds]
                 if len({grouping.experts() for grouping in groupings}) > 1:
                     raise Unknown("the rounds of the loop are of different experts")
                 return self._run_all(groupings)
@@ -117,25 +146,38 @@ class GroupExperts:
         return changes
 
 
+def _summary(loops_grouped: int, loops_sliced: int) -> str:
+    parts = []
+    if loops_grouped:
+        loops = "loops" if loops_grouped > 1 else "loop"
+        parts.append(f"{loops_grouped} {loops} over experts became grouped programs")
+    if loops_sliced:
+        routings = "routings" if loops_sliced > 1 else "routing"
+        parts.append(f"the queries of {loops_sliced} {routings} became one sort each")
+    return "; ".join(parts)
+
+
 class _Grouping:
     """One loop: check everything first, lift, and put the result where the last branch ended."""
 
-    def __init__(self, region: Region, loop: Loop, fake_mode: Any, skips: dict[int, Skip]) -> None:
+    def __init__(self, region: Region, loop: Loop, memory: Memory, fake_mode: Any, skips: dict[int, Skip]) -> None:
         """Raises `Unknown` or `Mismatch` where the branches are not one program, or the loop may not be moved."""
         self.graph = region.gm.graph
         self.loop = loop
-        self.fake_mode = fake_mode
-        self.emitted: list[Node] = []
-        self.positions = {node: position for position, node in enumerate(self.graph.nodes)}
+        self.memory = memory
+        self.masks = Masks(memory.is_constant)
+        self._emit = Emitter(self.graph, fake_mode, loop.merges[0].node)
+        self.positions = memory.positions
         self.values = Unifier().unify([merge.values for merge in loop.merges])
         families = members([self.values])
         self.branch = [family for family in families if any(has_rows(node) for node in family.nodes)]
         queries = [family for family in families if is_query(family)]
         queries += [key for key in [_mask_key(loop, self.values)] if key is not None]
-        self.selection = selection_of(_mask_of(queries[0])) if queries else None
+        self.selection = self.masks.selection_of(_mask_of(queries[0])) if queries else None
         self.cut = next((cut for family in families if (cut := cut_of(family)) is not None), None)
         if self.selection is None and self.cut is None:
             raise Unknown("the branches ask for no tokens")
+        self.question = queries[0].nodes[0] if queries else self.cut.nodes[0]  # type: ignore[union-attr]
         self.inside = self._check(families, self.cut.nodes if self.cut is not None else ())
         ends = {node for merge in loop.merges for node in (merge.node, *merge.parts)}
         routing = self.selection or self.cut
@@ -148,9 +190,11 @@ class _Grouping:
 
     def run(self) -> str:
         """What was done, in words; raises `Unknown`, and leaves the graph as it was."""
-        lifting = Lifting(self._emit)
+        lifting = Lifting(self._emit, self.masks)
         last = max(self.loop.merges, key=lambda merge: self.positions[merge.node]).node
-        place = where(last)
+        place, words = where(last), spelling(self.question, self.loop.kind, len(self.loop.merges))
+        ids = self.selection.ids if self.selection is not None else None
+        routing = described(len(self.loop.merges), self.masks.slots(ids) if ids is not None else None)
         try:
             with self.graph.inserting_before(last):
                 if self.selection is not None:
@@ -162,13 +206,13 @@ class _Grouping:
                     lifting.lift(family)
                 result = self._merge(lifting, self.values)
         except (Unknown, Mismatch):
-            self._undo()
+            self._emit.undo()
             raise
         self._replace(result, last)
         self._erase(self.inside)
         erase_unused(self.graph, self.proof.conditions - self.inside, self._assertions_on)
         self.proof.conclude()
-        return f"{self.loop.kind} ×{len(self.loop.merges)} at {place} → one grouped program"
+        return f"{words} at {place} → level 2, one grouped program ({routing})"
 
     # Legality
 
@@ -194,10 +238,20 @@ class _Grouping:
                 raise Unknown(f"`{name}` in the middle of the loop", node)
             if _writes(node) and node not in rows:
                 raise Unknown(f"`{node.name}` writes in the middle of the loop", node)
+        self._check_before(own, rows, first)
         self._check_buffer(own, ends | parts, first, last)
         # What only led to the rows (masks, a weight of each expert) goes with them, if nobody else looks at it.
         made = {node for node in own if node.op.startswith("call") and not _writes(node)}
         return rows | scaffolding | made
+
+    def _check_before(self, own: set[Node], rows: set[Node], first: int) -> None:
+        """What was made before the loop, and is made anew for all rows at its end, must not have changed."""
+        made = [node for node in own if node.op.startswith("call") and self.positions[node] < first]
+        kept = {key for node in made for operand in (node, *node.all_input_nodes) for key in storages(operand)}
+        start = min((self.positions[node] for node in made), default=first)
+        for node in self.graph.nodes:
+            if start <= self.positions[node] < first and node not in rows and kept & self.memory.written_by(node):
+                raise Unknown(f"`{node.name}` writes to what the branches are made of", node)
 
     def _check_buffer(self, own: set[Node], ends: set[Node], first: int, last: int) -> None:
         buffer = self.loop.buffer
@@ -211,10 +265,12 @@ class _Grouping:
                     raise Unknown(f"`{node.name}`, a part of the sum, is used by itself", node)
         if not (name in _FACTORIES or self._is_functional()):
             raise Unknown(f"`{buffer.name}`, which the results are merged into, may share memory", buffer)
-        for holder in {buffer, *chained}:
-            for user in holder.users:
-                if user not in ends and first <= self.positions[user] < last:
-                    raise Unknown(f"`{user.name}` looks at the sum before it is complete", user)
+        lookers = [user for holder in {buffer, *chained} for user in holder.users]
+        if not self._is_functional():
+            lookers += self.memory.users(buffer, buffer, None)  # by views of it
+        for user in lookers:
+            if user not in ends and first <= self.positions[user] < last:
+                raise Unknown(f"`{user.name}` looks at the sum before it is complete", user)
         if any(node in own for node in (buffer, *chained)):
             raise Unknown("a branch reads what another has added", buffer)
 
@@ -250,31 +306,6 @@ class _Grouping:
         return False
 
     # Rewriting
-
-    def _emit(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: Node | None = None
-    ) -> Node:
-        """A node where the last branch ended, with its value on fake tensors."""
-        kwargs = kwargs or {}
-        if like is not None:
-            node = self.graph.create_node(like.op, like.target, args, kwargs)
-        else:
-            op = "call_method" if isinstance(target, str) else "call_function"
-            node = self.graph.create_node(op, target, args, kwargs)
-        self.emitted.append(node)
-        origin = like or self.loop.merges[0].node
-        node.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
-        fakes = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
-        try:
-            with self.fake_mode, enable_python_dispatcher():
-                node.meta["example_value"] = effects.call(node, *fakes)
-        except Exception as error:
-            raise Unknown(f"`{node.name}` cannot be made for all rows: {error}", origin) from error
-        return node
-
-    def _undo(self) -> None:
-        for node in reversed(self.emitted):
-            self.graph.erase_node(node)
 
     def _merge(self, lifting: Lifting, values: Any) -> Node | None:
         loop, order = self.loop, lifting.order
@@ -338,7 +369,7 @@ class _Grouping:
         rows = lifting.lift(value)
         if not isinstance(rows, Rows) or rows.row != 0:
             raise Unknown("a value that is no row", self.loop.merges[0].node)
-        if not selection.has_distinct_tokens():
+        if not selection.distinct:
             raise Unknown("a token may be twice in one expert, as far as the graph shows", selection.ids)
         places = tuple(c.node for c in coordinates)
         adds = self.loop.kind == "setadd"

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import expression, is_unbacked
-from fxpasses.passes.experts.selection import is_integer, is_topk_index
 
 
 @dataclass(frozen=True)
@@ -93,33 +91,3 @@ def elements(sizes: Sequence[Any]) -> int:
     for size in sizes:
         total *= int(size)
     return total
-
-
-def chooses_among(ids: Node) -> int | None:
-    """How many experts there are to choose from, where `ids` is the index of `torch.topk`: they are below that."""
-    name = operator_of(ids)
-    source = ids.args[0] if ids.args else None
-    if not isinstance(source, Node):
-        return None
-    if name == "getitem" and ids.args[1] == 1 and operator_of(source) == "topk":
-        scores = source.args[0]
-        if not is_topk_index(ids):
-            return None
-        size = scores.meta["example_value"].shape[-1] if isinstance(scores, Node) else None
-        return size if isinstance(size, int) else None
-    shape_only = (
-        "to",
-        "long",
-        "int",
-        "contiguous",
-        "detach",
-        "view",
-        "reshape",
-        "flatten",
-        "squeeze",
-        "transpose",
-        "t",
-    )
-    if name in shape_only or (name == "getitem" and is_integer(source)):
-        return chooses_among(source)
-    return None

@@ -38,13 +38,13 @@ from fxpasses.passes.experts.rows import (
 )
 from fxpasses.passes.experts.selection import (
     Cut,
+    Masks,
     Selection,
     Unknown,
     cut_of,
     is_integer,
     is_query,
     progression,
-    selection_of,
 )
 from fxpasses.passes.experts.sorting import Emit, cut_rows, sorted_pairs
 
@@ -57,8 +57,9 @@ _IN_PLACE = frozenset(name for name in POINTWISE if name.endswith("_") or name i
 class Lifting:
     """Lifts families into nodes made by `emit(target, args, kwargs)` (a string target is a method)."""
 
-    def __init__(self, emit: Emit) -> None:
+    def __init__(self, emit: Emit, masks: Masks) -> None:
         self.emit = emit
+        self.masks = masks
         self.order: Order | None = None
         self.selection: Selection | None = None
         self.cut: Cut | None = None
@@ -88,11 +89,13 @@ class Lifting:
 
     def coordinates_of(self, mask: Family) -> tuple[Rows, ...]:
         """The coordinates of the rows in a mask that is used as an index."""
-        selection = selection_of(mask)
+        selection = self.masks.selection_of(mask)
         if self.selection is None:
             raise Unknown("a query in a loop over parts", mask.nodes[0])
         if (selection.ids, selection.axes) != (self.selection.ids, self.selection.axes):
             raise Unknown("the loop asks for tokens in several orders", mask.nodes[0])
+        if (selection.first, selection.step) != (self.selection.first, self.selection.step):
+            raise Unknown("a branch asks for the tokens of two experts", mask.nodes[0])
         return self._coordinates(selection)
 
     def _coordinates(self, selection: Selection) -> tuple[Rows, ...]:

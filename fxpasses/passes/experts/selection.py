@@ -1,14 +1,16 @@
 """What the mask of an expert means: which (token, slot) pairs of the router's choice are its own, and in which order.
 
 A loop asks for the tokens of expert e with a mask: `idx == e`, `one_hot(idx, E).permute(2, 1, 0)[e]`, either of them
-`.any(-1)` over the slots. A `Selection` says the same for all experts at once: the expert id of every pair, in the
-order in which `torch.where(mask)` finds pairs, and how to get from a pair's place to the mask's coordinates. Sorted
-stably by expert, the places are the queries' results one after the other.
+`.any(-1)` over the slots, or column e of a matrix. A `Mask` says the same of one expert; a `Selection` of all experts
+of a loop at once: the expert id of every pair, in the order in which `torch.where(mask)` finds pairs, and how to get
+from a pair's place to the mask's coordinates. Sorted stably by expert, the places are the queries' results one after
+the other.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from fxpasses.graph.families import Constants, Family, operator_of
+from fxpasses.graph.families import REPEATED, Constants, Family, operator_of
+from fxpasses.graph.routing import KEEP_VALUES, chooses_among, is_integer, is_topk_index
 
 
 class Unknown(Exception):
@@ -28,12 +31,36 @@ class Unknown(Exception):
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Expert e has the tokens at which column e of a matrix passes the tests.
+
+    matrix: any dtype; its dimension `dim` is the experts'. tests: comparisons with a number, (operator, number), each
+    of the result of the one before; without any, it is whether the element is not zero.
+    """
+
+    matrix: Node
+    dim: int
+    tests: tuple[tuple[Any, Any], ...]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One expert's mask. ids: the router's choice, or the columns that it is one of. axes, dims: see `Selection`."""
+
+    ids: Node | Columns
+    axes: tuple[int, ...]
+    dims: int
+    expert: int
+
+
+@dataclass(frozen=True)
 class Selection:
     """ids: an integer tensor; its axes in the order `axes`, flattened, are the expert ids of all pairs.
 
     axes: the axes of `ids`, in the order of the mask's own dimensions; for a mask over tokens alone (`any` over the
-    slots) the slots' axis comes last, and `dims` is 1. dims: how many dimensions the mask has. experts: the branches'
-    expert ids, first + step * branch with step 1 or -1.
+    slots) the slots' axis comes last, and `dims` is 1. dims: how many dimensions the mask has. first, step, count: the
+    branches' expert ids are first + step * branch, with step 1 or -1. choices: how many experts there are to choose
+    from, if the ids are known to be below that. distinct: whether no token can be twice in one expert.
     """
 
     ids: Node
@@ -42,10 +69,8 @@ class Selection:
     first: int
     step: int
     count: int
-
-    def has_distinct_tokens(self) -> bool:
-        """Whether no token can be twice in one expert: each pair is a token, or the choice is one of `torch.topk`."""
-        return len(self.axes) == 1 or is_topk_index(self.ids)
+    choices: int | None
+    distinct: bool
 
 
 def is_query(family: Family) -> bool:
@@ -60,31 +85,166 @@ def is_query(family: Family) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype is torch.bool
 
 
-def selection_of(mask: Any) -> Selection:
-    """The meaning of a family of masks, or of integers that are not zero where the mask is true; raises `Unknown`."""
-    if not isinstance(mask, Family):
-        raise Unknown("the experts ask the same question")
-    name = mask.name
-    if name in ("eq", "__eq__") and len(mask.args) == 2:
-        ids, constants = mask.args
-        if isinstance(ids, Constants):
-            ids, constants = constants, ids
-        if not isinstance(ids, Node) or not isinstance(constants, Constants):
-            raise Unknown("the routing differs between the experts", mask.nodes[0])
-        if not is_integer(ids):
-            raise Unknown("the ids of the experts are no integers", ids)
-        first, step = progression(constants)
+class Masks:
+    """Reads masks. is_constant: whether a node keeps the value it was made with; one that does not tells nothing."""
+
+    def __init__(self, is_constant: Callable[[Node], bool]) -> None:
+        self._is_constant = is_constant
+        self._first: dict[Any, Node] = {}
+        self._canonical: dict[Node, Node] = {}
+
+    def selection_of(self, masks: Any) -> Selection:
+        """What the masks of all branches mean; raises `Unknown`."""
+        if not isinstance(masks, Family):
+            raise Unknown("the experts ask the same question")
+        read = [self.read(mask) for mask in masks.nodes]
+        ids, axes, dims = read[0].ids, read[0].axes, read[0].dims
+        if any((mask.ids, mask.axes, mask.dims) != (ids, axes, dims) for mask in read):
+            raise Unknown("the routing differs between the experts", masks.nodes[0])
+        if isinstance(ids, Columns):
+            raise Unknown(
+                "how many tokens the experts have together is not known, nor bounded by a number of slots", ids.matrix
+            )
+        first, step = progression(Constants(tuple(mask.expert for mask in read)))
+        choices, distinct = self.chooses_among(ids), len(axes) == 1 or self.is_topk_index(ids)
+        return Selection(ids, axes, dims, first, step, len(read), choices, distinct)
+
+    def read(self, mask: Node, spread: bool = False) -> Mask:
+        """The meaning of a mask, or of numbers that are not zero where the mask is true; raises `Unknown`.
+
+        spread: the mask has a last dimension of size 1 that says nothing, to be broadcast over a token's features.
+        """
+        name = operator_of(mask)
+        if not mask.args or not self._is_constant(mask):
+            raise Unknown("a mask that is written to" if mask.args else "a mask that is not known", mask)
+        source = mask.args[0]
+        if name in ("eq", "__eq__") and len(mask.args) == 2:
+            ids, expert = mask.args
+            if isinstance(expert, Node):
+                ids, expert = expert, ids
+            if isinstance(ids, Node) and is_integer(ids) and type(expert) is int:
+                return self._pairs(self.canonical(ids), expert)
+        if not isinstance(source, Node):
+            raise Unknown("a mask that is not known", mask)
+        if spread and name == "unsqueeze" and mask.args[1:] == (-1,):
+            return self.read(source)
+        if spread and not (name == "any" and mask.kwargs.get("keepdim") is True):
+            raise Unknown("a mask over features", mask)
+        if name in ("getitem", "select"):
+            return self._slice(mask, source)
+        if name in ("bool", "to", "type", "long", "int", "contiguous", "detach"):
+            return self.read(source)
+        if name in ("any", "squeeze", "sum", "amax"):
+            return self._without_slots(mask, self.read(source), spread)
+        if name in ("ne", "gt", "ge", "lt", "le") and len(mask.args) == 2 and isinstance(mask.args[1], (int, float)):
+            inner = self.read(source)
+            if isinstance(inner.ids, Columns):
+                tested = Columns(inner.ids.matrix, inner.ids.dim, (*inner.ids.tests, (mask.target, mask.args[1])))
+                return Mask(tested, inner.axes, inner.dims, inner.expert)
+        raise Unknown(f"`{name}` as a mask of an expert's tokens is not known", mask)
+
+    def canonical(self, node: Node) -> Node:
+        """The first of the nodes that compute the same value anew, such as `idx.flatten()` in every round of a loop."""
+        if node not in self._canonical:
+            self._canonical[node] = node
+            if operator_of(node) in REPEATED and all(map(self._is_constant, (node, *node.all_input_nodes))):
+                arguments = torch.fx.map_arg((node.args, node.kwargs), self.canonical)
+                self._canonical[node] = self._first.setdefault((node.op, node.target, str(arguments)), node)
+        return self._canonical[node]
+
+    def is_topk_index(self, ids: Node) -> bool:
+        """See `graph/routing.py`."""
+        return is_topk_index(ids, self._is_constant)
+
+    def chooses_among(self, ids: Node) -> int | None:
+        """See `graph/routing.py`."""
+        return chooses_among(ids, self._is_constant)
+
+    def slots(self, ids: Node) -> int | None:
+        """How many experts each token goes to, where `ids` is made of the index of `torch.topk`; for a report."""
+        while operator_of(ids) in (*KEEP_VALUES, "getitem") and isinstance(ids.args[0], Node):
+            source = ids.args[0]
+            if operator_of(source) == "topk":
+                size = ids.meta["example_value"].shape[-1]
+                return size if isinstance(size, int) else None
+            ids = source
+        return None
+
+    def _pairs(self, ids: Node, expert: int) -> Mask:
         axes = tuple(range(ids.meta["example_value"].ndim))
-        return Selection(ids, axes, len(axes), first, step, len(mask.nodes))
-    if name in ("getitem", "select"):
-        return _slice_of_one_hot(mask)
-    if not mask.args:
-        raise Unknown("a mask that is not known", mask.nodes[0])
-    if name in ("bool", "to", "type", "long", "int") and isinstance(mask.args[0], Family):
-        return selection_of(mask.args[0])
-    if name in ("any", "squeeze", "sum", "amax", "max") and isinstance(mask.args[0], Family):
-        return _without_slots(mask, selection_of(mask.args[0]))
-    raise Unknown(f"`{name}` as a mask of an expert's tokens is not known", mask.nodes[0])
+        return Mask(ids, axes, len(axes), expert)
+
+    def _without_slots(self, mask: Node, inner: Mask, spread: bool) -> Mask:
+        """`(idx == e).any(-1)`: the tokens that have e in some slot."""
+        name = operator_of(mask)
+        dim = mask.kwargs.get("dim", mask.args[1] if len(mask.args) > 1 else None)
+        keeps = mask.kwargs.get("keepdim", mask.args[2] if len(mask.args) > 2 else False)
+        if isinstance(inner.ids, Columns) or inner.dims != 2 or type(dim) is not int or keeps != spread:
+            raise Unknown(f"`{name}` of a mask", mask)
+        dropped = dim % 2
+        if name == "squeeze":
+            if inner.ids.meta["example_value"].shape[inner.axes[dropped]] != 1:
+                raise Unknown("`squeeze` of a mask with several slots", mask)
+        elif len(inner.axes) != 2 or inner.axes[dropped] != 1 or not self.is_topk_index(inner.ids):
+            raise Unknown("a token may be twice in one expert, as far as the graph shows", mask)
+        return Mask(inner.ids, (inner.axes[1 - dropped], inner.axes[dropped]), 1, inner.expert)
+
+    def _slice(self, mask: Node, source: Node) -> Mask:
+        """`one_hot(idx, E).permute(2, 1, 0)[e]`, the same along any axis, and a slice of any other tensor."""
+        ndim = source.meta["example_value"].ndim if isinstance(source.meta.get("example_value"), torch.Tensor) else 0
+        if operator_of(mask) == "select":
+            position, expert = mask.args[1], mask.args[2]
+            position = position % ndim if type(position) is int and ndim else None
+        else:
+            index = mask.args[1] if isinstance(mask.args[1], tuple) else (mask.args[1],)
+            if Ellipsis in index:
+                at = index.index(Ellipsis)
+                index = (*index[:at], *[slice(None)] * (ndim - len(index) + 1), *index[at + 1 :])
+            places = [i for i, part in enumerate(index) if part != slice(None)]
+            position, expert = (places[0], index[places[0]]) if len(places) == 1 else (None, None)
+        if type(position) is not int or type(expert) is not int:
+            raise Unknown("an index of a mask", mask)
+        try:
+            ids, axes = self.one_hot(source)
+        except Unknown:
+            if ndim < 2 or not 0 <= expert < source.meta["example_value"].shape[position]:
+                raise
+            others = tuple(axis for axis in range(ndim) if axis != position)
+            return Mask(Columns(self.canonical(source), position, ()), (*others, position), ndim - 1, expert)
+        if axes[position] is not None:
+            raise Unknown("an index of a one-hot mask", mask)
+        rest = tuple(axis for axis in axes if axis is not None)
+        dims = len(axes) - 1
+        if dims < ids.meta["example_value"].ndim:  # summed over the slots
+            rest = (*rest, *(a for a in range(ids.meta["example_value"].ndim) if a not in rest))
+        return Mask(ids, rest, dims, expert)
+
+    def one_hot(self, node: Node) -> tuple[Node, list[int | None]]:
+        """The ids that a one-hot tensor was made of, and what its axes are: axes of the ids, None for the experts'."""
+        name = operator_of(node)
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node) or not self._is_constant(node):
+            raise Unknown("a mask that is no `one_hot`, or one that is written to", node)
+        if node.target is F.one_hot or name == "one_hot":
+            return self.canonical(source), [*range(source.meta["example_value"].ndim), None]
+        if name == "permute":
+            ids, axes = self.one_hot(source)
+            order = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+            return ids, [axes[int(i)] for i in order]  # type: ignore[arg-type]
+        if name == "transpose":
+            ids, axes = self.one_hot(source)
+            one, other = (int(i) % len(axes) for i in node.args[1:3])  # type: ignore[arg-type]
+            axes[one], axes[other] = axes[other], axes[one]
+            return ids, axes
+        if name in ("bool", "to", "long", "int", "contiguous"):
+            return self.one_hot(source)
+        if name in ("sum", "any", "amax") and len(node.args) == 2 and isinstance(node.args[1], int) and not node.kwargs:
+            ids, axes = self.one_hot(source)
+            dropped = axes[node.args[1] % len(axes)]
+            if dropped is None or dropped != len(axes) - 2 or not self.is_topk_index(ids):
+                raise Unknown("a sum of one-hot masks", node)
+            return ids, [axis for axis in axes if axis != dropped]
+        raise Unknown(f"`{name}` of a one-hot mask", node)
 
 
 @dataclass(frozen=True)
@@ -135,76 +295,6 @@ def _element(size: Any) -> tuple[Node, int, tuple[Node, ...]]:
     raise Unknown("a part whose size is no element of a tensor", size if isinstance(size, Node) else None)
 
 
-def _without_slots(mask: Family, inner: Selection) -> Selection:
-    """`(idx == e).any(-1)`: the tokens that have e in some slot."""
-    dim = _argument(mask, 1, "dim", None)
-    if inner.dims != 2 or not isinstance(dim, int) or _argument(mask, 2, "keepdim", False):
-        raise Unknown(f"`{mask.name}` of a mask", mask.nodes[0])
-    dropped = dim % 2
-    if mask.name == "squeeze":
-        if inner.ids.meta["example_value"].shape[inner.axes[dropped]] != 1:
-            raise Unknown("`squeeze` of a mask with several slots", mask.nodes[0])
-    elif not inner.has_distinct_tokens():
-        raise Unknown("a token may be twice in one expert, as far as the graph shows", mask.nodes[0])
-    kept = inner.axes[1 - dropped]
-    return Selection(inner.ids, (kept, inner.axes[dropped]), 1, inner.first, inner.step, inner.count)
-
-
-def _slice_of_one_hot(mask: Family) -> Selection:
-    """`one_hot(idx, E).permute(2, 1, 0)[e]`, and the same along any axis."""
-    source, index = mask.args[0], mask.args[1]
-    if not isinstance(source, Node):
-        raise Unknown("the routing differs between the experts", mask.nodes[0])
-    ids, axes = one_hot_of(source)
-    if mask.name == "select":
-        position, constants = mask.args[1] % len(axes), mask.args[2]
-    else:
-        index = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in index:
-            index = (slice(None),) * (len(axes) - len(index) + 1) + tuple(i for i in index if i is not Ellipsis)
-        places = [i for i, part in enumerate(index) if part != slice(None)]
-        if len(places) != 1:
-            raise Unknown("an index of a one-hot mask", mask.nodes[0])
-        position, constants = places[0], index[places[0]]
-    if not isinstance(constants, Constants) or axes[position] is not None:
-        raise Unknown("an index of a one-hot mask", mask.nodes[0])
-    first, step = progression(constants)
-    rest = tuple(axis for axis in axes if axis is not None)
-    dims = len(axes) - 1
-    if dims < ids.meta["example_value"].ndim:  # summed over the slots
-        rest = (*rest, *(a for a in range(ids.meta["example_value"].ndim) if a not in rest))
-    return Selection(ids, rest, dims, first, step, len(mask.nodes))
-
-
-def one_hot_of(node: Node) -> tuple[Node, list[int | None]]:
-    """The ids that a one-hot tensor was made of, and what its axes are: axes of the ids, None for the experts'."""
-    name = operator_of(node)
-    source = node.args[0] if node.args else None
-    if node.target is F.one_hot or name == "one_hot":
-        assert isinstance(source, Node)
-        return source, [*range(source.meta["example_value"].ndim), None]
-    if not isinstance(source, Node):
-        raise Unknown("a mask that is no `one_hot`", node)
-    if name == "permute":
-        ids, axes = one_hot_of(source)
-        order = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-        return ids, [axes[int(i)] for i in order]  # type: ignore[arg-type]
-    if name == "transpose":
-        ids, axes = one_hot_of(source)
-        one, other = (int(i) % len(axes) for i in node.args[1:3])  # type: ignore[arg-type]
-        axes[one], axes[other] = axes[other], axes[one]
-        return ids, axes
-    if name in ("bool", "to", "long", "int", "contiguous"):
-        return one_hot_of(source)
-    if name in ("sum", "any", "amax") and len(node.args) == 2 and isinstance(node.args[1], int) and not node.kwargs:
-        ids, axes = one_hot_of(source)
-        dropped = axes[node.args[1] % len(axes)]
-        if dropped is None or not is_topk_index(ids):
-            raise Unknown("a sum of one-hot masks", node)
-        return ids, [axis for axis in axes if axis != dropped]
-    raise Unknown(f"`{name}` of a one-hot mask", node)
-
-
 def progression(constants: Constants) -> tuple[int, int]:
     """(first, step) of ids that follow one another, up or down; raises `Unknown`."""
     values = constants.values
@@ -214,26 +304,3 @@ def progression(constants: Constants) -> tuple[int, int]:
     if step not in (1, -1) or any(b - a != step for a, b in itertools.pairwise(values)):
         raise Unknown(f"the experts {values} do not follow one another")
     return values[0], step
-
-
-def is_integer(node: Node) -> bool:
-    example = node.meta.get("example_value")
-    return isinstance(example, torch.Tensor) and not example.dtype.is_floating_point and not example.dtype.is_complex
-
-
-def is_topk_index(ids: Node) -> bool:
-    """Whether the last axis holds different numbers: the index of `torch.topk`, as it is or cast."""
-    name = operator_of(ids)
-    source = ids.args[0] if ids.args else None
-    if not isinstance(source, Node):
-        return False
-    if name == "getitem" and ids.args[1] == 1:
-        inner = operator_of(source)
-        dim = source.kwargs.get("dim", source.args[2] if len(source.args) > 2 else -1)
-        last = ids.meta["example_value"].ndim - 1
-        return inner == "topk" and dim in (-1, last)
-    return name in ("to", "long", "int", "contiguous", "detach") and is_integer(source) and is_topk_index(source)
-
-
-def _argument(family: Family, position: int, name: str, default: Any) -> Any:
-    return family.kwargs.get(name, family.args[position] if len(family.args) > position else default)

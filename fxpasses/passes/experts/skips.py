@@ -19,7 +19,7 @@ from fxpasses.graph.families import plain_operator_of
 from fxpasses.graph.routing import is_integer
 from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, marked, marks
 from fxpasses.passes.experts.loops import Loop
-from fxpasses.passes.experts.selection import Cut, Selection, Unknown, one_hot_of
+from fxpasses.passes.experts.selection import Cut, Masks, Selection, Unknown
 
 _SHAPE_ONLY = frozenset(
     {"contiguous", "detach", "flatten", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view", "cpu"}
@@ -222,7 +222,7 @@ def _element_asked(node: Node, source: Node) -> tuple[Node, int] | None:
         index = node.args[1] if plain_operator_of(node) == "getitem" else node.args[2]
         return (counted, index) if type(index) is int and index >= 0 else None
     try:
-        ids, axes = one_hot_of(source)
+        ids, axes = _one_hot(source)
     except Unknown:
         return None
     if plain_operator_of(node) == "select":
@@ -268,7 +268,7 @@ def _counted(node: Node) -> Node | None:
     if name in _REDUCTIONS:
         dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         try:
-            ids, axes = one_hot_of(source)
+            ids, axes = _one_hot(source)
         except Unknown:
             return None
         dims = dims if isinstance(dims, (tuple, list)) else (dims,)
@@ -277,6 +277,11 @@ def _counted(node: Node) -> Node | None:
         left = [axis for place, axis in enumerate(axes) if place not in {dim % len(axes) for dim in dims}]
         return _source(ids) if left == [None] else None
     return None
+
+
+def _one_hot(node: Node) -> tuple[Node, list[int | None]]:
+    """See `Masks.one_hot`; that nobody writes in between is checked for integers altogether."""
+    return Masks(lambda node: True).one_hot(node)
 
 
 def _ones_added(args: Sequence[Any]) -> Node | None:

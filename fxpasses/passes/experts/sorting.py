@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxpasses.passes.experts.lifted import Order, chooses_among
+from fxpasses.passes.experts.lifted import Order
 from fxpasses.passes.experts.selection import Cut, Selection
 
 Emit = Callable[..., Node]
@@ -17,24 +17,13 @@ Emit = Callable[..., Node]
 
 def sorted_pairs(emit: Emit, selection: Selection) -> Order:
     """Sort the pairs by expert, in the order of the loop."""
-    ids = selection.ids
-    example = ids.meta["example_value"]
-    if selection.axes != tuple(range(example.ndim)):
-        ids = emit("permute", (ids, selection.axes))
-    flat = emit("reshape", (ids, -1)) if example.ndim > 1 else ids
     first, step, count = selection.first, selection.step, selection.count
-    branch = flat
-    if (first, step) != (0, 1):
-        branch = emit(operator.sub, (flat, first) if step == 1 else (first, flat))
-    covers = chooses_among(selection.ids) == count and min(first, first + step * (count - 1)) == 0
-    if not covers:
-        inside = emit(operator.and_, (emit(operator.ge, (branch, 0)), emit(operator.lt, (branch, count))))
-        branch = emit(torch.where, (inside, branch, count))
-    pair = emit(torch.sort, (branch,), {"stable": True})
-    in_order, places = emit(operator.getitem, (pair, 0)), emit(operator.getitem, (pair, 1))
+    covers = selection.choices == count and min(first, first + step * (count - 1)) == 0
+    flat, in_order, places = sort_by_branch(emit, selection.ids, selection.axes, (first, step, count), (), covers)
+    example = flat.meta["example_value"]
     wanted = emit(torch.arange, (count,), {"device": example.device, "dtype": example.dtype})
     offsets = emit(torch.searchsorted, (in_order, wanted), {"right": True, "out_int32": True})
-    rows = flat.meta["example_value"].shape[0]
+    rows = example.shape[0]
     size = rows if isinstance(rows, int) else emit(torch.ops.aten.sym_size.int, (flat, 0))
     valid = None
     if not covers:
@@ -43,6 +32,52 @@ def sorted_pairs(emit: Emit, selection: Selection) -> Order:
     if (first, step) != (0, 1):
         by_row = emit(operator.add, (in_order, first)) if step == 1 else emit(operator.sub, (first, in_order))
     return Order(places, by_row, offsets, size, valid)
+
+
+def sort_by_branch(
+    emit: Emit,
+    ids: Node,
+    axes: Sequence[int],
+    experts: tuple[int, int, int],
+    missing: Sequence[int],
+    covers: bool,
+) -> tuple[Node, Node, Node]:
+    """(flat, in_order, places): the ids of all pairs, the branch of each in sorted order, and where each pair was.
+
+    axes: those of `ids`, in the order in which pairs are counted. experts: (first, step, count); branch b is of expert
+    first + step * b. Pairs of other experts, and of those that are missing, are of branch `count`, after all others.
+    covers: there are no such pairs.
+    """
+    example = ids.meta["example_value"]
+    if tuple(axes) != tuple(range(example.ndim)):
+        ids = emit("permute", (ids, tuple(axes)))
+    flat = emit("reshape", (ids, -1)) if example.ndim > 1 else ids
+    if example.dtype not in (torch.int64, torch.int32):
+        flat = emit("long", (flat,))  # so that the number of experts fits, and that it is an index
+    first, step, count = experts
+    branch = flat
+    if (first, step) != (0, 1):
+        branch = emit(operator.sub, (flat, first) if step == 1 else (first, flat))
+    if not covers:
+        inside = emit(operator.and_, (emit(operator.ge, (branch, 0)), emit(operator.lt, (branch, count))))
+        for expert in missing:
+            inside = emit(operator.and_, (inside, emit(operator.ne, (flat, expert))))
+        branch = emit(torch.where, (inside, branch, count))
+    pair = emit(torch.sort, (branch,), {"stable": True})
+    return flat, emit(operator.getitem, (pair, 0)), emit(operator.getitem, (pair, 1))
+
+
+def coordinates(emit: Emit, ids: Node, axes: Sequence[int], places: Node) -> list[Node]:
+    """Where the pairs lie along each of the axes."""
+    sizes: list[Any] = []
+    for axis in axes:
+        size = ids.meta["example_value"].shape[axis]
+        sizes.append(size if isinstance(size, int) else emit(torch.ops.aten.sym_size.int, (ids, axis)))
+    found, rest = [], places
+    for size in reversed(sizes[1:]):
+        found.append(emit(operator.mod, (rest, size)))
+        rest = emit(operator.floordiv, (rest, size))
+    return [rest, *reversed(found)]
 
 
 def _filled(emit: Emit, places: Node, in_order: Node, offsets: Node, size: Any) -> tuple[Node, Node, Node, Node]:

@@ -1,0 +1,60 @@
+"""New nodes, each with its value on fake tensors, at one place of a graph; taken out again where the rest fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Graph, Node
+
+from fxpasses.graph import effects
+from fxpasses.passes.experts.selection import Unknown
+
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+class Emitter:
+    """Makes nodes where the graph inserts, and says that they come from where `origin` does."""
+
+    def __init__(self, graph: Graph, fake_mode: Any, origin: Node) -> None:
+        self.graph = graph
+        self._fake_mode = fake_mode
+        self._origin = origin
+        self._emitted: list[Node] = []
+
+    def __call__(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: Node | None = None
+    ) -> Node:
+        """A call of a function, or of a method if `target` is a string, or of the same as `like`."""
+        kwargs = kwargs or {}
+        if like is not None:
+            node = self.graph.create_node(like.op, like.target, args, kwargs)
+        else:
+            node = self.graph.create_node(
+                "call_method" if isinstance(target, str) else "call_function", target, args, kwargs
+            )
+        self._note(node, like or self._origin)
+        fakes = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
+        try:
+            with self._fake_mode, enable_python_dispatcher():
+                node.meta["example_value"] = effects.call(node, *fakes)
+        except Exception as error:
+            raise Unknown(f"`{node.name}` cannot be made for all rows: {error}", like or self._origin) from error
+        return node
+
+    def read(self, element: Node, number: torch.SymInt, symbol: Any) -> Node:
+        """`element.item()`, which is the number that the graph knows under `symbol`."""
+        node = self.graph.create_node("call_method", "item", (element,), {})
+        self._note(node, self._origin)
+        node.meta["example_value"] = number
+        node.meta["unbacked_bindings"] = {symbol: ()}
+        return node
+
+    def undo(self) -> None:
+        for node in reversed(self._emitted):
+            self.graph.erase_node(node)
+
+    def _note(self, node: Node, origin: Node) -> None:
+        self._emitted.append(node)
+        node.meta = {key: value for key, value in origin.meta.items() if key in _PROVENANCE}
