@@ -66,7 +66,7 @@ clean: ## remove caches and build outputs; .venv and .compat stay
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing fxpasses with the versions of constraints.txt into .venv ..."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[hf,dev,bench]'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[hf,dev,bench,browser]'
 	@touch $@
 
 # The pins of constraints.txt hold here too, less torch and setuptools, whose bounds differ between torch versions.

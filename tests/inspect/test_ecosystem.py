@@ -42,7 +42,10 @@ def test_the_structured_trace_holds_our_artefacts(tmp_path):
     }
 
 
-@pytest.mark.skipif(shutil.which("tlparse") is None, reason="needs tlparse (pip install tlparse), not installed")
+TLPARSE = shutil.which("tlparse", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+@pytest.mark.skipif(TLPARSE is None, reason="needs tlparse (pip install tlparse), not installed")
 def test_tlparse_shows_our_artefacts(tmp_path):
     program = (
         "from tests.inspect.programs import inputs, model\n"
@@ -52,7 +55,7 @@ def test_tlparse_shows_our_artefacts(tmp_path):
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
     [log] = (tmp_path / "trace").glob("*.log")
-    subprocess.run(["tlparse", "--no-browser", "-o", str(tmp_path / "out"), str(log)], check=True, capture_output=True)
+    subprocess.run([str(TLPARSE), "--no-browser", "-o", str(tmp_path / "out"), str(log)], check=True, capture_output=True)
     shown = (tmp_path / "out" / "index.html").read_text()
     for artefact in ("fxpasses_record", "fxpasses_0_captured", "fxpasses_2_hoist_metadata", "fxpasses_report"):
         [file] = (tmp_path / "out").glob(f"*/{artefact}_*")
