@@ -53,8 +53,10 @@ class Dataflow:
         self.in_prologue = [self.regions[path].in_prologue for path in self.region]
         self.operator = [(node.op, node.target) for node in self.nodes]
         self.place = [(node.module, str(node.source) if node.source else "") for node in self.nodes]
-        self.value = self._values()
-        self.use = self._uses()
+        self.value = self._values(self.label)
+        self.use = self._uses(self.label)
+        told_apart = [hash(parts) for parts in zip(self.label, self.place, self.value, self.use, strict=True)]
+        self.fine = list(zip(self._values(told_apart), self._uses(told_apart), strict=True))
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -144,7 +146,7 @@ class Dataflow:
             return "constant", _SYMBOL.sub("symbol", value["constant"])
         return tuple((key, self._pattern(item, path, taken)) for key, item in value.items())
 
-    def _values(self) -> list[int]:
+    def _values(self, labels: list[int]) -> list[int]:
         colours: list[int] = []
         inside: dict[str, int] = {}  # the colours of all nodes of a region, in no order: some have no users
         for number, taken in enumerate(self.inputs):
@@ -153,12 +155,12 @@ class Dataflow:
             # An operand is the value that it takes, inside a body, in the prologue and outside.
             same = self._is_operand[number]
             inputs = tuple(colours[i] for i in taken)
-            colours.append(inputs[0] if same else hash((self.label[number], inputs, results, bodies)))
+            colours.append(inputs[0] if same else hash((labels[number], inputs, results, bodies)))
             path = self.region[number]
-            inside[path] = inside.get(path, 0) + hash((colours[-1], self.label[number]))
+            inside[path] = inside.get(path, 0) + hash((colours[-1], labels[number]))
         return colours
 
-    def _uses(self) -> list[int]:
+    def _uses(self, labels: list[int]) -> list[int]:
         colours = [0] * len(self)
         for number in reversed(range(len(self))):
             seen = sorted(
@@ -167,7 +169,7 @@ class Dataflow:
                 for position, taken in enumerate(self.inputs[user] + self.results[user])
                 if taken == number
             )
-            colours[number] = hash((self.label[number], tuple(seen)))
+            colours[number] = hash((labels[number], tuple(seen)))
         return colours
 
 

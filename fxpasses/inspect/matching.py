@@ -44,6 +44,8 @@ class _Matcher:
         colour, mapped, region = _colour, self._mapped_inputs, self._mapped_region
         self._sweep(_input)
         self._sweep(
+            (lambda g, i: (colour(g, i), g.fine[i], mapped(g, i), region(g, i), g.nodes[i].name)),
+            (lambda g, i: (colour(g, i), g.fine[i], mapped(g, i), region(g, i))),
             (lambda g, i: (colour(g, i), mapped(g, i), region(g, i), g.place[i], g.nodes[i].name)),
             (lambda g, i: (colour(g, i), mapped(g, i), region(g, i), g.place[i])),
             (lambda g, i: (colour(g, i), mapped(g, i), region(g, i))),

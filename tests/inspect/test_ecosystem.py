@@ -55,7 +55,9 @@ def test_tlparse_shows_our_artefacts(tmp_path):
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
     [log] = (tmp_path / "trace").glob("*.log")
-    subprocess.run([str(TLPARSE), "--no-browser", "-o", str(tmp_path / "out"), str(log)], check=True, capture_output=True)
+    subprocess.run(
+        [str(TLPARSE), "--no-browser", "-o", str(tmp_path / "out"), str(log)], check=True, capture_output=True
+    )
     shown = (tmp_path / "out" / "index.html").read_text()
     for artefact in ("fxpasses_record", "fxpasses_0_captured", "fxpasses_2_hoist_metadata", "fxpasses_report"):
         [file] = (tmp_path / "out").glob(f"*/{artefact}_*")

@@ -144,7 +144,7 @@ def test_a_loop_over_experts_that_stays_costs_its_queries():
         return out
 
     given = torch.randn(6, 4), torch.randint(0, 3, (6,)), torch.randn(3, 4, 4)
-    graph = recorded(loop, *given, passes=["group_experts"]).graphs[0]
+    graph = recorded(loop, *given, passes=["group_experts"], experts="grouped").graphs[0]
     [miss] = near_misses(graph)
     assert (miss.kind, miss.host_reads, miss.bytes) == ("not_alike", 3, 0)
     assert "left alone: 1 thing that a pass looked at; 3 host reads a step stay" in report(Run(graphs=[graph]), Style())
