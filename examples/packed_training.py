@@ -3,6 +3,7 @@
     make demo                                        # or: python examples/packed_training.py
     make demo ARGS="--peer inductor --layers 12"     # stock Inductor as a third column
     make demo ARGS="--attention flash"               # Hugging Face's own flash-attention path
+    make demo ARGS=--offload                         # and one whose activations wait for backward on disk
     make demo ARGS="--device cuda --tokens 4096"
 
 The text is the source of the installed Python's standard library, a token a byte, several documents packed into each
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import logging
 import math
 import os
@@ -52,6 +54,7 @@ from transformers import AttentionInterface, DataCollatorWithFlattening, LlamaCo
 
 import fxpasses.inspect
 from fxpasses.data import bucket_lengths
+from fxpasses.runtime.offload.stats import OffloadStats
 
 SEQUENCES = 8  # entries of `lengths`, filled up with zeros: `.tolist()` is unrolled, so another number is another graph
 # Of losses: sums in another order, amplified by some tens of steps of AdamW.
@@ -62,6 +65,8 @@ WARM_UP = 1  # the first step compiles
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
 DEVICE_COPY = "Memcpy DtoH"  # how the names of device-to-host copies begin; an eager `.tolist()` on CUDA is one
 MASK_BUILT = "aten::logical_and_"  # `block_causal_mask` calls it once, and nothing else does
+
+OFFLOAD = "fastpack, offload"
 
 Batch = dict[str, torch.Tensor]
 
@@ -183,6 +188,8 @@ class Run:
     events: Counter[str] = field(default_factory=Counter)
     graphs: int = 0
     graph_breaks: int = 0
+    offloaded: OffloadStats | None = None
+    peak_bytes: int = 0
     failure: str = ""
 
     @property
@@ -198,6 +205,7 @@ class Run:
 def train(compiled: Callable[..., Any], model: LlamaForCausalLM, batches: list[Batch], bar: tqdm) -> Run:
     """A step a batch; `compiled` runs `model`. The last step is profiled, forward and backward."""
     run = Run()
+    memory = PeakMemory(model.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     counters.clear()
     for number, batch in enumerate(batches):
@@ -208,6 +216,10 @@ def train(compiled: Callable[..., Any], model: LlamaForCausalLM, batches: list[B
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if last:
+            run.peak_bytes = memory.peak()
+        elif number == WARM_UP:
+            memory.reset()
         run.losses.append(loss.item())  # waits for the device, which makes the time that of the step
         run.seconds.append(time.perf_counter() - started)
         bar.set_postfix(loss=f"{run.losses[-1]:.3f}")
@@ -215,6 +227,40 @@ def train(compiled: Callable[..., Any], model: LlamaForCausalLM, batches: list[B
     run.graphs = counters["stats"]["unique_graphs"]
     run.graph_breaks = sum(counters["graph_break"].values())
     return run
+
+
+class PeakMemory:
+    """How much more memory a step takes than lies around between steps: of the device, or of the process on Linux."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda, self.start = device.type == "cuda", 0
+
+    def reset(self) -> None:
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.start = torch.cuda.memory_allocated()
+        elif STATUS.exists():
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident
+            self.start = resident("VmRSS")
+
+    def peak(self) -> int:
+        """Bytes, since the reset; 0 where the system does not tell."""
+        if self.cuda:
+            return torch.cuda.max_memory_allocated() - self.start
+        return resident("VmHWM") - self.start if STATUS.exists() else 0
+
+
+STATUS = Path("/proc/self/status")
+
+
+def resident(name: str) -> int:
+    return 1024 * int(STATUS.read_text().split(f"{name}:")[1].split()[0])
+
+
+def return_memory_at_once() -> None:
+    """Have the C library give freed tensors back to the system, and not keep them: only then does the peak tell."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: from 64 KiB on, memory of its own
 
 
 @contextlib.contextmanager
@@ -230,12 +276,20 @@ def run_column(name: str, arguments: argparse.Namespace, batches: list[Batch], b
     """Train a fresh model: eagerly, with `fastpack`, or with a peer, whose failure is shown and not raised."""
     bar.set_description(name)
     model = new_model(arguments)
+    # Tensors of its own for each column: what a column learned of a batch is kept with the batch.
+    batches = [{name: value.clone() for name, value in batch.items()} for batch in batches]
     if name == "eager":
         return train(model, model, batches, bar)
     torch._dynamo.reset()
-    if name == "fastpack":
-        options = {"fastpack.lowering": arguments.lowering}
-        return train(torch.compile(model, backend="fastpack", options=options), model, batches, bar)
+    if name in ("fastpack", OFFLOAD):
+        options: dict[str, Any] = {"fastpack.lowering": arguments.lowering}
+        if name == OFFLOAD:
+            # The model is small, and so are its activations: without a limit of its own it would keep them all.
+            options |= {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}
+        fxpasses.offload_stats(reset=True)
+        run = train(torch.compile(model, backend="fastpack", options=options), model, batches, bar)
+        run.offloaded = fxpasses.offload_stats()
+        return run
     # As PyTorch comes: without the flags that `fastpack` switches on, every layer breaks the graph, and Dynamo says so
     # at length.
     torch._logging.set_logs(dynamo=logging.ERROR)
@@ -267,6 +321,14 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
         rows["device-to-host copies per step"] = lambda run: str(
             sum(count for name, count in run.events.items() if name.startswith(DEVICE_COPY))
         )
+    if arguments.offload:
+        rows["bytes moved per step"] = lambda run: (
+            f"{run.offloaded.bytes_out / len(run.losses) / 2**20:.2f} MiB" if run.offloaded else "–"
+        )
+        rows["time exposed per step"] = lambda run: (
+            f"{1000 * run.offloaded.seconds_exposed / len(run.losses):.1f} ms" if run.offloaded else "–"
+        )
+        rows["memory of a step, peak"] = lambda run: f"{run.peak_bytes / 2**20:.1f} MiB"
     cells = [[label, *("" if run.failure else show(run) for run in runs.values())] for label, show in rows.items()]
     for column, run in enumerate(runs.values(), start=1):
         cells[0][column] = run.failure or cells[0][column]
@@ -283,6 +345,11 @@ def notes(runs: dict[str, Run], arguments: argparse.Namespace) -> list[str]:
             "(Stock eager is `torch.compile(model, backend='eager')`: the graphs that Inductor would get, run as they"
         )
         lines.append(" are. Its times say nothing of compiled code.)")
+    if arguments.offload:
+        lines.append(
+            "(Memory falls by what is moved where activations make the peak: try --tokens 4096. In a short step"
+        )
+        lines.append(" gradients do.)")
     if arguments.attention == "flash":
         lines.append("(The graphs of stock hold no decoder layer: PyTorch skips a checkpointed layer that breaks.)")
     return lines
@@ -316,11 +383,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lowering", choices=lowerings, default="inductor", help="of fastpack (default inductor)")
     attentions = {"choices": ["mask", "flash"], "default": "mask"}
     parser.add_argument("--attention", **attentions, help="a mask of our own (default), or flash as in Hugging Face")
+    offload = "one more column: fastpack, with activations that wait for backward on disk"
+    parser.add_argument("--offload", action="store_true", help=offload)
     peers = "one more column: stock torch.compile with this backend (default with --attention flash: eager)"
     parser.add_argument("--peer", choices=["inductor", "eager"], help=peers)
     arguments = parser.parse_args()
     if arguments.attention == "flash" and arguments.peer is None:
         arguments.peer = "eager"
+    if arguments.offload and arguments.lowering == "eager":
+        parser.error("argument --offload: the lowering eager has no backward graph; take inductor or aot_eager")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda was asked for, but PyTorch finds no CUDA device")
     return arguments
@@ -330,15 +401,23 @@ def main() -> int:
     arguments = parse_arguments()
     AttentionInterface.register("packed", packed_attention)
     batches = packed_batches(arguments)
-    columns = ["eager", "fastpack"] + ([f"stock {arguments.peer}"] if arguments.peer else [])
+    if arguments.offload and arguments.device == "cpu":
+        return_memory_at_once()
+    columns = (
+        ["eager", "fastpack"] + [OFFLOAD] * arguments.offload + ([f"stock {arguments.peer}"] if arguments.peer else [])
+    )
     with tqdm(total=arguments.steps * len(columns), unit="step") as bar, fxpasses.inspect.record() as record:
         runs = {name: run_column(name, arguments, batches, bar) for name in columns}
     print(table(runs, arguments))
     for line in notes(runs, arguments):
         print(line)
-    summaries = [report.summary for graph in record.graphs for report in graph.reports if report.changed]
-    print("hoisted:", "; ".join(summaries) or "nothing")
+    reports = [report for graph in record.graphs for report in graph.reports if report.changed]
+    for label, offloads in [("hoisted", False)] + [("offloaded", True)] * arguments.offload:
+        found = dict.fromkeys(r.summary for r in reports if (r.pass_name == "offload_activations") == offloads)
+        print(f"{label}:", "; ".join(found) or "nothing")
     problem = disagreement(runs["eager"], runs["fastpack"], RELATIVE_TOLERANCE[dtype(arguments)])
+    if arguments.offload and runs[OFFLOAD].losses != runs["fastpack"].losses:
+        problem = "offloading changed the losses"
     if problem:
         print(problem, file=sys.stderr)
     return 1 if problem else 0

@@ -3,25 +3,37 @@
     torch.compile(model, backend="fastpack")
 
 Public names: `fastpack_backend` (importing it switches two capture flags of Dynamo on, see `fxpasses.fastpack`),
-`compile` (needs no switch), `prefetch`, `inspect` and the errors.
+`compile` (needs no switch), `prefetch`, `offload_stats`, `inspect` and the errors.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from fxpasses.errors import AssumptionError, MetadataError, PassError
+from fxpasses.errors import AssumptionError, MetadataError, OffloadError, PassError
 
 if TYPE_CHECKING:
     from fxpasses import inspect
     from fxpasses.compiling import compile
     from fxpasses.fastpack import fastpack_backend
+    from fxpasses.runtime.offload.stats import offload_stats
     from fxpasses.runtime.prefetching import prefetch
 
 __version__ = "0.1.0"
-__all__ = ["AssumptionError", "MetadataError", "PassError", "compile", "fastpack_backend", "inspect", "prefetch"]
+__all__ = [
+    "AssumptionError",
+    "MetadataError",
+    "OffloadError",
+    "PassError",
+    "compile",
+    "fastpack_backend",
+    "inspect",
+    "offload_stats",
+    "prefetch",
+]
 
 _HOMES = {
     "compile": "fxpasses.compiling",
     "fastpack_backend": "fxpasses.fastpack",
+    "offload_stats": "fxpasses.runtime.offload.stats",
     "prefetch": "fxpasses.runtime.prefetching",
 }
 

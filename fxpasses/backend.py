@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -15,14 +16,17 @@ from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.skips import SKIPS
 from fxpasses.lowering import lower
+from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.pipeline import Pass, Result, run_passes
+from fxpasses.report import Report
 from fxpasses.runtime.prologue import Prologue, with_prologue
 
 log = logging.getLogger(__name__)
 
+# Those that work on the captured graph; `offload_activations` works on the partitioned ones, in `lowering`.
 PASSES: Mapping[str, Callable[[], Pass]] = {"group_experts": GroupExperts, "hoist_metadata": HoistMetadata}
 
 
@@ -40,21 +44,22 @@ def fastpack_backend(
     does not stop the program: the graph runs as it was captured, with one warning.
     """
     settings = Options.parse(options, mode)
-    passes = overrides.passes(settings.passes, known=tuple(PASSES))
+    settings = replace(settings, passes=overrides.passes(settings.passes, known=ALL_PASSES))
     watch = inspect.watch(gm, example_inputs, settings)
     assumed = tracing.report()
     if assumed is not None:
         watch.after_pass(assumed, Result(gm, list(example_inputs)), "")
     gm.meta[SKIPS] = tracing.skips()
-    result = run_passes([PASSES[name]() for name in passes], gm, example_inputs, settings, watch.after_pass)
-    breaks.check_skips()
+    passes = [PASSES[name]() for name in settings.passes if name in PASSES]
+    result = run_passes(passes, gm, example_inputs, settings, watch.after_pass)
     recompiles.note_sizes(gm)
     if result.program is not None:
         sources = input_sources(gm)
         tracing.note_companions([sources[position] for position in result.program.host_inputs])
     watch.lowering()
     try:
-        compiled, outcome = _compile(result, gm, example_inputs, settings)
+        breaks.check_skips()
+        compiled, outcome = _compile(result, gm, example_inputs, settings, watch.after_partition)
     except Exception as error:
         watch.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
@@ -65,11 +70,11 @@ def fastpack_backend(
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how capture/ knows for whom Dynamo traces
 
 
-_RETRACED = (*asks_for_another_trace(), breaks.CaptureRejected)
+_RETRACED = (*asks_for_another_trace(), breaks.CaptureRejected, breaks.SkipsRejected)
 
 
 def _compile(
-    result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options
+    result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options, told: Callable[[Report], None]
 ) -> tuple[Callable[..., Any], str]:
     """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing.
 
@@ -78,7 +83,7 @@ def _compile(
     attempts = [result] if result.gm is not gm else []
     attempts.append(Result(gm, list(example_inputs)))
     for attempt in attempts:
-        compiled = _try_to_lower(attempt, gm, settings)
+        compiled = _try_to_lower(attempt, gm, settings, told)
         if not isinstance(compiled, Exception):
             return compiled, "rewritten" if attempt.gm is not gm else "captured"
         failed = compiled
@@ -92,11 +97,13 @@ def _compile(
     return gm.forward, "uncompiled"
 
 
-def _try_to_lower(attempt: Result, gm: GraphModule, settings: Options) -> Callable[..., Any] | Exception:
+def _try_to_lower(
+    attempt: Result, gm: GraphModule, settings: Options, told: Callable[[Report], None]
+) -> Callable[..., Any] | Exception:
     """Compile without the batch's help; where autograd asks for a size that only the batch knows, with it."""
     try:
         with tracing.paused():
-            return _lower(attempt, gm, settings)
+            return _lower(attempt, gm, settings, told)
     except asks_for_another_trace():
         raise
     except Exception as error:
@@ -104,7 +111,7 @@ def _try_to_lower(attempt: Result, gm: GraphModule, settings: Options) -> Callab
             return error
     try:
         with tracing.without_caches():
-            return _lower(attempt, gm, settings)
+            return _lower(attempt, gm, settings, told)
     except asks_for_another_trace():
         raise
     except Exception as error:
@@ -116,11 +123,11 @@ def _warn(what: str, error: Exception, instead: str) -> None:
     warnings.warn(f"fxpasses: {what} failed ({type(error).__name__}: {error}). {instead}", stacklevel=3)
 
 
-def _lower(result: Result, gm: GraphModule, settings: Options) -> Callable[..., Any]:
+def _lower(result: Result, gm: GraphModule, settings: Options, told: Callable[[Report], None]) -> Callable[..., Any]:
     if result.program is None:
-        return lower(result.gm, result.example_inputs, settings, salt="")
+        return lower(result.gm, result.example_inputs, settings, salt="", told=told)
     prologue = Prologue(result.program, input_sources(gm))
-    main = lower(result.gm, result.example_inputs, settings, salt=prologue.key)
+    main = lower(result.gm, result.example_inputs, settings, salt=prologue.key, told=told)
     return with_prologue(main, prologue, gm.forward)
 
 

@@ -13,3 +13,7 @@ class AssumptionError(MetadataError):
 
 class PassError(RuntimeError):
     """A pass failed, or its result differs from the graph it was given. Raised with `fastpack.strict` alone."""
+
+
+class OffloadError(RuntimeError):
+    """An activation that was moved away does not come back: the file system that holds it fails."""

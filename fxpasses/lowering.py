@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.compiler.config
@@ -11,25 +12,82 @@ from torch.fx import GraphModule
 
 from fxpasses import __version__
 from fxpasses.options import Options
+from fxpasses.report import Report
+
+if TYPE_CHECKING:
+    from fxpasses.partitioner import Partitioner
 
 Compiled = Callable[..., Any]
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], options: Options, salt: str) -> Compiled:
-    """Compile `gm`. `salt` tells programs apart that have the same graph but differ in what is known of its inputs."""
+def lower(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    salt: str,
+    told: Callable[[Report], None] = lambda report: None,
+) -> Compiled:
+    """Compile `gm`. `salt` tells programs apart that have the same graph but differ in what is known of its inputs.
+
+    `told` gets the reports of passes that work on the partitioned graphs, once all is compiled.
+    """
     if options.lowering == "eager":
         return gm
-    if options.lowering == "aot_eager":
+    with _partitioner(options) as partitioner:
+        if options.lowering == "aot_eager":
+            compiled = _aot_eager(gm, example_inputs, partitioner)
+        else:
+            compiled = _inductor(gm, example_inputs, options, salt, partitioner)
+    if partitioner is not None:
+        for report in partitioner.reports:
+            told(report)
+        if not partitioner.asked:
+            told(
+                Report(partitioner.name, summary="nothing was partitioned: compiled for inference, or found in a cache")
+            )
+    return compiled
+
+
+@contextlib.contextmanager
+def _partitioner(options: Options) -> Iterator[Partitioner | None]:
+    """What partitions the joint graph, where that is not left to PyTorch."""
+    if options.offload.tier == "off" or "offload_activations" not in options.passes:
+        yield None
+        return
+    from fxpasses.partitioner import Partitioner
+
+    functorch: Any = torch._functorch.config
+    # A donated buffer is a saved tensor that backward may write over. Handles must not be: they are mapped files. And
+    # with donated buffers no backward can be run twice.
+    with functorch.patch(donated_buffer=False):
+        inductor: Any = torch._inductor.config
+        inner = options.inductor.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
+        yield Partitioner(options.offload, options.strict, inner if options.lowering == "inductor" else None)
+
+
+def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: Partitioner | None) -> Compiled:
+    if partitioner is None:
         return torch._dynamo.lookup_backend("aot_eager")(gm, list(example_inputs))
-    return _inductor(gm, example_inputs, options, salt)
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    # The backend "aot_eager", which takes no partitioner of ours.
+    backend: Any = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner, keep_inference_input_mutations=True
+    )
+    return backend(gm, list(example_inputs))
 
 
-def _inductor(gm: GraphModule, example_inputs: Sequence[Any], options: Options, salt: str) -> Compiled:
+def _inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, salt: str, partitioner: Partitioner | None
+) -> Compiled:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     patches: dict[str, Any] = dict(list_mode_options(options.mode)) if options.mode else {}
     patches |= dict(options.inductor)
+    if partitioner is not None:
+        patches["custom_partitioner_fn"] = partitioner
     config: Any = torch.compiler.config
     # PyTorch's caches do not look into our operators, whose gradients may change with the version.
     tag = ":".join([config.cache_key_tag, "fxpasses", __version__, salt])

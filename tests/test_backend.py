@@ -22,10 +22,10 @@ OPTIONS = {"fastpack.lowering": "eager"}
 def fail_for(monkeypatch, fails):
     stock = backend.lower
 
-    def lower(gm, example_inputs, options, salt):
+    def lower(gm, example_inputs, options, salt, told):
         if fails(gm):
             raise RuntimeError("no compiler")
-        return stock(gm, example_inputs, options, salt)
+        return stock(gm, example_inputs, options, salt, told)
 
     monkeypatch.setattr(backend, "lower", lower)
 

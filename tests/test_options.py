@@ -12,7 +12,7 @@ from fxpasses.options import Options
 def test_defaults():
     options = Options.parse(None)
     assert (options.passes, options.lowering, options.verify, options.strict) == (
-        ("group_experts", "hoist_metadata"),
+        ("group_experts", "hoist_metadata", "offload_activations"),
         "inductor",
         False,
         False,
@@ -38,6 +38,14 @@ def test_other_keys_go_to_inductor():
         ({"fastpack.mode": "max-autotun"}, ["'max-autotun'", "did you mean 'max-autotune'"]),
         ({"fastpack.passes": "hoist_metadata"}, ["fastpack.passes", "a list"]),
         ({"fastpack.passes": ["hoist_metdata"]}, ["'hoist_metdata'", "did you mean 'hoist_metadata'"]),
+        ({"fastpack.offload": "dsk"}, ["fastpack.offload", "'dsk'", "off, host, disk"]),
+        ({"fastpack.offload.bufers": 2}, ["fastpack.offload.bufers", "did you mean 'fastpack.offload.buffers'"]),
+        ({"fastpack.offload.buffers": 0}, ["fastpack.offload.buffers", "0", "buffers from 1"]),
+        ({"fastpack.offload.min_bytes": 1.5}, ["fastpack.offload.min_bytes", "1.5", "bytes from 0"]),
+        ({"fastpack.offload.keep_last": True}, ["fastpack.offload.keep_last", "True", "tensors from 0"]),
+        ({"fastpack.offload.host_budget": -1}, ["fastpack.offload.host_budget", "-1", "bytes from 0, or None"]),
+        ({"fastpack.offload.directory": "/no/such"}, ["fastpack.offload.directory", "'/no/such'", "directory"]),
+        ({"fastpack.offload": "disk", "fastpack.lowering": "eager"}, ["fastpack.offload", "disk", "aot_eager"]),
         ({"fastpack.lowering": "eager", "shape_padding": True}, ["'shape_padding'", "fastpack.lowering", "eager"]),
     ],
 )

@@ -121,6 +121,9 @@ class Watch:
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
         """Note a pass: its report, and the graph after it if it changed something; or why it was left out."""
 
+    def after_partition(self, report: Report) -> None:
+        """Note a pass on the forward and backward graphs that the lowering made of the result."""
+
     def lowering(self) -> None:
         """Start the clock of what compiles the result."""
 
@@ -198,6 +201,11 @@ class _Recorder(Watch):
                 regions, stage.checks = snapshot.snapshot_prologue(result.program)
                 stage.regions += regions
         self.graph.stages.append(stage)
+
+    @_observing
+    def after_partition(self, report: Report) -> None:
+        # Without regions: these graphs are not versions of the captured one, and no difference to it says anything.
+        self.graph.stages.append(Stage(report.pass_name, report=report, seconds=report.seconds))
 
     @_observing
     def lowering(self) -> None:

@@ -88,3 +88,21 @@ def test_a_wrong_argument_gives_one_line_and_exit_code_2(arguments, words):
     done = run("packed_training.py", *arguments)
     assert done.returncode == 2
     assert words in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_demo_with_activations_on_disk():
+    arguments = ["--offload", "--layers", "3", "--tokens", "128", "--steps", "3", "--lowering", "aot_eager"]
+    done = run("packed_training.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    moved = next(row for row in rows if row[:2] == ["bytes", "moved"])
+    assert float(moved[-4]) == 0.0 < float(moved[-2])
+    assert any(row[:2] == ["time", "exposed"] for row in rows) and any(row[:2] == ["memory", "of"] for row in rows)
+
+
+@pytest.mark.slow
+def test_offload_to_disk():
+    done = run("offload_to_disk.py")
+    assert done.returncode == 0, done.stderr
+    assert "tensors_out=7, bytes_out=58720256, tensors_in=7" in done.stdout

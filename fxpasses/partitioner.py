@@ -1,0 +1,116 @@
+"""The partitioner that compiles with activation offloading: PyTorch's, or the user's, and the pass on its result.
+
+Private names, checked on torch 2.11 and 2.13: `torch._inductor.custom_graph_pass.CustomPartitionerFn`, whose `uuid` is
+part of the caches' keys, and `torch._functorch.partitioners.min_cut_rematerialization_partition`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import inspect
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule
+
+from fxpasses import __version__
+from fxpasses.errors import PassError
+from fxpasses.options import Offload
+from fxpasses.passes.offload.saved import Partition
+from fxpasses.passes.offload_activations import NAME, OffloadActivations
+from fxpasses.report import Report
+
+log = logging.getLogger(__name__)
+
+
+class Partitioner(CustomPartitionerFn):
+    """Partitions a joint graph, then offloads. reports: what the pass said, a report for each partition.
+
+    inner: the partitioner to start from; None is PyTorch's. A pass that fails leaves the plain partition, with one
+    warning; with `strict` it raises `PassError`.
+    """
+
+    name = NAME
+
+    def __init__(self, options: Offload, strict: bool, inner: CustomPartitionerFn | None = None) -> None:
+        self.options, self.strict, self.inner = options, strict, inner
+        self.reports: list[Report] = []
+        self.asked = False  # whether anything was partitioned: not for inference, nor where a cache had the result
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        self.asked = True
+        partition: Callable[..., tuple[GraphModule, GraphModule]] = self.inner or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        plain = _graphs(forward, backward)
+        started = time.perf_counter()
+        try:
+            report = OffloadActivations(self.options)(Partition(forward, backward, kwargs["num_fwd_outputs"]))
+        except Exception as error:
+            if self.strict:
+                raise PassError(f"the pass {NAME} failed: {error}") from error
+            _warn_once(error)
+            forward.graph, backward.graph = plain
+            return forward, backward
+        report.seconds = time.perf_counter() - started
+        log.info("%s (%.3f s)", report, report.seconds)
+        self.reports.append(report)
+        return forward, backward
+
+    def uuid(self) -> Any | None:
+        """For the caches of Inductor and AOTAutograd: options, our own source, and the inner partitioner."""
+        inner = self.inner.uuid() if self.inner is not None else ""
+        if inner is None:
+            return None
+        return ("fxpasses", __version__, _source(), repr(self.options), inner)
+
+
+def _graphs(*modules: GraphModule) -> tuple[Any, ...]:
+    """Copies of the graphs, with shared fake tensors, to go back to."""
+    copies = []
+    for module in modules:
+        new = type(module.graph)()
+        mapping: dict[Any, Any] = {}
+        returned = new.graph_copy(module.graph, mapping)
+        new.output(returned).meta = copy.copy(module.graph.output_node().meta)
+        copies.append(new)
+    return tuple(copies)
+
+
+@functools.lru_cache
+def _source() -> str:
+    import fxpasses.passes.offload
+    import fxpasses.runtime.offload
+
+    digest = hashlib.sha256()
+    folders = [Path(inspect.getfile(package)).parent for package in (fxpasses.passes.offload, fxpasses.runtime.offload)]
+    files = [Path(__file__), Path(inspect.getfile(OffloadActivations))]
+    for file in sorted([*files, *(file for folder in folders for file in folder.glob("*.py"))]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+_warned = False
+
+
+def _warn_once(error: Exception) -> None:
+    global _warned
+    log.debug("the pass %s failed", NAME, exc_info=error)
+    if _warned:
+        return
+    _warned = True
+    warnings.warn(
+        f"fxpasses: the pass {NAME} failed and was left out ({type(error).__name__}: {error}). Training goes on, and "
+        "activations stay where they are. Please report this, with the error that "
+        'options={"fastpack.strict": True} raises.',
+        stacklevel=2,
+    )

@@ -1,0 +1,1 @@
+"""The parts of `offload_activations`: candidates (from the graphs), choose and schedule (plain data), insert."""

@@ -1,0 +1,132 @@
+"""From the partitioned graphs to the plain data that `choose` decides on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.provenance import where
+from fxpasses.graph.symbols import bytes_of
+from fxpasses.inspect.flops import flops_of
+from fxpasses.passes.offload.choose import Candidate, Step
+from fxpasses.passes.offload.saved import Group, Memory, Partition, storages
+from fxpasses.passes.offload.schedule import Life
+from fxpasses.runtime.offload.calibration import Rates
+from fxpasses.runtime.offload.layout import span
+
+
+def candidate(group: Group, partition: Partition, forward: Memory, backward: Memory) -> Candidate | None:
+    """A group as data; None where its size is not known."""
+    lead = group.lead
+    size = moved_bytes(lead)
+    if size is None:
+        return None
+    positions = {node: number for number, node in enumerate(partition.forward.graph.nodes)}
+    first = len(positions)
+    later = {node: first + number for number, node in enumerate(partition.backward.graph.nodes)}
+    placeholders = {node.name: node for node in partition.backward.graph.find_nodes(op="placeholder")}
+    members = [placeholders[node.name] for node in (lead, *(other for other, _ in group.others))]
+    users = [later[user] for node in members for user in node.users]
+    last = [later[user] for node in members for alias in backward.sharing(node) for user in alias.users]
+    return Candidate(
+        name=lead.name,
+        bytes=size,
+        made=min(positions[node] for node in forward.sharing(lead)),
+        released=positions[last_use(lead, forward, positions)],
+        needed=min(users),
+        done=max(last),
+        boundary=_begins_checkpoint(lead, forward),
+        layer=layer(lead, forward),
+        where=where(lead),
+    )
+
+
+def last_use(node: Node, memory: Memory, positions: dict[Node, int]) -> Node:
+    """The last node that makes or takes the memory of `node`, returning it aside."""
+    nodes = {user for alias in memory.sharing(node) for user in (alias, *alias.users) if user.op != "output"}
+    return max(nodes, key=lambda n: positions[n])
+
+
+def moved_bytes(node: Node) -> int | None:
+    """Bytes from the first to the last element, for the sizes that were traced."""
+    value = node.meta["val"]
+    total = bytes_of(value)
+    if total and all(type(number) is int for number in (*value.shape, *value.stride())):
+        return span(value)
+    return total
+
+
+def _begins_checkpoint(node: Node, memory: Memory) -> bool:
+    """Whether a node is kept by one checkpoint, or by none, and read by another, which computes its own nodes again."""
+    own = node.meta.get("ac_graph_id")
+    users = {user for alias in memory.sharing(node) for user in alias.users}
+    return any(user.meta.get("ac_graph_id") not in (None, own) for user in users)
+
+
+def layer(node: Node, memory: Memory) -> str:
+    """The module that made a tensor, or that takes it: `layers.3`."""
+    for near in (node, *(user for alias in memory.sharing(node) for user in alias.users)):
+        stack = near.meta.get("nn_module_stack") or near.meta.get("fwd_nn_module_stack")
+        if stack:
+            path = str(list(stack.values())[-1][0])
+            path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", path)
+            return re.sub(r"^[LG]\.(self\.)?", "", path)
+    return ""
+
+
+def step_of(partition: Partition, moved: list[Group], rates: Rates) -> Step:
+    """Compute at each node, and the memory that is live besides the candidates."""
+    graphs = (partition.forward.graph, partition.backward.graph)
+    seconds: list[float] = []
+    lives: list[Life] = []
+    candidates = {group.lead.name for group in moved} | {n.name for group in moved for n, _ in group.others}
+    first = 0
+    total = sum(len(graph.nodes) for graph in graphs)
+    forward = len(graphs[0].nodes)
+    inputs: set[int] = set()
+    for graph in graphs:
+        memory = Memory.of(graph.nodes)
+        positions = {node: first + number for number, node in enumerate(graph.nodes)}
+        seconds += [_seconds(node, rates) for node in graph.nodes]
+        for storage, nodes in memory.owners.items():
+            if any(node.name in candidates for node in nodes) or storage in inputs:
+                continue
+            size = max(bytes_of(leaf) or 0 for node in nodes for leaf in _leaves(node) if storage in _storage(leaf))
+            begin = positions[nodes[0]]
+            end = max(positions[user] for node in nodes for user in (node, *node.users))
+            if nodes[0].op == "placeholder" and first == 0:
+                begin, end = 0, total - 1  # parameters and inputs: their owner keeps them
+                inputs.add(storage)
+            elif nodes[0].op == "placeholder":
+                begin = first  # a gradient that comes in, or a saved tensor
+            elif end == forward - 1 and first == 0:
+                end = total - 1  # saved, or returned and the caller's
+            lives.append(Life(size, begin, end))
+        first += len(graph.nodes)
+    return Step(seconds, forward, lives, rates.out, rates.back)
+
+
+def _seconds(node: Node, rates: Rates) -> float:
+    if not node.op.startswith("call") or _is_view(node):
+        return 0.0
+    leaves = _leaves(node)
+    touched = sum(bytes_of(leaf) or 0 for leaf in leaves)
+    touched += sum(bytes_of(leaf) or 0 for argument in node.all_input_nodes for leaf in _leaves(argument))
+    return max((flops_of(node, leaves) or 0) / rates.flops, touched / rates.memory)
+
+
+def _is_view(node: Node) -> bool:
+    own = storages(node)
+    return not own or any(storage in own for argument in node.all_input_nodes for storage in storages(argument))
+
+
+def _leaves(node: Node) -> list[torch.Tensor]:
+    value: Any = node.meta.get("val")
+    return [leaf for leaf in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(leaf: torch.Tensor) -> list[int]:
+    return [leaf.untyped_storage()._cdata] if leaf.layout is torch.strided else []

@@ -1,0 +1,125 @@
+"""Offload: what forward saves for backward leaves the device meanwhile, and comes back before it is needed.
+
+Works on the two graphs that AOTAutograd's partitioner makes: only there is it known what is saved, and where backward
+needs it. First everything that could be moved is found and decided on, as plain data; then what was chosen carries a
+mark; then the operators are put in. docs/offload_activations.md has the whole story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.provenance import where
+from fxpasses.inspect.text import duration, size
+from fxpasses.options import Offload
+from fxpasses.passes.offload.candidates import candidate, step_of
+from fxpasses.passes.offload.choose import Candidate, Choice, Decision, Limits, choose
+from fxpasses.passes.offload.insert import insert, mark
+from fxpasses.passes.offload.saved import Group, Memory, Partition, groups
+from fxpasses.report import Reason, Refusal, Report
+from fxpasses.runtime.offload import stats
+from fxpasses.runtime.offload.calibration import Rates, rates
+
+NAME = "offload_activations"
+
+
+class OffloadActivations:
+    """Rewrites a partition in place, and reports on every saved tensor that forward computes."""
+
+    name = NAME
+
+    def __init__(self, options: Offload, measure: Callable[[str, str, torch.device], Rates] = rates) -> None:
+        self.options, self.measure = options, measure
+
+    def __call__(self, partition: Partition) -> Report:
+        report = Report(self.name)
+        found, refused = groups(partition, self.options.tier)
+        forward, backward = (Memory.of(g.graph.nodes) for g in (partition.forward, partition.backward))
+        candidates: list[Candidate] = []
+        movable: list[Group] = []
+        for group in found:
+            known = candidate(group, partition, forward, backward)
+            if known is None:
+                refused.append((group.lead, Reason.UNKNOWN_SIZE, ""))
+            else:
+                candidates.append(known)
+                movable.append(group)
+        choice = self._choose(partition, candidates, movable)
+        _warn_of_devices(refused)
+        mark(movable, {c.name for c in choice.moved})
+        insert(partition, movable, self.options)
+        self._tell(report, choice, refused)
+        return report
+
+    def _choose(self, partition: Partition, candidates: list[Candidate], movable: list[Group]) -> Choice:
+        options = self.options
+        if not candidates:
+            return Choice([])
+        device = movable[0].lead.meta["val"].device
+        step = step_of(partition, movable, self.measure(options.tier, options.directory, device))
+        limits = Limits(
+            options.min_bytes,
+            options.keep_last,
+            options.buffers,
+            options.device_budget,
+            options.host_budget if options.tier == "host" else None,
+        )
+        return choose(candidates, limits, step)
+
+    def _tell(self, report: Report, choice: Choice, refused: list[tuple[Node, Reason, str]]) -> None:
+        kept = [decision for decision in choice.decisions if not decision.move]
+        moved_bytes = sum(c.bytes for c in choice.moved)
+        kept_bytes = sum(decision.candidate.bytes for decision in kept)
+        report.changed = bool(choice.moved)
+        if report.changed:
+            report.summary = (
+                f"{len(choice.moved)} activations, {size(moved_bytes)}, wait for backward on the {self.options.tier}; "
+                f"{size(kept_bytes)} stay; {duration(choice.exposed_seconds)} of copies are predicted not to hide"
+            )
+        report.figures = {
+            "tensors_moved": len(choice.moved),
+            "bytes_moved": moved_bytes,
+            "tensors_kept": len(kept),
+            "bytes_kept": kept_bytes,
+            "exposed_microseconds": round(1e6 * choice.exposed_seconds),
+            "peak_bytes_before": choice.peak_before,
+            "peak_bytes_after": choice.peak_after,
+        }
+        report.changes = [_change(decision) for decision in choice.decisions if decision.move]
+        budget = self.options.device_budget
+        if budget is not None and choice.peak_after > budget:
+            stays = f"the predicted peak stays at {size(choice.peak_after)}"
+            report.changes.append(f"fastpack.offload.device_budget is {size(budget)}, and {stays}")
+        report.refusals = [_refusal(decision) for decision in kept]
+        for node, reason, text in refused:
+            if node.op == "call_function":
+                report.refusals.append(Refusal(node.name, reason, text, where(node)))
+        inputs = sum(node.op != "call_function" for node, _, _ in refused)
+        report.figures["inputs_saved"] = inputs
+
+
+def _change(decision: Decision) -> str:
+    c = decision.candidate
+    kind = "a checkpoint begins with it" if c.boundary else "large"
+    return f"{c.name}{_place(c)}: {size(c.bytes)} moved; {kind}"
+
+
+def _refusal(decision: Decision) -> Refusal:
+    c = decision.candidate
+    assert decision.reason is not None
+    text = f"{size(c.bytes)}{_place(c)}" + (f"; {decision.text}" if decision.text else "")
+    return Refusal(c.name, decision.reason, text, c.where)
+
+
+def _place(c: Candidate) -> str:
+    return f" in {c.layer}" if c.layer else ""
+
+
+def _warn_of_devices(refused: list[tuple[Node, Reason, str]]) -> None:
+    """Say once where the tier has no use on the device; the report says it of each tensor."""
+    texts = [text for _, reason, text in refused if reason is Reason.WRONG_DEVICE]
+    if texts:
+        stats.fell_back("wrong_device", f"activations are not moved: {texts[0]}")

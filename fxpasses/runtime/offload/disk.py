@@ -1,0 +1,245 @@
+"""The disk tier: each moved tensor in an unlinked file of its own, written and read by threads while compute goes on.
+
+The file has no name, or loses it before anything is written, so nothing is left behind however the process ends. The
+handle is mapped on it, and the data goes through `pwrite` and `pread`: a full disk or a broken one is then an error
+to deal with, where a mapped page would be a signal that kills the process. The mapping's pages are never touched, so
+they are not part of the process's memory, and the page cache is told to let go of what was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from fxpasses.errors import OffloadError
+from fxpasses.runtime.offload import device_copies, pinned, stats
+
+_CHUNK = 64 << 20  # bytes of one system call; Linux moves at most 2 GiB in one
+_STAGED = 4  # tensors of an accelerator that may lie in host memory on their way to the file
+
+
+class UnlinkedFile:
+    """A file without a name, mode 0600, its space reserved. Raises `OSError` where the file system has no room.
+
+    It is closed when nothing refers to it: a thread that still reads or writes does, so a number of a closed file,
+    which the system gives to the next one, is never written to.
+    """
+
+    def __init__(self, directory: str, size: int, number: int) -> None:
+        self.directory, self.size, self.number = directory, size, number
+
+    @classmethod
+    def create(cls, directory: str, size: int) -> tuple[UnlinkedFile, Tensor]:
+        """A new file, and CPU bytes [size] mapped on it. These keep the file, and not its descriptor, open."""
+        number, name = _open(directory)
+        file = cls(directory, size, number)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(number, 0, size)
+            else:  # macOS: a full disk shows when it is written to
+                os.ftruncate(number, size)
+            return file, torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+        finally:
+            if not name.startswith("/proc/"):
+                os.unlink(name)
+
+    def write(self, data: Tensor) -> None:
+        """Write CPU bytes [size], and have the page cache let go of them."""
+        view, done = _buffer(data), 0
+        while done < self.size:
+            done += os.pwrite(self.number, view[done : done + _CHUNK], done)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.number, 0, self.size, os.POSIX_FADV_DONTNEED)
+
+    def read(self, data: Tensor) -> None:
+        """Read into CPU bytes [size]; raises `OSError`."""
+        view, done = _buffer(data), 0
+        while done < self.size:
+            count = os.preadv(self.number, [view[done : done + _CHUNK]], done)
+            if count == 0:
+                raise OSError(errno.EIO, f"the file ends after {done} bytes")
+            done += count
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+def _open(directory: str) -> tuple[int, str]:
+    """(descriptor, a path that opens the same file): without a name where the system can, else one to be unlinked."""
+    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
+        try:
+            number = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            return number, f"/proc/self/fd/{number}"
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+    return tempfile.mkstemp(prefix="fxpasses-", dir=directory)
+
+
+def _buffer(data: Tensor) -> memoryview:
+    """CPU bytes as something that system calls take; the caller keeps the tensor."""
+    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
+
+
+def file_system(directory: str) -> str:
+    """The mount point that holds a directory, for messages."""
+    path = os.path.realpath(directory)
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return path
+
+
+class DiskTier:
+    """Moves tensors of the CPU or of an accelerator into files in `directory`."""
+
+    name = "disk"
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory or tempfile.gettempdir()
+
+    def store(self, source: Tensor) -> tuple[Tensor, OnDisk]:
+        """Start to write bytes [n]. Raises `OSError` where there is no room, or no such directory."""
+        file, handle = UnlinkedFile.create(self.directory, source.numel())
+        return handle, OnDisk(file, source)
+
+
+class OnDisk:
+    """A tensor in a file, or on its way there."""
+
+    def __init__(self, file: UnlinkedFile, source: Tensor) -> None:
+        self._file = file
+        self._kept: Tensor | None = None
+        self._failure = ""
+        self._staged: device_copies.Ticket | None = None
+        if source.device.type == "cpu":
+            self._writing = _writers().submit(self._write, source)
+        else:
+            _staging.acquire()  # a disk slower than the device holds the host up here, instead of filling its memory
+            block = pinned.POOL.take(source.numel())
+            self._staged = device_copies.of(source.device).start(block.memory, source, out=True, after=block.tickets)
+            self._writing = _writers().submit(self._write_staged, source.device, block)
+
+    def settle(self) -> None:
+        """Wait until the source may be reused."""
+        if self._staged is not None:
+            self._staged.wait()
+            return
+        with stats.host_waits():
+            self._writing.result()
+        self._tell()
+
+    def fetch(self, target: Tensor) -> Reading:
+        """Start to read into bytes [n] of any device."""
+        self._tell()
+        return Reading(_readers().submit(self._read, target), target)
+
+    def _tell(self) -> None:
+        """Warn of a failed write: not in the thread that writes, where a warning made an error would be lost."""
+        if self._failure:
+            stats.fell_back("disk", self._failure)
+            self._failure = ""
+
+    def release(self) -> None:
+        """Nothing to do: the file goes with the last reference to it."""
+
+    def _write(self, source: Tensor) -> None:
+        try:
+            self._file.write(source)
+        except OSError as error:
+            self._kept = source.clone()
+            self._failure = no_room(self._file.directory, source.numel(), error)
+
+    def _write_staged(self, device: torch.device, block: pinned.Block) -> None:
+        assert self._staged is not None
+        try:
+            self._staged.synchronize()
+            self._write(block.memory)
+        finally:
+            pinned.POOL.give(block)
+            _staging.release()
+
+    def _read(self, target: Tensor) -> device_copies.Ticket | None:
+        if target.device.type == "cpu":
+            self._read_into(target)
+            return None
+        block = pinned.POOL.take(target.numel())
+        try:
+            for ticket in block.tickets:
+                ticket.synchronize()
+            self._writing.result()
+            self._read_into(block.memory)
+            ticket = device_copies.of(target.device).start(target, block.memory, out=False, after=())
+            block.tickets = [ticket]
+            return ticket
+        finally:
+            pinned.POOL.give(block)
+
+    def _read_into(self, target: Tensor) -> None:
+        if self._kept is not None:
+            target.copy_(self._kept)
+            return
+        try:
+            self._file.read(target)
+        except OSError as error:
+            raise OffloadError(
+                f"an activation of {target.numel()} bytes does not come back from the file system "
+                f"{file_system(self._file.directory)} ({self._file.directory}): {error}. The backward pass needs it; "
+                'run the step again, with another "fastpack.offload.directory" if the disk is at fault'
+            ) from error
+
+
+class Reading:
+    """A read under way into `target`."""
+
+    def __init__(self, future: Future[device_copies.Ticket | None], target: Tensor) -> None:
+        self._future, self._target = future, target
+
+    def wait(self) -> None:
+        """Wait until the target holds the data; raises `OffloadError`."""
+        with stats.host_waits():
+            ticket = self._future.result()
+        if ticket is not None:
+            ticket.wait()
+
+    def abandon(self) -> None:
+        """Nobody wants the target any more: keep its memory until the copy into it has ended, without waiting here."""
+        self._future.cancel()
+        self._future.add_done_callback(functools.partial(_let_go, target=self._target))
+
+
+def _let_go(future: Future[device_copies.Ticket | None], target: Tensor) -> None:
+    if not future.cancelled() and future.exception() is None:
+        ticket = future.result()
+        if ticket is not None:
+            ticket.synchronize()
+
+
+def no_room(directory: str, size: int, error: Exception) -> str:
+    """What a full or broken disk means for a tensor, in words."""
+    place = f"the file system {file_system(directory)} ({directory})"
+    return f"an activation of {size} bytes is not written to {place}: {error}. It stays in memory"
+
+
+# One thread each way: a disk gains little from more, and writes must not queue before the reads of a backward pass.
+_threads: dict[str, ThreadPoolExecutor] = {}
+_staging = threading.BoundedSemaphore(_STAGED)
+
+
+def _writers() -> ThreadPoolExecutor:
+    return _threads.get("write") or _threads.setdefault("write", ThreadPoolExecutor(1, "fxpasses-offload-write"))
+
+
+def _readers() -> ThreadPoolExecutor:
+    return _threads.get("read") or _threads.setdefault("read", ThreadPoolExecutor(1, "fxpasses-offload-read"))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork

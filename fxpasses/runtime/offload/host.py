@@ -1,0 +1,64 @@
+"""The host tier: each moved tensor in a block of pinned host memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from fxpasses.runtime.offload import device_copies, pinned
+
+
+class HostTier:
+    """Moves tensors of an accelerator into host memory, never more than `budget` bytes at once (None: no limit)."""
+
+    name = "host"
+
+    def __init__(self, budget: int | None) -> None:
+        self.budget = budget
+
+    def store(self, source: Tensor) -> tuple[Tensor, OnHost]:
+        """Start to copy bytes [n] of a device. Raises `MemoryError` where the budget is used up, or the memory."""
+        block = pinned.POOL.take(source.numel(), self.budget)
+        stored = OnHost(block, source)
+        # A storage of its own, whose end gives the block back.
+        memory = (ctypes.c_char * block.size).from_address(block.memory.data_ptr())
+        return torch.frombuffer(memory, dtype=torch.uint8), stored
+
+
+class OnHost:
+    """A tensor in host memory, or on its way there."""
+
+    def __init__(self, block: pinned.Block, source: Tensor) -> None:
+        self._block = block
+        self._copies = device_copies.of(source.device)
+        self._out = self._copies.start(block.memory, source, out=True, after=block.tickets)
+        block.tickets = [self._out]
+
+    def settle(self) -> None:
+        """Order what the device does next after the copy, so that the source may be reused."""
+        self._out.wait()
+
+    def fetch(self, target: Tensor) -> Incoming:
+        """Start to copy into bytes [n] of the device."""
+        copied = self._copies.start(target, self._block.memory, out=False, after=[self._out])
+        self._block.tickets = [*self._block.tickets, copied][-4:]
+        return Incoming(copied, target)
+
+    def release(self) -> None:
+        pinned.POOL.give(self._block)
+
+
+class Incoming:
+    """A copy under way into `target`."""
+
+    def __init__(self, copied: device_copies.Ticket, target: Tensor) -> None:
+        self._copied, self._target = copied, target
+
+    def wait(self) -> None:
+        self._copied.wait()
+
+    def abandon(self) -> None:
+        """Nobody wants the target any more: its memory may be used again after the copy, on the stream it came from."""
+        self._copied.wait()

@@ -1,0 +1,83 @@
+"""What the rewritten graphs call: `offload` and `settle` in forward, `reload` in backward.
+
+They stand behind autograd, in graphs that a compiler may reorder and whose memory it reuses as soon as the last node
+that takes a tensor has run. So everything that must happen in order is said with arguments:
+
+    h1 = offload(x1)                         starts the copy of x1
+    h2 = offload(x2, previous=x1, h1)        x1 is an argument: its memory is not reused before; waits for x1's copy
+    settle(h2, x2, after=y)                  writes h2, as far as the compiler knows: waits for x2's copy, after y
+    x2 = reload(h2, [h1])                    waits for x2, then starts to read x1
+    x1 = reload(h1, [], after=g)             not before g, which the backward of x2's layer has computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from fxpasses.runtime.offload import chain, layout
+from fxpasses.runtime.offload.disk import DiskTier
+from fxpasses.runtime.offload.host import HostTier
+
+# The copy is of the memory as it lies: a compiler must not hand in other strides than those that were traced.
+_TAGS = (torch.Tag.needs_exact_strides,)
+
+
+@custom_op("fxpasses::offload", mutates_args=(), tags=_TAGS)
+def offload(
+    source: Tensor,
+    previous: Tensor | None,
+    previous_handle: Tensor | None,
+    tier: str,
+    directory: str,
+    host_budget: int | None,
+    at_once: bool,
+) -> Tensor:
+    """Start to move `source` away; returns its handle, a CPU tensor of the same size, strides and dtype.
+
+    previous, previous_handle: an earlier source and its handle, whose copy is waited for. tier: "disk" or "host".
+    directory: of the disk tier; "" for the system's temporary one. host_budget: bytes, or None. at_once: wait for
+    this copy as well.
+    """
+    del previous  # an argument so that its memory lives until here
+    if previous_handle is not None:
+        chain.settle(previous_handle)
+    handle = chain.store(source, DiskTier(directory) if tier == "disk" else HostTier(host_budget))
+    if at_once:
+        chain.settle(handle)
+    return handle
+
+
+@offload.register_fake
+def _(source, previous, previous_handle, tier, directory, host_budget, at_once):  # type: ignore[no-untyped-def]
+    return layout.empty_like(source, torch.device("cpu"))
+
+
+@custom_op("fxpasses::settle", mutates_args=("handle",), tags=_TAGS)
+def settle(handle: Tensor, source: Tensor, after: Tensor | None) -> None:
+    """Wait for the copy of `source` that its handle stands for; in a graph, after `after` has been computed."""
+    chain.settle(handle)
+
+
+@settle.register_fake
+def _(handle, source, after):  # type: ignore[no-untyped-def]
+    return None
+
+
+@custom_op("fxpasses::reload", mutates_args=(), tags=_TAGS)
+def reload(
+    handle: Tensor, upcoming: Sequence[Tensor], after: Tensor | None, device: torch.device, slots: int
+) -> Tensor:
+    """The tensor that a handle stands for, on `device`, as it was; then start to read the `upcoming` handles' ones.
+
+    slots: how many tensors may be read ahead at once. In a graph, after `after` has been computed.
+    """
+    return chain.reload(handle, device, upcoming, slots)
+
+
+@reload.register_fake
+def _(handle, upcoming, after, device, slots):  # type: ignore[no-untyped-def]
+    return layout.empty_like(handle, device)

@@ -1,0 +1,121 @@
+"""Pinned host memory in blocks of exact size, reused over steps.
+
+PyTorch's own allocator of pinned memory rounds sizes up to a power of two, which would waste up to half of what is
+offloaded. Blocks are ordinary host memory, registered with the driver. Where that fails they stay pageable: copies
+are slower and the results the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxpasses.runtime.offload import stats
+from fxpasses.runtime.offload.device_copies import Ticket
+
+
+class Block:
+    """Host bytes [size]. tickets: copies that read or write it, and may not have ended yet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.tickets: Sequence[Ticket] = ()
+        self.pinned = False
+
+    def pin(self) -> None:
+        try:
+            pin(self.memory)
+            self.pinned = True
+        except RuntimeError as error:
+            text = f"{self.size} bytes of host memory cannot be pinned ({error}); they are pageable, and copied slower"
+            stats.fell_back("pinned", text)
+
+    def drop(self) -> None:
+        """Give the memory back to the system, after what may still use it."""
+        for ticket in self.tickets:
+            ticket.synchronize()
+        if self.pinned:
+            unpin(self.memory)
+            self.pinned = False
+
+
+class Pool:
+    """Blocks by size. Unused ones are kept up to the number of bytes that were ever in use at once."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Block]] = {}
+        self._lock = threading.Lock()
+        self._returned: list[Block] = []  # a finalizer may run at any point, also where this thread holds the lock
+        self.used = self.free = self._most_used = 0
+
+    def take(self, size: int, budget: int | None = None) -> Block:
+        """A block of `size` bytes; raises `MemoryError` where more than `budget` bytes would be in use."""
+        with self._lock:
+            self._sort_returned()
+            if budget is not None and self.used + size > budget:
+                raise MemoryError(f"fastpack.offload.host_budget is {budget} bytes, and {self.used} are in use")
+            self.used += size
+            self._most_used = max(self._most_used, self.used)
+            blocks = self._free.get(size)
+            found = blocks.pop() if blocks else None
+            if found is not None:
+                self.free -= size
+            dropped = self._over()
+            stats.pool_holds(self.used + self.free)
+        for block in dropped:
+            block.drop()
+        if found is None:
+            found = Block(size)
+            found.pin()
+        return found
+
+    def give(self, block: Block) -> None:
+        """Hand a block back. Takes no lock: storages die in the middle of anything."""
+        self._returned.append(block)
+
+    def clear(self) -> None:
+        """Give all unused blocks back to the system."""
+        with self._lock:
+            self._sort_returned()
+            dropped = [block for blocks in self._free.values() for block in blocks]
+            self._free.clear()
+            self.free = 0
+            stats.pool_holds(self.used)
+        for block in dropped:
+            block.drop()
+
+    def _sort_returned(self) -> None:
+        while self._returned:
+            block = self._returned.pop()
+            self.used -= block.size
+            self.free += block.size
+            self._free.setdefault(block.size, []).append(block)
+
+    def _over(self) -> list[Block]:
+        """Unused blocks beyond the limit, of the sizes that have waited longest."""
+        dropped: list[Block] = []
+        for size in list(self._free):
+            while self.used + self.free > self._most_used and self._free[size]:
+                dropped.append(self._free[size].pop())
+                self.free -= size
+            if not self._free[size]:
+                del self._free[size]
+        return dropped
+
+
+POOL = Pool()
+
+
+def pin(memory: Tensor) -> None:
+    """Register host memory with the CUDA driver; raises `RuntimeError`."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device")
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+
+
+def unpin(memory: Tensor) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
