@@ -75,9 +75,10 @@ REPEATED = frozenset(
 
 
 class Unifier:
-    """Unifies nodes, each tuple of them once."""
+    """Unifies nodes, each tuple of them once. slices: what slices with different bounds are, if it knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, slices: Callable[[Sequence[slice]], Constants | None] = lambda slices: None) -> None:
+        self._slices = slices
         self._families: dict[tuple[Node, ...], Any] = {}
 
     def unify(self, values: Sequence[Any]) -> Any:
@@ -98,6 +99,8 @@ class Unifier:
                 raise Mismatch("the branches take different arguments")
             return {name: self.unify([value[name] for value in values]) for name in first}
         if isinstance(first, slice):
+            if not all(value == first for value in values) and (found := self._slices(values)) is not None:
+                return found
             return slice(*(self.unify([getattr(v, part) for v in values]) for part in ("start", "stop", "step")))
         if all(value == first for value in values):
             return first

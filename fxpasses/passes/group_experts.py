@@ -20,6 +20,7 @@ queries become one sort and slices (`experts/slices.py`), where they are underst
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,17 +29,18 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph import effects
-from fxpasses.graph.families import Family, Mismatch, Unifier, members, operator_of
+from fxpasses.graph.families import Family, Mismatch, Unifier, leaves, members, operator_of
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.skips import Skip, skips_of
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.checkpoints import save_routing
+from fxpasses.passes.experts.cuts import Spans, cut_of, spans_of
 from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.lifting import Lifting, Rows
 from fxpasses.passes.experts.loops import Loop, find_loops, has_rows
 from fxpasses.passes.experts.memory import Memory, storages
-from fxpasses.passes.experts.selection import Masks, Unknown, cut_of, is_query
+from fxpasses.passes.experts.selection import Masks, Unknown, is_query
 from fxpasses.passes.experts.skips import erase_unused, prove, prove_idle
 from fxpasses.passes.experts.slices import slice_queries
 from fxpasses.passes.experts.words import described, spelling
@@ -168,17 +170,22 @@ class _Grouping:
         self.masks = Masks(memory.is_constant)
         self._emit = Emitter(self.graph, fake_mode, loop.merges[0].node)
         self.positions = memory.positions
-        self.values = Unifier().unify([merge.values for merge in loop.merges])
+        self.values = Unifier(spans_of).unify([merge.values for merge in loop.merges])
         families = members([self.values])
         self.branch = [family for family in families if any(has_rows(node) for node in family.nodes)]
         queries = [family for family in families if is_query(family)]
         queries += [key for key in [_mask_key(loop, self.values)] if key is not None]
         self.selection = self.masks.selection_of(_mask_of(queries[0])) if queries else None
-        self.cut = next((cut for family in families if (cut := cut_of(family)) is not None), None)
+        cuts = [cut for family in families if (cut := cut_of(family)) is not None]
+        self.cut = cuts[0] if cuts else None
+        self.totals = {total: cut for cut in cuts for total in cut.totals}
+        spans = [leaf for leaf in leaves(self.values) if isinstance(leaf, Spans)]
         if self.selection is None and self.cut is None:
             raise Unknown("the branches ask for no tokens")
         self.question = queries[0].nodes[0] if queries else self.cut.nodes[0]  # type: ignore[union-attr]
-        self.inside = self._check(families, self.cut.nodes if self.cut is not None else ())
+        self.inside = self._check(
+            families, {*itertools.chain(*(cut.nodes for cut in cuts), *(span.nodes for span in spans))}
+        )
         ends = {node for merge in loop.merges for node in (merge.node, *merge.parts)}
         routing = self.selection or self.cut
         self.proof = prove(self.graph, skips, loop, self.inside | ends, routing, fake_mode)
@@ -205,26 +212,30 @@ class _Grouping:
                 for family in sorted(self.branch, key=lambda family: self.positions[family.nodes[0]]):
                     lifting.lift(family)
                 result = self._merge(lifting, self.values)
+            known = {total: lifting.total(cut) for total, cut in self.totals.items()}
         except (Unknown, Mismatch):
             self._emit.undo()
             raise
         self._replace(result, last)
-        self._erase(self.inside)
+        left = self._erase(self.inside - self.totals.keys())
+        for total, number in known.items():
+            self._emit.settle(total, number)
+        self._erase(left | self.totals.keys())
         erase_unused(self.graph, self.proof.conditions - self.inside, self._assertions_on)
         self.proof.conclude()
         return f"{words} at {place} → level 2, one grouped program ({routing})"
 
     # Legality
 
-    def _check(self, families: list[Family], cut: tuple[Node, ...]) -> set[Node]:
+    def _check(self, families: list[Family], cut: set[Node]) -> set[Node]:
         """Nothing else may look at the branches' rows, and nothing else may write while the loop runs."""
         loop = self.loop
         own = {node for family in families for node in family.nodes}
         parts = {part for merge in loop.merges for part in merge.parts}
         ends = {merge.node for merge in loop.merges}
-        rows = {node for family in self.branch for node in family.nodes} | parts | set(cut)
+        rows = {node for family in self.branch for node in family.nodes} | parts | cut
         scaffolding = self._assertions_on(rows)
-        for node in rows:
+        for node in rows - self.totals.keys():
             for user in node.users:
                 if user not in rows and user not in ends and user not in scaffolding:
                     raise Unknown(f"`{user.name}` looks at an expert's tokens as well", user)
@@ -353,6 +364,9 @@ class _Grouping:
         return lifted
 
     def _merge_by_key(self, lifting: Lifting, key: Any, value: Any, covered: Callable[[Rows], Node]) -> Node:
+        spans = _whole_first_dimension(key)
+        if spans is not None:
+            return self._merge_by_spans(lifting, spans, value)
         selection = lifting.selection
         if selection is None or lifting.order is None:
             raise Unknown("parts are put in places that are not known", self.loop.merges[0].node)
@@ -387,6 +401,19 @@ class _Grouping:
             return self._emit("index_add_", (self.loop.buffer, 0, places[0], node))
         return self._emit("index_put_", (self.loop.buffer, places, node), {"accumulate": adds})
 
+    def _merge_by_spans(self, lifting: Lifting, spans: Spans, value: Any) -> Node:
+        """`y[start:stop] = value`, which all branches together do to the whole of y."""
+        buffer, cut = self.loop.buffer, lifting.cut
+        assert buffer is not None
+        rows = lifting.lift(value)
+        if cut is None or (cut.counts, cut.running) != (spans.counts, spans.running) or self.loop.kind != "assign":
+            raise Unknown("parts are put in places that are not known", self.loop.merges[0].node)
+        lifting.check_covered(buffer, checks=False)
+        # Fewer dimensions would be broadcast, and the rows be taken for features.
+        if not isinstance(rows, Rows) or rows.row != 0 or rows.ndim != buffer.meta["example_value"].ndim:
+            raise Unknown("a value that is no row", self.loop.merges[0].node)
+        return self._emit("copy_", (buffer, rows.node))
+
     def _one_slot(self, selection: Any) -> bool:
         sizes = selection.ids.meta["example_value"].shape
         return len(selection.axes) == 2 and sizes[selection.axes[1]] == 1
@@ -401,16 +428,27 @@ class _Grouping:
         for node in dict.fromkeys(reversed(merges)):
             self.graph.erase_node(node)
 
-    def _erase(self, inside: set[Node]) -> None:
+    def _erase(self, inside: set[Node]) -> set[Node]:
+        """Erase what nobody uses any more; returns the others."""
+        left = set()
         for node in sorted(inside, key=lambda node: -self.positions[node]):
-            if not node.users:
+            if node.users:
+                left.add(node)
+            else:
                 self.graph.erase_node(node)
+        return left
 
 
 def _mask_of(query: Any) -> Any:
     if isinstance(query, Family) and query.example is not None and getattr(query.example, "dtype", None) is torch.bool:
         return query
     return query.args[1] if query.name == "getitem" else query.args[0]
+
+
+def _whole_first_dimension(key: Any) -> Spans | None:
+    """The slices of `y[start:stop] = value`, and of `y[start:stop, :]`."""
+    first, *rest = key if isinstance(key, tuple) else (key,)
+    return first if isinstance(first, Spans) and all(part == slice(None) for part in rest) else None
 
 
 def _mask_key(loop: Loop, values: Any) -> Family | None:

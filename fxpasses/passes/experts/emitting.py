@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 from fxpasses.graph import effects
+from fxpasses.graph.symbols import is_unbacked
 from fxpasses.passes.experts.selection import Unknown
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
@@ -51,6 +53,25 @@ class Emitter:
         node.meta["unbacked_bindings"] = {symbol: ()}
         return node
 
+    def settle(self, number: Node, known: int) -> None:
+        """Put in what a symbolic number is known to be, and bring up to date what was made of it."""
+        stale = _put(number, known)
+        for node in [node for node in self.graph.nodes if node is not number]:
+            if node not in stale:
+                continue
+            fakes = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("example_value"))
+            with self._fake_mode, enable_python_dispatcher():
+                value = effects.call(node, *fakes)
+            if isinstance(value, int):
+                stale |= _put(node, value)
+                self.graph.erase_node(node)
+                continue
+            unknown = any(is_unbacked(leaf) for leaf in pytree.tree_leaves(node.meta.get("example_value")))
+            node.meta["example_value"] = value
+            node.meta.pop("unbacked_bindings", None)
+            if unknown:
+                stale |= set(node.users)
+
     def undo(self) -> None:
         for node in reversed(self._emitted):
             self.graph.erase_node(node)
@@ -58,3 +79,13 @@ class Emitter:
     def _note(self, node: Node, origin: Node) -> None:
         self._emitted.append(node)
         node.meta = {key: value for key, value in origin.meta.items() if key in _PROVENANCE}
+
+
+def _put(node: Node, number: int) -> set[Node]:
+    """Let the users of a node have a number in its place; returns them."""
+    users = set(node.users)
+    for user in users:
+        user.args, user.kwargs = torch.fx.map_arg(
+            (user.args, user.kwargs), lambda operand: number if operand is node else operand
+        )
+    return users

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.fx import Node
 import fxpasses.runtime.grouped_linear  # noqa: F401  registers the operators
 from fxpasses.graph.effects import WRITERS
 from fxpasses.graph.families import Constants, Family, mapped
+from fxpasses.graph.symbols import expression
+from fxpasses.passes.experts.counting import total_of
+from fxpasses.passes.experts.cuts import Cut, cut_of
 from fxpasses.passes.experts.lifted import (
     Order,
     Places,
@@ -36,21 +40,10 @@ from fxpasses.passes.experts.rows import (
     keeps_rows,
     normalises_last_dimensions,
 )
-from fxpasses.passes.experts.selection import (
-    Cut,
-    Masks,
-    Selection,
-    Unknown,
-    cut_of,
-    is_integer,
-    is_query,
-    progression,
-)
+from fxpasses.passes.experts.selection import Masks, Selection, Unknown, is_integer, is_query, progression
 from fxpasses.passes.experts.sorting import Emit, cut_rows, sorted_pairs
 
 ops = torch.ops.fxpasses
-
-
 _IN_PLACE = frozenset(name for name in POINTWISE if name.endswith("_") or name in WRITERS)
 
 
@@ -75,7 +68,44 @@ class Lifting:
 
     def begin_cut(self, cut: Cut) -> None:
         """The rows lie sorted already; before anything is lifted."""
-        self.cut, self.order = cut, cut_rows(self.emit, cut)
+        self.cut = self._whole(cut)
+        self.order = cut_rows(self.emit, self.cut)
+
+    def _whole(self, cut: Cut) -> Cut:
+        """The cut of the first rows alone, where only so many are cut as the counts add up to."""
+        if not cut.totals:
+            return cut
+        total = self.total(cut)
+        rows = self._once((cut.rows, total), lambda: self.emit(operator.getitem, (cut.rows, slice(None, total))))
+        return replace(cut, rows=rows, checks=False, totals=())
+
+    def total(self, cut: Cut) -> int:
+        """What the counts add up to, which must be a number, and no more than there are rows."""
+        total = total_of(cut.counts, cut.running, self.masks.is_constant)
+        size = cut.rows.meta["example_value"].shape[0]
+        if not isinstance(total, int) or not isinstance(size, int) or total > size:
+            raise Unknown("rows that are cut up to a number which is not known", cut.rows)
+        return total
+
+    def parts(self, cut: Cut) -> Rows:
+        """Lift the parts of a tensor: they are the tensor. Several may be cut, all at the same places."""
+        assert self.cut is not None
+        cut = self._whole(cut)
+        if (cut.counts, cut.running) != (self.cut.counts, self.cut.running):
+            raise Unknown("parts that were cut by different counts", cut.rows)
+        self.check_covered(cut.rows, cut.checks)
+        if not cut.index:
+            return Rows(cut.rows)
+        return Rows(self.emit(operator.getitem, (cut.rows, (slice(None), *cut.index))))
+
+    def check_covered(self, rows: Node, checks: bool) -> None:
+        """That all parts together are the whole tensor; checks: the program raises an error if they are not."""
+        assert self.cut is not None
+        size, first = (expression(node.meta["example_value"].shape[0]) for node in (rows, self.cut.rows))
+        if checks and self.cut.checks and size == first:
+            return
+        if size != total_of(self.cut.counts, self.cut.running, self.masks.is_constant):
+            raise Unknown("the slices are not known to cover the rows", rows)
 
     def query(self, family: Family) -> Any:
         """Lift `torch.where(mask)`, `mask.nonzero()` or `x[mask]`; all queries of a loop must select the same pairs."""
@@ -136,9 +166,7 @@ class Lifting:
         if is_query(family):
             return self.query(family)
         if (cut := cut_of(family)) is not None:
-            if cut != self.cut:
-                raise Unknown("parts of several splits", family.nodes[0])
-            return Rows(cut.rows)
+            return self.parts(cut)
         if not self._has_rows(family):
             return self._of_each_expert(family)
         if not family.args:

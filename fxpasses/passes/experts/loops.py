@@ -2,7 +2,7 @@
 
 out.index_add_(0, tok_e, y_e)        E writes into one buffer, or a chain of E values
 out[tok_e] += y_e                    three nodes a branch: getitem, iadd, setitem
-y[mask_e] = y_e
+y[mask_e] = y_e                      or y[start_e:stop_e] = y_e
 torch.cat([y_0, y_1, ...])
 """
 
@@ -103,7 +103,7 @@ def _assignment(node: Node) -> Merge | None:
     """`out[key] = value`, and `out[key] += y`, which reads `out[key]` first."""
     buffer, key, value = node.args
     keys = key if isinstance(key, tuple) else (key,)
-    if not isinstance(buffer, Node) or not any(isinstance(k, Node) and has_rows_or_mask(k) for k in keys):
+    if not isinstance(buffer, Node) or not any(_names_rows(k) for k in keys):
         return None
     if isinstance(value, Node) and value.op.startswith("call") and len(value.args) == 2:
         name = operator_of(value)
@@ -116,6 +116,15 @@ def _assignment(node: Node) -> Merge | None:
                 return None
             return Merge(node, (key, added), (read, value))
     return Merge(node, (key, value))
+
+
+def _names_rows(key: Any) -> bool:
+    """Whether a part of a key depends on the batch: places, a mask, a slice with a bound that was read."""
+    if isinstance(key, slice):
+        return any(
+            isinstance(bound, Node) and is_unbacked(bound.meta["example_value"]) for bound in (key.start, key.stop)
+        )
+    return isinstance(key, Node) and has_rows_or_mask(key)
 
 
 def has_rows_or_mask(node: Node) -> bool:

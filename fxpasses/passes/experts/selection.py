@@ -89,7 +89,7 @@ class Masks:
     """Reads masks. is_constant: whether a node keeps the value it was made with; one that does not tells nothing."""
 
     def __init__(self, is_constant: Callable[[Node], bool]) -> None:
-        self._is_constant = is_constant
+        self.is_constant = is_constant
         self._first: dict[Any, Node] = {}
         self._canonical: dict[Node, Node] = {}
 
@@ -115,7 +115,7 @@ class Masks:
         spread: the mask has a last dimension of size 1 that says nothing, to be broadcast over a token's features.
         """
         name = operator_of(mask)
-        if not mask.args or not self._is_constant(mask):
+        if not mask.args or not self.is_constant(mask):
             raise Unknown("a mask that is written to" if mask.args else "a mask that is not known", mask)
         source = mask.args[0]
         if name in ("eq", "__eq__") and len(mask.args) == 2:
@@ -147,18 +147,18 @@ class Masks:
         """The first of the nodes that compute the same value anew, such as `idx.flatten()` in every round of a loop."""
         if node not in self._canonical:
             self._canonical[node] = node
-            if operator_of(node) in REPEATED and all(map(self._is_constant, (node, *node.all_input_nodes))):
+            if operator_of(node) in REPEATED and all(map(self.is_constant, (node, *node.all_input_nodes))):
                 arguments = torch.fx.map_arg((node.args, node.kwargs), self.canonical)
                 self._canonical[node] = self._first.setdefault((node.op, node.target, str(arguments)), node)
         return self._canonical[node]
 
     def is_topk_index(self, ids: Node) -> bool:
         """See `graph/routing.py`."""
-        return is_topk_index(ids, self._is_constant)
+        return is_topk_index(ids, self.is_constant)
 
     def chooses_among(self, ids: Node) -> int | None:
         """See `graph/routing.py`."""
-        return chooses_among(ids, self._is_constant)
+        return chooses_among(ids, self.is_constant)
 
     def slots(self, ids: Node) -> int | None:
         """How many experts each token goes to, where `ids` is made of the index of `torch.topk`; for a report."""
@@ -223,7 +223,7 @@ class Masks:
         """The ids that a one-hot tensor was made of, and what its axes are: axes of the ids, None for the experts'."""
         name = operator_of(node)
         source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or not self._is_constant(node):
+        if not isinstance(source, Node) or not self.is_constant(node):
             raise Unknown("a mask that is no `one_hot`, or one that is written to", node)
         if node.target is F.one_hot or name == "one_hot":
             return self.canonical(source), [*range(source.meta["example_value"].ndim), None]
@@ -245,54 +245,6 @@ class Masks:
                 raise Unknown("a sum of one-hot masks", node)
             return ids, [axis for axis in axes if axis != dropped]
         raise Unknown(f"`{name}` of a one-hot mask", node)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Rows that lie sorted already, cut into parts: `rows.split(counts.tolist())`.
-
-    rows: a tensor, the parts one after the other along its first dimension. counts: an integer tensor [experts], their
-    sizes. nodes: the split and the reads of its sizes, which nobody else needs.
-    """
-
-    rows: Node
-    counts: Node
-    nodes: tuple[Node, ...]
-
-
-def cut_of(family: Any) -> Cut | None:
-    """The cut that a family of parts comes from, if it does; raises `Unknown` for one of another order."""
-    if not isinstance(family, Family) or family.name != "getitem" or len(family.args) != 2:
-        return None
-    split, places = family.args
-    if not isinstance(split, Node) or not isinstance(places, Constants):
-        return None
-    name = operator_of(split)
-    sizes = split.args[1] if len(split.args) > 1 else split.kwargs.get("split_size_or_sections")
-    if name not in ("split", "split_with_sizes") or not isinstance(sizes, (list, tuple)):
-        return None
-    rows = split.args[0]
-    if split.kwargs.get("dim", split.args[2] if len(split.args) > 2 else 0) != 0 or not isinstance(rows, Node):
-        raise Unknown("a split along another dimension", split)
-    if progression(places) != (0, 1) or len(sizes) != len(places.values):
-        raise Unknown("not all parts of a split, or in another order", split)
-    reads = [_element(size) for size in sizes]
-    counts = reads[0][0]
-    if any(read[:2] != (counts, place) for place, read in enumerate(reads)):
-        raise Unknown("sizes of a split that are not the elements of one tensor", split)
-    if counts.meta["example_value"].shape[0] != len(sizes):
-        raise Unknown("some of the counts alone", split)
-    return Cut(rows, counts, (split, *(node for read in reads for node in read[2])))
-
-
-def _element(size: Any) -> tuple[Node, int, tuple[Node, ...]]:
-    """(counts, e, nodes) of `counts[e].item()`."""
-    inner = size.args[0] if isinstance(size, Node) and operator_of(size) == "item" else None
-    if isinstance(inner, Node) and getattr(inner.target, "__name__", "") == "getitem":
-        source, place = inner.args
-        if isinstance(source, Node) and isinstance(place, int):
-            return source, place, (size, inner)
-    raise Unknown("a part whose size is no element of a tensor", size if isinstance(size, Node) else None)
 
 
 def progression(constants: Constants) -> tuple[int, int]:

@@ -18,8 +18,9 @@ from fxpasses.graph import effects
 from fxpasses.graph.families import plain_operator_of
 from fxpasses.graph.routing import is_integer
 from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, marked, marks
+from fxpasses.passes.experts.cuts import Cut
 from fxpasses.passes.experts.loops import Loop
-from fxpasses.passes.experts.selection import Cut, Masks, Selection, Unknown
+from fxpasses.passes.experts.selection import Masks, Selection, Unknown
 
 _SHAPE_ONLY = frozenset(
     {"contiguous", "detach", "flatten", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view", "cpu"}
@@ -117,7 +118,7 @@ def _check_condition(graph: Graph, skip: Skip, branch: int, routing: Selection |
     if isinstance(routing, Selection):
         right = source is _source(routing.ids) and expert == routing.first + routing.step * branch
     else:
-        right = (source is routing.counts or source is _counted(routing.counts)) and expert == branch
+        right = source is _counted(routing.counts) and expert == branch
     if not right:
         raise Unknown(f"the program asks at {skip.where} for the tokens of another expert", node)
     _check_not_written(graph, source, node)

@@ -6,7 +6,8 @@ from torch.fx import Node
 
 from fxpasses.graph.families import operator_of
 
-_QUERIES = {"where": "torch.where(mask)", "nonzero": "mask.nonzero()", "getitem": "x[mask]", "split": "split by counts"}
+_QUERIES = {"where": "torch.where(mask)", "nonzero": "mask.nonzero()", "getitem": "x[mask]", "split": "split by counts",
+            "item": "slices by counts"}  # fmt: skip
 _MERGES = {"setadd": "out[…] += y", "assign": "out[…] = y", "cat": "torch.cat"}
 
 

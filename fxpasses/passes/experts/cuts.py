@@ -1,0 +1,162 @@
+"""Rows that lie sorted already, and are cut into a part for each expert: by `split`, or by slices in a row.
+
+    parts = rows.split(counts.tolist())            rows[start : start + counts[e]], the start running on
+                                                   rows[ends[e - 1] : ends[e]]
+
+A split checks that its sizes cover the rows. Slices do not: they leave rows out or are clamped, unless the counts are
+known to be those of as many ids as there are rows (`experts/counting.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from fxpasses.graph.families import Constants, Family, leaves, operator_of
+from fxpasses.graph.symbols import expression, is_symbolic, symbol
+from fxpasses.passes.experts.selection import Unknown, progression
+
+
+@dataclass(frozen=True)
+class Spans(Constants):
+    """The branches' slices, each from where the one before it ended, the first from 0.
+
+    values: the slices. counts: an integer tensor [experts]. running: whether it holds the sizes of the parts, or where
+    they end. nodes: the bounds, and the reads that they are made of.
+    """
+
+    counts: Node
+    running: bool
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor cut into parts along its first dimension.
+
+    rows: the tensor. index: what else is asked of each part, such as `(None,)` of `scores[start:stop, None]`. counts,
+    running, nodes: see `Spans`. checks: whether the program raises an error where the parts do not cover the rows.
+    totals: the sum of the counts where only so many of the rows are cut, as in `rows[: sum(counts)].split(counts)`.
+    """
+
+    rows: Node
+    index: tuple[Any, ...]
+    counts: Node
+    running: bool
+    nodes: tuple[Node, ...]
+    checks: bool
+    totals: tuple[Node, ...] = ()
+
+
+def cut_of(family: Any) -> Cut | None:
+    """The cut that a family of parts comes from, if it does; raises `Unknown` for one of another order."""
+    if not isinstance(family, Family) or family.name != "getitem" or len(family.args) != 2:
+        return None
+    source, index = family.args
+    index = index if isinstance(index, tuple) else (index,)
+    if index and isinstance(index[0], Spans):
+        if not isinstance(source, Node):
+            raise Unknown("slices of what each branch made", family.nodes[0])
+        if any(isinstance(leaf, (Node, Family, Constants)) for leaf in leaves(index[1:])):
+            raise Unknown("slices with an index that is not known", family.nodes[0])
+        spans = index[0]
+        return Cut(source, index[1:], spans.counts, spans.running, spans.nodes, checks=False)
+    if isinstance(source, Node) and len(index) == 1 and isinstance(index[0], Constants):
+        return _split(source, index[0])
+    return None
+
+
+def _split(split: Node, places: Constants) -> Cut | None:
+    sizes = split.args[1] if len(split.args) > 1 else split.kwargs.get("split_size_or_sections")
+    if operator_of(split) not in ("split", "split_with_sizes") or not isinstance(sizes, (list, tuple)):
+        return None
+    rows = split.args[0]
+    if split.kwargs.get("dim", split.args[2] if len(split.args) > 2 else 0) != 0 or not isinstance(rows, Node):
+        raise Unknown("a split along another dimension", split)
+    if progression(places) != (0, 1) or len(sizes) != len(places.values):
+        raise Unknown("not all parts of a split, or in another order", split)
+    reads = [_element(size) for size in sizes]
+    counts = _all_of([read[:2] for read in reads], split)
+    nodes = (split, *(node for read in reads for node in read[2]))
+    bound = _bound_of_prefix(rows)
+    if bound is None or _value(bound) != sum(_value(size) for size in sizes):
+        return Cut(rows, (), counts, True, nodes, checks=True)
+    nodes = tuple(dict.fromkeys((*nodes, rows, *_made_of([bound]))))
+    return Cut(rows.args[0], (), counts, True, nodes, True, (bound,))  # type: ignore[arg-type]
+
+
+def _bound_of_prefix(rows: Node) -> Node | None:
+    """`n` of `rows[:n]`."""
+    key = rows.args[1] if operator_of(rows) == "getitem" else None
+    if not isinstance(key, slice) or key.start not in (None, 0) or key.step is not None:
+        return None
+    return key.stop if isinstance(key.stop, Node) and isinstance(rows.args[0], Node) else None
+
+
+def spans_of(slices: Sequence[slice]) -> Spans | None:
+    """What the branches' slices are together; None where no bound is read from a tensor. Raises `Unknown`."""
+    bounds = [bound for part in slices for bound in (part.start, part.stop) if isinstance(bound, Node)]
+    if not bounds:
+        return None
+    nodes = _made_of(bounds)
+    reads = [_element(node) for node in nodes if operator_of(node) == "item"]
+    elements = {place: symbol(node.meta["example_value"]) for _, place, (node, *_) in reads}
+    by_place = sorted(reads, key=lambda read: read[1])
+    if len(reads) != len(slices) or None in elements.values() or len(set(elements.values())) != len(slices):
+        raise Unknown("slices whose bounds are not made of an element for each expert", bounds[0])
+    counts = _all_of([read[:2] for read in by_place], bounds[0])
+    starts = [_value(part.start) for part in slices]
+    stops = [_value(part.stop) for part in slices]
+    if any(part.step is not None for part in slices) or starts != [0, *stops[:-1]]:
+        raise Unknown("slices that do not follow one another", bounds[0])
+    in_order = [elements[place] for place in range(len(slices))]
+    running = stops == list(itertools.accumulate(in_order))
+    if not running and stops != in_order:
+        raise Unknown("slices whose bounds are not the sums of the counts, in their order", bounds[0])
+    reading = tuple(node for read in reads for node in read[2])
+    return Spans(tuple(slices), counts, running, tuple(dict.fromkeys((*reading, *nodes))))
+
+
+def _made_of(bounds: Sequence[Node]) -> list[Node]:
+    """The bounds, and all that they are summed up from, down to the reads."""
+    waiting, found = list(bounds), dict[Node, None]()
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found[node] = None
+        if operator_of(node) in ("add", "sym_sum") and is_symbolic(node.meta.get("example_value")):
+            waiting += node.all_input_nodes
+        elif operator_of(node) != "item":
+            raise Unknown(f"`{node.name}` as the bound of a slice is not known", node)
+    return list(found)
+
+
+def _value(bound: Any) -> Any:
+    if bound is None:
+        return 0
+    return expression(bound.meta["example_value"]) if isinstance(bound, Node) else bound
+
+
+def _all_of(reads: Sequence[tuple[Node, int]], at: Node) -> Node:
+    """The tensor of which the reads are all elements, in order."""
+    counts = reads[0][0]
+    if any(read != (counts, place) for place, read in enumerate(reads)):
+        raise Unknown("sizes of parts that are not the elements of one tensor, in order", at)
+    if expression(counts.meta["example_value"].shape[0]) != len(reads):
+        raise Unknown("some of the counts alone", at)
+    return counts
+
+
+def _element(size: Any) -> tuple[Node, int, tuple[Node, ...]]:
+    """(counts, e, nodes) of `counts[e].item()`."""
+    inner = size.args[0] if isinstance(size, Node) and operator_of(size) == "item" else None
+    if isinstance(inner, Node) and getattr(inner.target, "__name__", "") == "getitem":
+        source, place = inner.args
+        if isinstance(source, Node) and isinstance(place, int):
+            return source, place, (size, inner)
+    raise Unknown("a part whose size is no element of a tensor", size if isinstance(size, Node) else None)

@@ -1,0 +1,254 @@
+"""Loops over rows that are sorted already and cut by slices: what makes them one program, and what must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxpasses.capture import flags
+from tests.passes.test_expert_hazards import EXPERTS, Layer, check, level_of
+from tests.support import compiled, events
+
+
+@pytest.fixture(autouse=True)
+def capturing() -> Iterator[None]:
+    with flags.scoped():
+        yield
+
+
+Bounds = Callable[[list[int]], list[tuple[int, int]]]
+
+
+def in_order(counts: list[int]) -> list[tuple[int, int]]:
+    bounds, start = [], 0
+    for count in counts:
+        bounds.append((start, start + count))
+        start = start + count
+    return bounds
+
+
+def assigned(bounds: Bounds, rounds: int = 1) -> Any:
+    """The rows sorted by expert, cut where `bounds` says, and the results put where the rows were."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        rows = x[order // 2]
+        y = torch.zeros_like(rows)
+        counts = torch.bincount(idx.flatten(), minlength=EXPERTS).tolist()
+        for e, (start, stop) in enumerate(bounds(counts)):
+            y[start:stop] = rows[start:stop] @ layer.w[e]
+        back = torch.empty_like(y)
+        back[order] = y
+        return (back.view(*idx.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+    return loop
+
+
+def overlapping(counts: list[int]) -> list[tuple[int, int]]:
+    return [(0, stop) for _, stop in in_order(counts)]
+
+
+def without_the_first_row(counts: list[int]) -> list[tuple[int, int]]:
+    return [(start + 1, stop) for start, stop in in_order(counts)]
+
+
+def backwards(counts: list[int]) -> list[tuple[int, int]]:
+    return in_order(counts)[::-1]
+
+
+def shifted(counts: list[int]) -> list[tuple[int, int]]:
+    return in_order([*counts[1:], counts[0]])
+
+
+def clamped(counts: list[int]) -> list[tuple[int, int]]:
+    return [(start, stop + (5 if e == EXPERTS - 1 else 0)) for e, (start, stop) in enumerate(in_order(counts))]
+
+
+def test_slices_that_follow_one_another() -> None:
+    assert level_of(check(assigned(in_order))) == 2
+
+
+@pytest.mark.parametrize("bounds", [overlapping, without_the_first_row, backwards, shifted, clamped])
+def test_slices_of_another_order_stay(bounds: Bounds) -> None:
+    assert level_of(check(assigned(bounds))) == 0
+
+
+def added(counts_of: Callable[[Tensor], Tensor], rows_of: Callable[[Tensor], Tensor] = lambda tok: tok) -> Any:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        tok, scores = rows_of(order // 2), rows_of(weights.flatten()[order])
+        out, start = torch.zeros_like(x), 0
+        for e, count in enumerate(counts_of(idx).tolist()):
+            own = tok[start : start + count]
+            out.index_add_(0, own, (x[own] @ layer.w[e]) * scores[start : start + count, None])
+            start = start + count
+        return out
+
+    return loop
+
+
+def counted(idx: Tensor) -> Tensor:
+    return torch.zeros(EXPERTS, dtype=torch.long).scatter_add(0, idx.flatten(), torch.ones_like(idx.flatten()))
+
+
+COUNTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "scatter_add": (counted, 2),
+    "bincount": (lambda idx: torch.bincount(idx.flatten(), minlength=EXPERTS), 2),
+    "one_hot": (lambda idx: F.one_hot(idx, EXPERTS).sum((0, 1)), 2),
+    "one_hot, slots first": (lambda idx: F.one_hot(idx, EXPERTS).sum(1).sum(0), 2),
+    "other numbers": (lambda idx: counted(idx * 0), 0),
+    "a part of the routing": (lambda idx: counted(idx[:3]), 0),
+    "too many": (lambda idx: counted(idx) + 1, 0),
+    "below zero": (lambda idx: counted(idx) - 3, 0),
+    "used slots only": (lambda idx: F.one_hot(idx, EXPERTS).any(0).sum(0), 0),
+    "one slot": (lambda idx: F.one_hot(idx[:, 0], EXPERTS).sum(0), 0),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_that_are_known_to_cover_the_rows(name: str) -> None:
+    counts, level = COUNTS[name]
+    assert level_of(check(added(counts))) == level
+
+
+def test_counts_of_another_routing() -> None:
+    """Of as many pairs: it cuts elsewhere, still one part after the other."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        other = layer.gate(x).neg().topk(2, dim=-1)[1]
+        return added(lambda idx: counted(other))(layer, x, weights, idx)
+
+    assert level_of(check(loop)) == 2
+
+
+def test_more_rows_than_are_counted_stay() -> None:
+    def padded(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor[:3]])
+
+    assert level_of(check(added(counted, padded))) == 0
+
+
+def test_counts_that_are_written_to_stay() -> None:
+    def counts(idx: Tensor) -> Tensor:
+        found = counted(idx)
+        found[0] -= 1
+        return found
+
+    assert level_of(check(added(counts))) == 0
+
+
+def test_ids_that_are_written_to_stay() -> None:
+    def counts(idx: Tensor) -> Tensor:
+        idx.clamp_(max=EXPERTS - 1)
+        return counted(idx)
+
+    assert level_of(check(added(counts))) == 0
+
+
+def test_a_slice_that_is_used_elsewhere_stays() -> None:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Any:
+        order = idx.flatten().argsort(stable=True)
+        rows, start, first = x[order // 2], 0, x.new_zeros(())
+        y = torch.zeros_like(rows)
+        for e, count in enumerate(counted(idx).tolist()):
+            own = rows[start : start + count]
+            y[start : start + count] = own @ layer.w[e]
+            first = first + own.sum() * e
+            start = start + count
+        return y, first
+
+    assert level_of(check(loop, tolerance=1e-6)) == 0
+
+
+def test_a_branch_that_reads_another_part_stays() -> None:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        rows, start = x[order // 2], 0
+        y = rows.clone()
+        for e, count in enumerate(counted(idx).tolist()):
+            y[start : start + count] = y[start : start + count].clone() @ layer.w[e] + y[0].clone()
+            start = start + count
+        return y
+
+    assert level_of(check(loop)) == 0
+
+
+def test_a_value_that_is_broadcast_over_rows_stays() -> None:
+    """`y[start:stop] = v` with v of fewer dimensions puts rows where features are."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        rows, start = x[order // 2], 0
+        y = x.new_zeros(rows.shape[0], 3, rows.shape[1])
+        for e, count in enumerate(counted(idx).tolist()):
+            y[start : start + count] = (rows[start : start + count] @ layer.w[e])[:, None]
+            start = start + count
+        return y
+
+    assert level_of(check(loop)) in (0, 2)
+
+
+def padded(counts_of: Callable[[Tensor], Tensor]) -> Any:
+    """As many of the rows are cut as the counts add up to; the sum is used elsewhere as well."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        counts = counts_of(idx).tolist()
+        tok = idx.flatten().argsort(stable=True) // 2
+        rows = torch.cat([x[tok], x[:3]])
+        parts = rows[: sum(counts)].split(counts)
+        y = torch.cat([part @ layer.w[e] for e, part in enumerate(parts)])
+        return torch.cat([y, y.new_ones(rows.shape[0] - sum(counts), y.shape[1])]) * (sum(counts) + 1)
+
+    return loop
+
+
+PREFIXES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "all tokens": (counted, 2),
+    "the first tokens": (lambda idx: counted(idx[:3]), 2),
+    "not known": (lambda idx: counted(idx) // 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_part_of_the_rows(name: str) -> None:
+    counts, level = PREFIXES[name]
+    assert level_of(check(padded(counts))) == level
+
+
+@pytest.mark.parametrize("loop", [assigned(in_order), added(counted)], ids=["assigned", "added"])
+def test_no_count_is_read_at_run_time(loop: Any) -> None:
+    layer = Layer(loop)
+    x = torch.randn(10, layer.w.shape[1], requires_grad=True)
+    program = compiled(layer, "aot_eager")
+    program(x).sum().backward()
+    seen = events(lambda: program(x).sum().backward())
+    assert seen["aten::item"] == seen["aten::_local_scalar_dense"] == seen["aten::nonzero"] == 0
+
+
+def test_a_question_about_the_counts_as_though_they_were_ids() -> None:
+    """`(counts == e).any()` asks whether some expert has e tokens."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        tok, scores, counts = order // 2, weights.flatten()[order], counted(idx)
+        out, start = torch.zeros_like(x), 0
+        for e, count in enumerate(counts.tolist()):
+            if (counts == e).any():
+                own = tok[start : start + count]
+                out.index_add_(0, own, (x[own] @ layer.w[e]) * scores[start : start + count, None])
+            start = start + count
+        return out
+
+    assert level_of(check(loop)) == 0
+
+
+def test_no_expert_has_tokens_but_one() -> None:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        return added(counted)(layer, x * 0 + 1, weights, idx)
+
+    assert level_of(check(loop)) == 2
