@@ -3,7 +3,9 @@
 Private names, checked on torch 2.11, 2.13 and 2.15: `InstructionTranslatorBase.step`, the handlers of GET_ITER,
 FOR_ITER and COMPARE_OP in its dispatch tables, `SideEffects.mutation`, `.store_attr` (cells are stored as attributes
 too) and `.store_global`, the marks on new objects `ValueMutationNew` and `AttributeMutationNew`,
-`BuiltinVariable.call_function`, and `TensorVariable.call_method`.
+`BuiltinVariable.call_function`, and `TensorVariable.call_method`; of iterators, `IteratorVariable` and
+`LocalGeneratorObjectVariable` with what takes elements (`_TAKING`); of `OutputGraph`, `random_calls`,
+`side_effects.tensor_hooks` and `shape_env.num_deferred_runtime_asserts`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ import torch
 from torch._dynamo import side_effects, symbolic_convert, variables
 from torch._dynamo.variables import base
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from fxpasses.capture import hints
 from fxpasses.capture.experts_hit import choices_of, is_routing
-from fxpasses.capture.skipping import Skipping, stamped
+from fxpasses.capture.skipping import Skipping, born, stamped
+
+# What takes elements from an iterator, in one version of torch or another.
+_TAKING = ("next_variable", "tp_iternext_impl", "unpack_var_sequence", "force_unpack_var_sequence",
+           "force_apply_to_var_sequence", "gen_send_ex2", "call_method")  # fmt: skip
 
 
 def skip_patches() -> Iterator[tuple[Any, str, Any]]:
@@ -32,6 +40,16 @@ def skip_patches() -> Iterator[tuple[Any, str, Any]]:
     yield BuiltinVariable, "call_function", _builtin(BuiltinVariable.call_function)
     for mark in (base.ValueMutationNew, base.AttributeMutationNew):
         yield mark, "__init__", stamped(mark.__init__)
+    for kind in (IteratorVariable, LocalGeneratorObjectVariable):
+        yield kind, "__init__", stamped(kind.__init__)
+        for iterator in _with_subclasses(kind):
+            for name in _TAKING:
+                if name in vars(iterator):
+                    yield iterator, name, _taking(vars(iterator)[name])
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def loop_patch(handler: Callable[..., Any], name: str) -> Callable[..., Any] | None:
@@ -60,10 +78,20 @@ def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
     def changing(self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
         found = hints.current.get()
         if found is not None and found.skipping is not None:
-            found.skipping.changed(variable)
+            found.skipping.changed(born(variable))
         return original(self, variable, *args, **kwargs)
 
     return changing
+
+
+def _taking(original: Callable[..., Any]) -> Callable[..., Any]:
+    def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = hints.current.get()
+        if found is not None and found.skipping is not None:
+            found.skipping.changed(born(self))
+        return original(self, *args, **kwargs)
+
+    return taking
 
 
 def _get_iter(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,13 +183,20 @@ def _builtin(original: Callable[..., Any]) -> Callable[..., Any]:
     """`mask[e]`, with a number in place of a tensor of one element that is known."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is operator.getitem and len(args) == 2:
+        if self.fn is operator.getitem and len(args) == 2 and _takes_numbers(args[0]):
             skipping = skipping_for(tx.output)
             if skipping is not None and skipping.values.of(args[0]) is None:
                 args = [args[0], _number_or(skipping, args[1])]
         return original(self, tx, args, kwargs)
 
     return call_function
+
+
+def _takes_numbers(container: Any) -> bool:
+    """Whether a tensor of one element, as an index, is a number. A dict or one's own class may tell them apart."""
+    modules = (torch.nn.ModuleList, torch.nn.ParameterList, torch.nn.Sequential)
+    known = isinstance(container, (TensorVariable, variables.ListVariable, variables.TupleVariable))
+    return known or type(getattr(container, "value", None)) in modules
 
 
 def _number_or(skipping: Skipping, index: Any) -> Any:

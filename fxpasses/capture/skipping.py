@@ -4,7 +4,9 @@ Only the router knows whether an expert has tokens, so `if tok.numel() == 0: con
 answer. It is answered here by "it has some", without a trace in the shape environment: nothing that is traced later
 rests on it. From the jump to the place where both ways meet, Python's state is watched. A variable that is used later
 and holds another tensor than before is noted for the pass; any other difference (a counter, a list that grew, an
-attribute) means that the body does something without tokens too, or might: the skip is not proved, and so taken back.
+attribute, an iterator that went on, a random number, an assertion) means that passing over the body makes a difference,
+or might: the skip cannot be proved, and tracing stops at once (`Unprovable`). A program that asks until the answer is
+another one, `while (ids == pad).any()`, would be traced forever.
 
 `for e in hit`, over a tensor of the experts that have tokens, is a loop over all experts with such a body: `hit` is
 replaced, in this loop alone, by all of them, and numbers read from it are known.
@@ -31,6 +33,11 @@ from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, mark
 from fxpasses.graph.symbols import is_unbacked
 
 _clock = itertools.count()
+_PLAIN = (bool, int, float, complex, str, bytes)  # equal ones are the same; by `repr`, because 0.0 == -0.0
+
+
+class Unprovable(Exception):
+    """Tracing on is of no use: what runs only with tokens changes what no pass looks at. The frame is traced again."""
 
 
 @dataclass(eq=False)
@@ -47,6 +54,7 @@ class _Body:
     blocks: int
     graph: Any
     last_node: Any
+    noted: Any
     born: int
     spoiled: bool = False
 
@@ -171,45 +179,46 @@ class Skipping:
                 blocks=len(tx.block_stack),
                 graph=graph,
                 last_node=graph._root.prev,
+                noted=_noted(tx.output),
                 born=next(_clock),
-                spoiled=tx.is_generator if hasattr(tx, "is_generator") else False,
             )
         )
 
     def before_step(self, tx: Any) -> None:
-        """The translator is about to trace its next instruction."""
+        """The translator is about to trace its next instruction. Raises `Unprovable`."""
         place = tx.instruction_pointer
         while (found := self._ending(tx, place)) is not None:
-            ended = self._bodies[found]
-            del self._bodies[found:]  # those after it never came to their end
-            self._end(ended)
+            body = self._bodies[found]
+            if found != len(self._bodies) - 1:  # those in it never came to their end
+                raise _unprovable(self._bodies[-1])
+            self._end(body)
+            self._bodies.pop()
         for body in self._bodies:
-            if body.tx is tx and body.start == place:
-                body.spoiled = True  # the other way never came to where this one should meet it
+            again = body.tx is tx and body.start == place  # and did not come to where the other way would meet it
+            if body.spoiled or again or not _is_running(body.tx, tx):
+                raise _unprovable(body)
 
     def _ending(self, tx: Any, place: int) -> int | None:
         bodies = reversed(list(enumerate(self._bodies)))
         return next((at for at, body in bodies if body.tx is tx and body.end == place), None)
 
-    def changed(self, variable: Any) -> None:
-        """Something in Python is changed: it may be what a body itself made."""
-        born = getattr(getattr(variable, "mutation_type", None), "fxpasses_born", -1)
+    def changed(self, born: int) -> None:
+        """Something in Python is changed that was made at the time `born`: by a body itself, it may be."""
         for body in self._bodies:
             body.spoiled |= born < body.born
 
     def _end(self, body: _Body) -> None:
         skip = body.skip
         tx = body.tx
-        if body.spoiled or len(tx.block_stack) != body.blocks or tx.output.current_tracer.graph is not body.graph:
-            return
-        if len(tx.stack) != len(body.stack):
-            return
+        is_where_it_was = len(tx.block_stack) == body.blocks and tx.output.current_tracer.graph is body.graph
+        if body.spoiled or not is_where_it_was or len(tx.stack) != len(body.stack) or _noted(tx.output) != body.noted:
+            raise _unprovable(body)
         names = [name for name in body.live if name in body.variables or name in tx.symbolic_locals]
         pairs = [(body.variables.get(name), tx.symbolic_locals.get(name)) for name in names]
         pairs += list(zip(body.stack, tx.stack, strict=True))
         different: list[Any] = [pair for pair in pairs if not _same(*pair, skip)]
         if not all(isinstance(value, TensorVariable) for pair in different for value in pair):
-            return  # a number, a list, something new: no pass could prove it equal
+            raise _unprovable(body)  # a number, a list, something new: no pass could prove it equal
         made = []
         node = body.graph._root.prev
         while node is not body.last_node and node is not body.graph._root:
@@ -224,6 +233,23 @@ class Skipping:
         skip.ended = True
         if not made and not different:
             skip.proved = True
+
+
+def _unprovable(body: _Body) -> Unprovable:
+    return Unprovable(f"what runs only with tokens, at {body.skip.where}, may do more than to compute")
+
+
+def _is_running(tx: Any, callee: Any) -> bool:
+    """Whether `callee` is traced for `tx`, or is it."""
+    while callee is not None and callee is not tx:
+        callee = getattr(callee, "parent", None)
+    return callee is not None
+
+
+def _noted(output: Any) -> tuple[Any, ...]:
+    """What Dynamo's `OutputGraph` does whether or not a body runs: random numbers, hooks, assertions of sizes."""
+    hooks = tuple(output.side_effects.tensor_hooks)
+    return len(output.random_calls), hooks, output.shape_env.num_deferred_runtime_asserts
 
 
 def is_unbacked_size(node: Any) -> bool:
@@ -272,7 +298,7 @@ def _same(before: Any, after: Any, skip: Skip) -> bool:
         return False
     if before.is_python_constant() and after.is_python_constant():
         one, other = before.as_python_constant(), after.as_python_constant()
-        return type(one) is type(other) and one == other
+        return type(one) is type(other) and (one is other or (type(one) in _PLAIN and repr(one) == repr(other)))
     if isinstance(before, TensorVariable):
         return before.as_proxy().node is after.as_proxy().node
     if isinstance(before, SymNodeVariable) and skip.symbol is not None:
@@ -287,10 +313,16 @@ def _user_line() -> str:
 
 
 def stamped(original: Any) -> Any:
-    """Wrap the constructor of Dynamo's marks on new objects: they remember when they were made."""
+    """Wrap the constructor of Dynamo's iterators and marks on new objects: they remember when they were made."""
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, fxpasses_born: int | None = None, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.fxpasses_born = next(_clock)
+        self.fxpasses_born = next(_clock) if fxpasses_born is None else fxpasses_born  # Dynamo clones by attributes
 
     return init
+
+
+def born(variable: Any) -> int:
+    """When a thing in Dynamo's hands was made, -1 if before the trace or not known."""
+    mark = getattr(variable, "mutation_type", None)
+    return getattr(variable, "fxpasses_born", getattr(mark, "fxpasses_born", -1))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.effects import WRITERS
+from fxpasses.graph import effects
 from fxpasses.graph.families import operator_of
 
+# Their results are new memory.
+_NEW = frozenset(
+    {"where", "nonzero", "unique", "sum", "any", "amax", "bincount", "eq", "ne", "gt", "ge", "lt", "le", "item",
+     "tolist", "one_hot", "clone", "argsort", "sort", "scatter_add", "index_select"}
+)  # fmt: skip
 KEEP_VALUES = ("to", "long", "int", "contiguous", "detach", "view", "reshape", "flatten", "squeeze", "transpose", "t")
 
 
@@ -57,8 +62,37 @@ def chooses_among(ids: Node, is_constant: Callable[[Node], bool]) -> int | None:
 
 
 def writes_integers(node: Node) -> bool:
-    """Whether a node may write to a tensor of integers or truths, as far as its name tells."""
+    """Whether a node may write to a tensor of integers or truths; higher-order operators are taken not to."""
+    return not isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(is_integer, written_by(node)))
+
+
+def written_by(node: Node) -> list[Node]:
+    """The operands that a node writes to; all of a custom operator's that writes, and of a higher-order operator's."""
+    if node.op not in ("call_function", "call_method"):
+        return []
     name = operator_of(node)
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in WRITERS or "out" in node.kwargs
-    target = node.kwargs.get("out", node.args[0] if node.args else None)
-    return in_place and isinstance(target, Node) and is_integer(target)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.all_input_nodes
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return node.all_input_nodes
+    written: list[Node] = [part for part in effects.leaves(node.kwargs.get("out")) if isinstance(part, Node)]
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in effects.WRITERS or node.kwargs.get("inplace")
+    if in_place and node.args:
+        written += [part for part in effects.leaves(node.args[0]) if isinstance(part, Node)]
+    return written
+
+
+def writers_of(tensors: Iterable[Node]) -> list[Node]:
+    """The nodes that write to tensors, or to what is made of one of them and may share its memory."""
+    waiting, seen, writers = list(tensors), set(), []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            if node in written_by(user):
+                writers.append(user)
+            if node in user.all_input_nodes[:1] and operator_of(user) not in _NEW:
+                waiting.append(user)
+    return writers

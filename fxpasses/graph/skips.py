@@ -9,11 +9,13 @@ traced again without it. Nodes of the graph refer to skips by number, in their `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
+
+from fxpasses.graph.routing import is_integer, written_by
 
 SKIPS = "fxpasses_skips"  # in a graph module's meta: its list of `Skip`; in a node's: a list of (number, role)
 INSIDE = "inside"  # made by the body
@@ -54,9 +56,22 @@ def marks(node: Node) -> list[tuple[int, str]]:
     return node.meta.get(SKIPS, [])
 
 
-def marked(graph: Graph, number: int, role: str) -> Iterator[Node]:
-    """The nodes of a graph that have a role in a skip."""
-    return (node for node in graph.nodes if (number, role) in marks(node))
+class Marked:
+    """The nodes of a graph that have a role in a skip, and those that write integers."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.position = {node: position for position, node in enumerate(graph.nodes)}
+        self.writing_integers = [node for node in graph.nodes if any(map(is_integer, written_by(node)))]
+        self._nodes: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for key in marks(node):
+                self._nodes[key].append(node)
+
+    def all(self, number: int, role: str) -> list[Node]:
+        return self._nodes.get((number, role), [])
+
+    def first(self, number: int, role: str) -> Node | None:
+        return next(iter(self.all(number, role)), None)
 
 
 def skips_of(gm: GraphModule) -> dict[int, Skip]:

@@ -5,6 +5,9 @@ Each program runs on routings with empty experts, against eager mode, with what 
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -376,14 +379,14 @@ def asks_for_more(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Sta
     out = torch.zeros_like(x)
     for e in range(EXPERTS):
         tok, slot = torch.where(idx == e)
-        if tok.numel() > 1:
+        if tok.numel() > 8:
             out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
     return out
 
 
 def enough_hits(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     out = torch.zeros_like(x)
-    for e in (torch.bincount(idx.flatten(), minlength=EXPERTS) > 2).nonzero().flatten().tolist():
+    for e in (torch.bincount(idx.flatten(), minlength=EXPERTS) > 8).nonzero().flatten().tolist():
         tok, slot = torch.where(idx == e)
         out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
     return out
@@ -425,6 +428,118 @@ def looks_at_hits(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Sta
     return out, hit * 2
 
 
+def left(body: str = "pass", before: str = "pass", condition: str = "tok.numel() == 0", after: str = "None") -> Program:
+    """A loop that does something in its body, or asks something else, given as source."""
+    name = "does_" + "".join(letter if letter.isalnum() else "_" for letter in f"{before} {condition} {body}")
+    source = f"""
+def {name}(x, idx, weights, w, state):
+    out = torch.zeros_like(x)
+    {before}
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        if {condition}:
+            continue
+        {body}
+        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out, {after}
+"""
+    namespace: dict[str, Any] = {"torch": torch, "F": F, "random": random} | {
+        "EXPERTS": EXPERTS,
+        "TOKENS": TOKENS,
+    }
+    exec(compile(source, f"<{name}>", "exec"), namespace)
+    return namespace[name]
+
+
+def zero_with_a_sign(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out, signs = torch.zeros_like(x), []
+    for e in range(EXPERTS):
+        zero = 0.0
+        tok, slot = torch.where(idx == e)
+        if tok.numel() > 0:
+            zero = -0.0
+            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+        signs.append(math.copysign(1.0, zero))
+    return out, signs
+
+
+def while_any(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """Traced as though the answer were always yes, this would never end."""
+    while (idx == 3).any():
+        idx = torch.where(idx == 3, 2, idx)
+    return x + idx.sum(-1, keepdim=True)
+
+
+def while_helper(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    def more() -> bool:
+        if (idx == 3).any():
+            return bool(EXPERTS)
+        return False
+
+    while more():
+        idx = torch.where(idx == 3, 2, idx)
+    return x + idx.sum(-1, keepdim=True)
+
+
+def fails_without_tokens(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    for e in range(EXPERTS):
+        tok = torch.where(idx == e)[0]
+        if tok.numel() > 0:
+            x[tok].max()
+    return x * 2
+
+
+def asserts_without_tokens(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    if (idx == 0).any():
+        (idx == 0).nonzero()[0, 0].item()
+    return x * 2
+
+
+def asks_the_counts(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out = torch.zeros_like(x)
+    counts = torch.bincount(idx.flatten(), minlength=EXPERTS)
+    parts = (idx.flatten().argsort(stable=True) // 2).split(counts.tolist())
+    for e in range(EXPERTS):
+        if (counts == e).any():
+            out.index_add_(0, parts[e], x[parts[e]] @ w[e])
+    return out
+
+
+def drops_before_bincount(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    idx[0, 0] = EXPERTS + 3
+    return x * 1, torch.bincount(idx.flatten(), minlength=EXPERTS)
+
+
+def narrow_sum(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """256 tokens of one expert are 0 in uint8."""
+    rows = x.repeat(22, 1)[:256]
+    idx = torch.topk(rows.new_zeros(256, EXPERTS) + torch.arange(EXPERTS, 0, -1), 1).indices
+    out = torch.zeros_like(rows)
+    counts = F.one_hot(idx, EXPERTS).sum((0, 1), dtype=torch.uint8)
+    for e in range(EXPERTS):
+        if counts[e] == 0:
+            continue
+        tok = torch.where(idx == e)[0]
+        out.index_add_(0, tok, rows[tok] @ w[e])
+    return out
+
+
+TAKING = ["iter(range(9))", "iter({1: 2, 3: 4, 5: 6, 7: 8, 9: 9})", "(number for number in range(9))"]
+LEFT_BY_SOURCE = [
+    *(left("next(it)", before=f"it = {iterator}", after="next(it)") for iterator in TAKING),
+    left("random.randint(0, 5)", after="random.randint(0, 99)"),
+    left("x.register_hook(lambda gradient: gradient * 2)"),
+    left(before="counts = torch.bincount(idx.flatten(), minlength=EXPERTS); torch._foreach_sub_([idx], 1)",
+         condition="counts[e] == 0"),
+    left(before="mask = F.one_hot(idx, EXPERTS).to(x.dtype); mask[:] = 0; counts = mask.sum((0, 1))",
+         condition="counts[e] == 0"),
+    left(before="ones = torch.ones(2 * TOKENS); ones[:] = 0; "
+                "counts = torch.zeros(EXPERTS).scatter_add(0, idx.flatten(), ones)", condition="counts[e] == 0"),
+    left(before="grid = torch.bincount(idx.flatten(), minlength=6).view(2, 3).t().flatten()", condition="grid[e] == 0"),
+    left(condition="not (idx.to(torch.bool) == e).any()"),
+    zero_with_a_sign, while_any, while_helper, fails_without_tokens, asserts_without_tokens,
+    asks_the_counts, drops_before_bincount, narrow_sum,
+]  # fmt: skip
 LEFT = [
     counts_locally, counts_in_state, appends, appends_locally, fills_dict, in_a_closure, last_expert, last_hit,
     last_result, otherwise, otherwise_in_python, adds_loss, writes_load, writes_before_query, adds_bias_to_all,
@@ -448,10 +563,10 @@ class Router(torch.nn.Module):
 
 
 def routings() -> Iterator[Tensor]:
-    """Logits with which all experts have tokens, the first has none."""
+    """Logits with which the first expert has no tokens, and with which all have some."""
     torch.manual_seed(3)
     logits = torch.randn(TOKENS, EXPERTS)
-    for empty in ((), (0,)):
+    for empty in ((0,), ()):
         yield logits.index_fill(1, torch.tensor(empty, dtype=torch.long), -20.0)
 
 
@@ -461,12 +576,13 @@ def capturing() -> Iterator[None]:
         yield
 
 
-def results_of(module: Router, program: Any) -> list[Any]:
-    """For each routing: the results, the gradients and the state."""
+def results_of(module: Router, program: Any, many: int) -> list[Any]:
+    """For the first `many` routings: the results, the gradients and the state."""
     torch.manual_seed(4)
+    random.seed(4)
     module.state = State()
     found = []
-    for number, logits in enumerate(routings()):
+    for number, logits in enumerate(itertools.islice(routings(), many)):
         x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(number)).requires_grad_()
         module.w.grad = None
         out = program(x, logits)
@@ -478,31 +594,31 @@ def results_of(module: Router, program: Any) -> list[Any]:
     return found
 
 
-def check(program: Program) -> tuple[fxpasses.inspect.Record, Any]:
-    """The record, and what ran: call it with a routing."""
+def check(program: Program, many: int) -> tuple[fxpasses.inspect.Record, Any]:
+    """The record, and what ran."""
     module, expected = Router(program), Router(program)
     ours = compiled(module, "eager")
     with fxpasses.inspect.record() as record:
-        found = results_of(module, ours)
-    for actual, wanted in zip(found, results_of(expected, expected), strict=True):
+        found = results_of(module, ours, many)
+    for actual, wanted in zip(found, results_of(expected, expected, many), strict=True):
         for one, other in zip(actual, wanted, strict=True):
             if isinstance(other, Tensor):
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
             else:
                 assert one == other
-    return record, lambda: results_of(module, ours)
+    return record, lambda: results_of(module, ours, many)
 
 
 @pytest.mark.parametrize("program", GROUPED, ids=lambda program: program.__name__)
 def test_experts_without_tokens_are_no_question(program: Program) -> None:
     """One graph for all routings, without a query."""
-    record, step = check(program)
+    record, step = check(program, 2)
     assert len(record.graphs) == 1
     assert record.figures("group_experts")["loops_grouped"] == 1
     counts = events(step)
     assert not any(counts[f"aten::{name}"] for name in ("nonzero", "unique", "_unique2", "bincount")), counts
 
 
-@pytest.mark.parametrize("program", [*LEFT, looks_at_hits], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [*LEFT, *LEFT_BY_SOURCE, looks_at_hits], ids=lambda program: program.__name__)
 def test_what_a_body_does_without_tokens_is_not_lost(program: Program) -> None:
-    check(program)
+    check(program, 1)

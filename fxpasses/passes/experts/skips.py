@@ -16,10 +16,10 @@ from torch.fx import Graph, Node
 
 from fxpasses.graph import effects
 from fxpasses.graph.families import plain_operator_of
-from fxpasses.graph.routing import is_integer
-from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, marked, marks
+from fxpasses.graph.routing import is_integer, writers_of
+from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Marked, Skip, marks
 from fxpasses.passes.experts.cuts import Cut
-from fxpasses.passes.experts.loops import Loop
+from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.selection import Masks, Selection, Unknown
 
 _SHAPE_ONLY = frozenset(
@@ -28,6 +28,11 @@ _SHAPE_ONLY = frozenset(
 _CASTS = frozenset({"bool", "float", "int", "long", "to", "type"})
 _REDUCTIONS = frozenset({"amax", "any", "count_nonzero", "sum"})
 _NARROW = (torch.int8, torch.uint8, torch.int16)
+_COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne", "greater", "not_equal", "sym_not"})
+# Operators that fail for no tensors of known sizes; and those that ask for an expert's tokens, and for their number.
+_HARMLESS = _SHAPE_ONLY | _CASTS | _COMPARISONS | {"getitem", "select"}
+_QUERIES = frozenset({"where", "nonzero", "getitem", "sym_size", "size", "numel", "nelement", "len", "getattr"})
+_FACTORIES = frozenset({"zeros", "new_zeros", "ones", "new_ones", "ones_like"})
 # (operator, number) of comparisons that are true if and only if a count is not zero, and the opposite.
 _SOME = {("gt", 0), ("ge", 1), ("ne", 0), ("greater", 0), ("not_equal", 0), ("greater_equal", 1)}
 _NONE = {("eq", 0), ("lt", 1), ("le", 0), ("less", 1), ("less_equal", 0)}
@@ -57,25 +62,29 @@ def prove(
     if not skips or routing is None:
         return Proof((), frozenset())
     numbers = {number for node in own for number, role in marks(node) if role == INSIDE}
+    places = Marked(graph)
     conditions: set[Node] = set()
     for number in sorted(numbers):
         skip = skips[number]
         branches = [place for place, merge in enumerate(loop.merges) if (number, INSIDE) in marks(merge.node)]
         if not skip.ended or len(branches) != 1:
             raise Unknown(f"what runs only with tokens, at {skip.where}, does more than to merge one expert's rows")
-        conditions |= _check_condition(graph, skip, branches[0], routing)
-        _check_body(graph, skip, own, fake_mode)
-        _check_pairs(graph, skip, loop, branches[0])
+        condition, source = _condition_of(places, skip, branches[0], routing)
+        _check_not_written(places, source, condition, until=max(places.position[merge.node] for merge in loop.merges))
+        conditions.add(condition)
+        _check_body(places, skip, own, fake_mode)
+        _check_pairs(places, skip, loop, branches[0])
     return Proof(tuple(skips[number] for number in sorted(numbers)), frozenset(conditions))
 
 
 def prove_idle(graph: Graph, skips: dict[int, Skip], fake_mode: Any) -> None:
     """Prove skips whose bodies compute what nobody uses: `if e == padding: continue` in a loop over experts."""
+    places = Marked(graph)
     for skip in skips.values():
-        if skip.proved or not skip.ended or skip.pairs or not any(marked(graph, skip.number, INSIDE)):
+        if skip.proved or not skip.ended or skip.pairs or not places.all(skip.number, INSIDE):
             continue
         try:
-            _check_body(graph, skip, set(), fake_mode)
+            _check_body(places, skip, set(), fake_mode)
         except Unknown:
             continue
         skip.proved = True
@@ -108,9 +117,9 @@ def _is_removable(node: Node) -> bool:
     return node.op.startswith("call") and not writes and not node.is_impure()
 
 
-def _check_condition(graph: Graph, skip: Skip, branch: int, routing: Selection | Cut) -> set[Node]:
-    """That the body is passed over only if the branch has no rows; returns what the program asks."""
-    node = next(marked(graph, skip.number, CONDITION), None)
+def _condition_of(places: Marked, skip: Skip, branch: int, routing: Selection | Cut) -> tuple[Node, Node]:
+    """What the program asks, and the ids that it asks about; the body is passed over only if the branch has no rows."""
+    node = places.first(skip.number, CONDITION)
     asked = _asked_in(skip, node) if node is not None else None
     if node is None or asked is None:
         raise Unknown(f"what the program asks at {skip.where} is not known to be whether the expert has tokens")
@@ -121,8 +130,7 @@ def _check_condition(graph: Graph, skip: Skip, branch: int, routing: Selection |
         right = source is _counted(routing.counts) and expert == branch
     if not right:
         raise Unknown(f"the program asks at {skip.where} for the tokens of another expert", node)
-    _check_not_written(graph, source, node)
-    return {node}
+    return node, source
 
 
 def _asked_in(skip: Skip, node: Node) -> tuple[Node, int] | None:
@@ -134,45 +142,52 @@ def _asked_in(skip: Skip, node: Node) -> tuple[Node, int] | None:
     return _asked(node)
 
 
-def _check_not_written(graph: Graph, source: Node, condition: Node) -> None:
-    """Between the question and the loop's queries nobody may write integers: the routing, or what was made of it."""
-    started = False
-    for node in graph.nodes:
-        started |= node is source
-        if started and node.op.startswith("call") and _writes_integers(node) and node is not condition:
+def _check_not_written(places: Marked, source: Node, condition: Node, until: int) -> None:
+    """That nobody writes integers between the routing and the loop's end, nor to what leads from it to the question."""
+    for node in places.writing_integers:
+        if places.position[source] < places.position[node] <= until and node is not condition:
             raise Unknown(f"`{node.name}` may write to the routing", node)
+    chain, waiting = set(), [condition]
+    while waiting:
+        node = waiting.pop()
+        if node is not source and node not in chain and node.op.startswith("call"):
+            chain.add(node)
+            waiting += node.all_input_nodes if plain_operator_of(node) not in _FACTORIES else ()
+    for node in writers_of(chain):
+        raise Unknown(f"`{node.name}` may write to what the program asks", node)
 
 
-def _writes_integers(node: Node) -> bool:
-    name = plain_operator_of(node)
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in effects.WRITERS or "out" in node.kwargs
-    if not in_place or not node.args:
-        return False
-    target = node.kwargs.get("out", node.args[0])
-    return isinstance(target, Node) and is_integer(target)
-
-
-def _check_body(graph: Graph, skip: Skip, own: set[Node], fake_mode: Any) -> None:
-    """That the rest of the body computes only, and nothing is written, drawn or asserted."""
-    for node in marked(graph, skip.number, INSIDE):
+def _check_body(places: Marked, skip: Skip, own: set[Node], fake_mode: Any) -> None:
+    """That the rest of the body only computes: it cannot fail without tokens, nor writes, draws or asserts anything."""
+    for node in places.all(skip.number, INSIDE):
         if node in own:
             continue
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("example_value"))
         try:
-            if node.op == "call_function" and node.target is torch.ops.aten._assert_scalar.default:
-                raise Unknown(f"`{node.name}` asserts something where there are tokens", node)
+            if not _is_harmless(node):
+                raise Unknown(f"`{node.name}` may fail where there are no tokens", node)
             if node.op.startswith("call") and effects.observe(node, args, kwargs, fake_mode).writes:
                 raise Unknown(f"`{node.name}` writes where there are tokens", node)
         except effects.Refused as refused:
             raise Unknown(f"{refused.text}, where there are tokens", node) from refused
 
 
-def _check_pairs(graph: Graph, skip: Skip, loop: Loop, branch: int) -> None:
+def _is_harmless(node: Node) -> bool:
+    if not node.op.startswith("call"):
+        return True
+    name, has_index = plain_operator_of(node).partition(".")[0], len(node.all_input_nodes) > 1
+    is_of_rows = any(has_rows(operand) for operand in node.all_input_nodes)
+    if name == "getitem" and is_of_rows:  # of a tuple of tensors, and not the first token
+        return not isinstance(node.args[0].meta.get("example_value"), torch.Tensor)  # type: ignore[union-attr]
+    return name in (_QUERIES | _COMPARISONS if is_of_rows else _HARMLESS | _QUERIES) and not has_index
+
+
+def _check_pairs(places: Marked, skip: Skip, loop: Loop, branch: int) -> None:
     """That the variables which the body changes hold the sum, before it and after it."""
     end = loop.merges[branch].node
     for place in range(skip.pairs):
-        before = next(marked(graph, skip.number, f"{BEFORE}{place}"), None)
-        after = next(marked(graph, skip.number, f"{AFTER}{place}"), None)
+        before = places.first(skip.number, f"{BEFORE}{place}")
+        after = places.first(skip.number, f"{AFTER}{place}")
         starts = {end.args[0], loop.merges[branch - 1].node if branch else loop.buffer}
         if after is not end or before is None or before not in starts:
             raise Unknown(f"a variable that is used later changes only with tokens, at {skip.where}", after)
@@ -211,8 +226,8 @@ def _asked(node: Node) -> tuple[Node, int] | None:
         return _element_asked(node, source)
     if (name, node.args[1] if len(node.args) > 1 else None) in _SOME:
         return _asked(source) if _is_count(source) else None
-    if name in _CASTS and node.meta["example_value"].dtype in _NARROW:
-        return None
+    if name in _CASTS | _REDUCTIONS and node.meta["example_value"].dtype in _NARROW:
+        return None  # a number of pairs may become 0
     return _asked(source) if name in _REDUCTIONS | _CASTS | _SHAPE_ONLY | {"item"} else None
 
 
@@ -220,6 +235,8 @@ def _element_asked(node: Node, source: Node) -> tuple[Node, int] | None:
     """`counts[e]`, `one_hot(ids, E).permute(2, 1, 0)[e]`."""
     counted = _counted(source)
     if counted is not None:
+        if source.meta["example_value"].ndim != 1:
+            return None
         index = node.args[1] if plain_operator_of(node) == "getitem" else node.args[2]
         return (counted, index) if type(index) is int and index >= 0 else None
     try:
@@ -258,10 +275,14 @@ def _counted(node: Node) -> Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
-    if (name, node.args[1] if len(node.args) > 1 else None) in _SOME or name in _SHAPE_ONLY:
+    example = node.meta.get("example_value")
+    if not isinstance(example, torch.Tensor) or example.dtype in _NARROW:
+        return None  # 256 pairs would be none
+    if name in _SHAPE_ONLY:  # in another order, or bytes of another type, these are counts of others
+        is_vector = max((*example.shape, 1)) == example.numel()
+        return _counted(source) if is_vector and example.shape.numel() == source.meta["example_value"].numel() else None
+    if (name, node.args[1] if len(node.args) > 1 else None) in _SOME or name in _CASTS:
         return _counted(source)
-    if name in _CASTS:
-        return _counted(source) if node.meta["example_value"].dtype not in _NARROW else None
     if name == "bincount" and not set(node.kwargs) - {"minlength"} and len(node.args) == 1:
         return _source(source)
     if name == "scatter_add" and len(node.args) == 4:
@@ -288,6 +309,8 @@ def _one_hot(node: Node) -> tuple[Node, list[int | None]]:
 def _ones_added(args: Sequence[Any]) -> Node | None:
     """`zeros.scatter_add(0, ids, ones)`."""
     zeros, dim, ids, ones = args
+    if any(isinstance(part, Node) and len(part.users) != 1 for part in (zeros, ones)):
+        return None  # they may be something else by then
     made = [plain_operator_of(part) if isinstance(part, Node) else "" for part in (zeros, ones)]
     if dim != 0 or made[0] not in ("zeros", "new_zeros") or made[1] not in ("ones_like", "ones", "new_ones"):
         return None
@@ -298,7 +321,10 @@ def _source(node: Node) -> Node:
     """The ids, without what only changes their shape or width."""
     while plain_operator_of(node) in _SHAPE_ONLY | {"to", "long", "int"}:
         inner = node.args[0]
-        if not isinstance(inner, Node) or not is_integer(inner) or node.meta["example_value"].dtype in _NARROW:
+        kinds = [part.meta["example_value"].dtype for part in (node, inner) if isinstance(part, Node)]
+        if not isinstance(inner, Node) or not is_integer(inner) or {*_NARROW, torch.bool}.intersection(kinds):
             break
+        if plain_operator_of(node) == "view" and kinds[0] != kinds[1]:
+            break  # other numbers
         node = inner
     return node
