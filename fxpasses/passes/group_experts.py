@@ -34,6 +34,7 @@ from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.skips import Skip, skips_of
 from fxpasses.graph.symbols import is_symbolic
+from fxpasses.passes.experts.assertions import is_implied
 from fxpasses.passes.experts.checkpoints import save_routing
 from fxpasses.passes.experts.cuts import Spans, cut_of, spans_of
 from fxpasses.passes.experts.emitting import Emitter
@@ -289,17 +290,22 @@ class _Grouping:
         return self.loop.kind in ("index_add", "scatter_add", "index_put")
 
     def _assertions_on(self, rows: set[Node]) -> set[Node]:
-        """What only asserts sizes of rows: all that follows from it ends in an assertion."""
+        """What only asserts sizes of rows as Dynamo does: all that follows from it ends in such an assertion."""
         found: set[Node] = set()
         for node in reversed(self.graph.nodes):
             if node.op not in ("call_function", "call_method") or node in rows:
                 continue
             if node.target is torch.ops.aten._assert_scalar.default or node.target is torch._check:
-                if any(self._follows(operand, rows) for operand in node.all_input_nodes):
+                if any(self._follows(operand, rows) for operand in node.all_input_nodes) and self._is_implied(node):
                     found.add(node)
             elif node.users and all(user in found for user in node.users) and not _is_tensor_op(node):
                 found.add(node)
         return found
+
+    def _is_implied(self, assertion: Node) -> bool:
+        """Whether what is asserted holds of any rows; `torch._check(tok.numel() <= capacity)` is the program's own."""
+        cut = self.cut.rows.meta["example_value"].shape[0] if self.cut is not None else None
+        return is_implied(assertion, cut)
 
     def _follows(self, node: Node, rows: set[Node]) -> bool:
         waiting, seen = [node], set()

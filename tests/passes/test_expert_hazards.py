@@ -426,3 +426,23 @@ def test_tokens_given_away_are_memory_of_their_own() -> None:
     torch._dynamo.reset()
     _, found = compiled(Layer(gives_tokens_away), "eager")(torch.randn(TOKENS, WIDTH))
     assert len({tok.untyped_storage().data_ptr() for tok in found}) == EXPERTS
+
+
+@pytest.mark.parametrize("capacity", [11, 1], ids=["holds", "broken"])
+def test_the_programs_own_assertions_are_kept(capacity: int) -> None:
+    def loop(x: Tensor, logits: Tensor, w: Tensor) -> Tensor:
+        weights, idx = torch.topk(logits.softmax(-1), 2, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            tok, slot = torch.where(idx == e)
+            torch._check(tok.numel() <= capacity)
+            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+        return out
+
+    inputs = torch.randn(12, 8), torch.randn(12, 4), torch.randn(4, 8, 8)
+    with flags.scoped():
+        if capacity == 1:
+            with pytest.raises(RuntimeError):
+                compiled(loop, "eager")(*inputs)
+        else:
+            torch.testing.assert_close(compiled(loop, "eager")(*inputs), loop(*inputs), rtol=0, atol=0)
