@@ -12,7 +12,6 @@ from torch.fx import Node
 
 from fxpasses.graph.families import operator_of
 
-
 _SHAPE_ONLY = ("getitem", "squeeze", "flatten", "view", "reshape", "unbind")
 
 
