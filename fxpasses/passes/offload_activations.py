@@ -19,6 +19,7 @@ from fxpasses.passes.offload.candidates import candidate, step_of
 from fxpasses.passes.offload.choose import Candidate, Choice, Decision, Limits, choose
 from fxpasses.passes.offload.insert import insert, mark
 from fxpasses.passes.offload.saved import Group, Memory, Partition, groups
+from fxpasses.passes.offload.transfers import transfers
 from fxpasses.report import Reason, Refusal, Report
 from fxpasses.runtime.offload import stats
 from fxpasses.runtime.offload.calibration import Rates, rates
@@ -52,6 +53,7 @@ class OffloadActivations:
         mark(movable, {c.name for c in choice.moved})
         insert(partition, movable, self.options)
         self._tell(report, choice, refused)
+        report.transfers = list(transfers(partition, self.options.tier))
         return report
 
     def _choose(self, partition: Partition, candidates: list[Candidate], movable: list[Group]) -> Choice:

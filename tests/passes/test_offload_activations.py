@@ -116,6 +116,21 @@ def test_the_report_names_each_tensor_its_layer_and_why():
     assert "2 activations, 3.0 KiB, wait for backward on the disk" in told.summary
 
 
+def test_the_report_says_when_each_tensor_leaves_and_comes_back():
+    """With two buffers the copy back of a tensor starts where the one before it is needed; with one, where it is."""
+    for buffers in (1, 2):
+        told = report(lambda: Decoder(6), keep_last=1, buffers=buffers)
+        moved = told.transfers
+        assert len(moved) == told.figures["tensors_moved"] == 4
+        assert [one.bytes for one in moved] == [4 * 24 * 16] * 4 and {one.to for one in moved} == {"disk"}
+        assert [one.offloaded_at for one in moved] == sorted({one.offloaded_at for one in moved})
+        last, *others = sorted(moved, key=lambda one: one.needed_at)
+        assert moved[-1] == last  # what leaves last is needed first
+        for before, one in zip([last, *others], others, strict=False):
+            assert one.reloaded_at < one.needed_at
+            assert (one.reloaded_at < before.needed_at) == (buffers == 2)
+
+
 def test_small_tensors_stay():
     told = report(min_bytes=1 << 20)
     assert told.figures["tensors_moved"] == 0 and not told.changed
