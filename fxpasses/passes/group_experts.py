@@ -176,6 +176,8 @@ class _Grouping:
         self.branch = [family for family in families if any(has_rows(node) for node in family.nodes)]
         queries = [family for family in families if is_query(family)]
         queries += [key for key in [_mask_key(loop, self.values)] if key is not None]
+        # All queries of a loop find as many tokens, so each is bounded by the smallest mask.
+        self.asked = [_mask_of(query).example.numel() for query in queries if isinstance(_mask_of(query), Family)]
         self.selection = self.masks.selection_of(_mask_of(queries[0])) if queries else None
         cuts = [cut for family in families if (cut := cut_of(family)) is not None]
         self.cut = cuts[0] if cuts else None
@@ -304,8 +306,8 @@ class _Grouping:
 
     def _is_implied(self, assertion: Node) -> bool:
         """Whether what is asserted holds of any rows; `torch._check(tok.numel() <= capacity)` is the program's own."""
-        cut = self.cut.rows.meta["example_value"].shape[0] if self.cut is not None else None
-        return is_implied(assertion, cut)
+        asked = [self.cut.rows.meta["example_value"].shape[0]] if self.cut is not None else self.asked
+        return is_implied(assertion, min((size for size in asked if isinstance(size, int)), default=None))
 
     def _follows(self, node: Node, rows: set[Node]) -> bool:
         waiting, seen = [node], set()

@@ -15,8 +15,8 @@ from fxpasses.graph.families import operator_of
 _SHAPE_ONLY = ("getitem", "squeeze", "flatten", "view", "reshape", "unbind")
 
 
-def is_implied(assertion: Node, rows: Any) -> bool:
-    """rows: the size of what is cut into parts, where the loop cuts rows that are sorted; None elsewhere."""
+def is_implied(assertion: Node, most_rows: int | None) -> bool:
+    """most_rows: how many rows an expert of the loop may have at most, if that is a number."""
     condition = assertion.args[0] if assertion.args else None
     if not isinstance(condition, Node) or len(condition.args) != 2:
         return False
@@ -31,9 +31,8 @@ def is_implied(assertion: Node, rows: Any) -> bool:
         return False
     if not isinstance(right, int):
         return isinstance(right, Node)
-    most = _elements_of_mask(left)
-    most = rows if most is None else most
-    return isinstance(most, int) and right >= most
+    bounds = [bound for bound in (_elements_of_mask(left), most_rows) if isinstance(bound, int)]
+    return bool(bounds) and right >= min(bounds)
 
 
 def _elements_of_mask(size: Node) -> Any:
