@@ -8,7 +8,8 @@ each operator waits for it once. Offsets may lie on the CPU while the rows do no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +35,19 @@ def matmul(
             out = out + expand(bias, ends, rows.shape[0])
         # The kernel leaves these rows as they were allocated, and 0 * NaN would get through any mask of the caller.
         return out.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= ends[-1]).unsqueeze(1), 0)
-    out, end = rows.new_empty(rows.shape[0], width), 0
-    for group, start, end in _groups(offsets, rows.shape[0]):
-        if start == end:
+    sizes = _sizes(offsets, rows.shape[0])
+    out = rows.new_empty(rows.shape[0], width)
+    matrices = weights.unbind(0) if isinstance(weights, torch.Tensor) else weights
+    groups = zip(sizes, _parts(rows, sizes), matrices, out.split(sizes), strict=False)  # the last size has no weight
+    for group, (size, part, weight, target) in enumerate(groups):
+        if size == 0:
             continue
-        weight = weights[group].t() if transposed else weights[group]
-        part = _as_if_alone(rows, start, end)
+        matrix = weight.t() if transposed else weight
         if bias is None:
-            _write(out[start:end], torch.mm, part, weight)
+            _write(target, torch.mm, part, matrix)
         else:
-            _write(out[start:end], torch.addmm, bias[group], part, weight)
-    out[end:].zero_()
+            _write(target, torch.addmm, bias[group], part, matrix)
+    out[rows.shape[0] - sizes[-1] :].zero_()
     return out
 
 
@@ -57,12 +60,13 @@ def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> tor
         # Empty groups are left as allocated on compute capability 10 (pytorch/pytorch#172439), and are zero on 9.
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         return out.masked_fill_(empty[:, None, None], 0)
+    sizes = _sizes(offsets, left.shape[0])
     out = left.new_empty(shape)
-    for group, start, end in _groups(offsets, left.shape[0]):
-        if start == end:
-            out[group].zero_()
+    for size, one, other, target in zip(sizes, _parts(left, sizes), _parts(right, sizes), out.unbind(0), strict=False):
+        if size == 0:
+            target.zero_()
         else:
-            _write(out[group], torch.mm, _as_if_alone(left, start, end).t(), _as_if_alone(right, start, end))
+            _write(target, torch.mm, one.t(), other)
     return out
 
 
@@ -70,10 +74,9 @@ def outer_list(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -
     """As `outer`, each product in memory of its own: E tensors [A, B]."""
     if _has_grouped_kernel(left, left.shape[1], right.shape[1]):
         return [product.clone() for product in outer(left, right, offsets)]
-    return [
-        torch.mm(_as_if_alone(left, start, end).t(), _as_if_alone(right, start, end))
-        for _, start, end in _groups(offsets, left.shape[0])
-    ]
+    sizes = _sizes(offsets, left.shape[0])
+    groups = zip(sizes[:-1], _parts(left, sizes), _parts(right, sizes), strict=False)
+    return [torch.mm(one.t(), other) for _, one, other in groups]
 
 
 def total(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -83,8 +86,8 @@ def total(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ones = rows.new_ones(rows.shape[0], _VECTOR // rows.element_size())
         return outer(ones, rows, offsets)[:, 0].contiguous()
     out = rows.new_empty(offsets.shape[0], rows.shape[1])
-    for group, start, end in _groups(offsets, rows.shape[0]):
-        torch.sum(rows[start:end], 0, out=out[group])
+    for part, target in zip(rows.split(_sizes(offsets, rows.shape[0])), out.unbind(0), strict=False):
+        torch.sum(part, 0, out=target)
     return out
 
 
@@ -94,33 +97,41 @@ def expand(values: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tens
     return padded.index_select(0, row_groups(offsets.to(values.device), size))
 
 
-def _groups(offsets: torch.Tensor, size: int) -> Iterator[tuple[int, int, int]]:
-    """(group, start, end) of all groups; checks the offsets."""
+def _sizes(offsets: torch.Tensor, size: int) -> list[int]:
+    """How many rows each group has, and then how many come after the last group; checks the offsets."""
     ends = offsets.tolist()
-    start = 0
-    for group, end in enumerate(ends):
-        if not start <= end <= size:
-            raise ValueError(f"offsets must rise from 0 to at most the {size} rows, but they are {ends}")
-        yield group, start, end
-        start = end
+    sizes = [end - start for start, end in zip([0, *ends], [*ends, size], strict=True)]
+    if min(sizes) < 0:
+        raise ValueError(f"offsets must rise from 0 to at most the {size} rows, but they are {ends}")
+    return sizes
 
 
-def _as_if_alone(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """`rows[start:end]` in memory aligned as a tensor of its own would be.
+def _parts(rows: torch.Tensor, sizes: list[int]) -> Iterable[torch.Tensor]:
+    """The rows of each group, in memory aligned as a tensor of its own would be.
 
     BLAS libraries pick their kernels by alignment too, and round differently: without this, groups of rows whose width
     is no multiple of 64 bytes differ from the loop in the last bit (seen with MKL 2024.2).
     """
-    part = rows[start:end]
-    return part if start * rows.stride(0) * rows.element_size() % _CACHE_LINE == 0 else part.clone()
+    parts = rows.split(sizes)
+    if _starts_aligned(rows.stride(0), rows):  # one question for all groups: they are many and small
+        return parts
+    starts = accumulate(sizes, initial=0)
+    return (
+        part if _starts_aligned(start * rows.stride(0), rows) else part.clone()
+        for part, start in zip(parts, starts, strict=False)
+    )
 
 
 def _write(out: torch.Tensor, product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> None:
     """`out.copy_(product(*operands))`, without the copy where `out` is aligned as a tensor of its own would be."""
-    if out.storage_offset() * out.element_size() % _CACHE_LINE == 0:
+    if _starts_aligned(out.storage_offset(), out):
         product(*operands, out=out)
     else:
         out.copy_(product(*operands))
+
+
+def _starts_aligned(elements: int | torch.SymInt, tensor: torch.Tensor) -> bool:
+    return bool(elements * tensor.element_size() % _CACHE_LINE == 0)
 
 
 def _has_grouped_kernel(operand: torch.Tensor, *widths: int) -> bool:
