@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +16,13 @@ from fxpasses.capture import breaks, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.skips import SKIPS
-from fxpasses.lowering import lower
+from fxpasses.lowering import lower, lower_prologue
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.pipeline import Pass, Result, run_passes
+from fxpasses.prologue_program import Program
 from fxpasses.report import Report
 from fxpasses.runtime.prologue import Prologue, with_prologue
 
@@ -126,9 +128,25 @@ def _warn(what: str, error: Exception, instead: str) -> None:
 def _lower(result: Result, gm: GraphModule, settings: Options, told: Callable[[Report], None]) -> Callable[..., Any]:
     if result.program is None:
         return lower(result.gm, result.example_inputs, settings, salt="", told=told)
-    prologue = Prologue(result.program, input_sources(gm))
+    compiled = _compile_prologue(result.program, settings, told)
+    prologue = Prologue(result.program, input_sources(gm), compiled=compiled)
     main = lower(result.gm, result.example_inputs, settings, salt=prologue.key, told=told)
     return with_prologue(main, prologue, gm.forward)
+
+
+def _compile_prologue(program: Program, settings: Options, told: Callable[[Report], None]) -> Callable[..., Any] | None:
+    """The prologue's large tensors, compiled, where that is worth it."""
+    started = time.perf_counter()
+    try:
+        compiled = lower_prologue(program, settings)
+    except Exception as error:
+        if settings.strict:
+            raise
+        _warn("compiling a prologue", error, "It runs operator by operator.")
+        return None
+    if compiled is not None:
+        told(Report("prologue", summary="its tensors are compiled", seconds=time.perf_counter() - started))
+    return compiled
 
 
 def _has_unbacked_symbols(gm: GraphModule) -> bool:

@@ -46,12 +46,15 @@ class Program:
 
     host: a graph on CPU tensors and integers. `host_inputs` are positions among the main graph's inputs; tensors that
     lie on another device are copied to the host first, all of one device in one transfer.
-    device: a graph on the device, or None. Its inputs are the main graph's inputs at `device_inputs`, and then the
-    outputs of the host graph at `imports`, tensors among them copied to the device given there.
+    device: a graph of what lies on an accelerator; on the CPU, of large tensors that a compiler is worth its time for;
+    or None. Its inputs are the main graph's inputs at `device_inputs`, and then the outputs of the host graph at
+    `imports`, tensors among them copied to the device given there.
+    Fake values of what a graph takes and returns are in the nodes' `meta["example_value"]`.
     outputs: where each extra input of the main graph comes from. checks: evaluated after the host part.
     roots: positions of the tensor inputs on which any output depends.
     written: positions of integer inputs that the main graph writes to; where one shares memory with a root, the program
     is not valid.
+    on_accelerator: whether the device graph runs there. worth_compiling: whether a compiler saves much on it.
     """
 
     host: GraphModule
@@ -63,6 +66,8 @@ class Program:
     checks: tuple[Check, ...]
     roots: tuple[int, ...]
     written: tuple[int, ...] = ()
+    on_accelerator: bool = False
+    worth_compiling: bool = False
 
     def key(self) -> str:
         """A fingerprint: programs with equal keys compute equal results from equal inputs, in whatever graph."""

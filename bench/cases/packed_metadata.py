@@ -81,8 +81,10 @@ CASE = Case(
     notes=(
         "The cache by identity is what a library does by hand in its own models; here it is the eager model with a "
         "mask that is kept for the last `lengths` tensor. An eager `.tolist()` of a CPU tensor does not show in a "
-        "profile, so the host reads of eager mode on a CPU are more than is counted. The prologue of fastpack runs "
-        "operator by operator, once a batch; stock Inductor fuses the mask into one loop, but in every layer. Where "
-        "nothing waits, stock is therefore faster with few layers; a prologue that is compiled would change that."
+        "profile, so the host reads of eager mode on a CPU are more than is counted. In a graph without breaks and "
+        "checkpoints AOTAutograd merges the equal masks of all layers, so stock Inductor with both flags builds the "
+        "mask once, too, and fuses it with the conversion to floats that attention makes of it. The prologue of "
+        "fastpack is compiled as well where it is large enough, and writes the mask of bools that the main graph then "
+        "reads: where nothing waits for a device, that is what it costs more."
     ),
 )

@@ -4,6 +4,9 @@ Host numbers cost one wait for the device if they are computed where the inputs 
 depends on a former one. Metadata is small: it is cheaper to bring the inputs to the host, once, and compute all host
 numbers there. What is exact on both sides (integers and bools) is computed on the host; floating-point values, whose
 last bit may differ between devices, stay where the user computed them.
+
+On the CPU all of it is one graph, but for large tensors that are built in many passes over memory: those are a graph of
+their own, which takes numbers alone, for a compiler (`fusing.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +19,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxpasses.graph.emission import Emitter, slice_of
+from fxpasses.graph.fusing import elements_saved
 from fxpasses.graph.provenance import where
+from fxpasses.graph.symbols import elements_of
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.graph.wording import comparison, describe
 from fxpasses.prologue_program import Check, Output, Program
+
+# A compiler takes some seconds. This many elements (about 10 ms on a CPU core) must be saved a batch to be worth them.
+WORTH_COMPILING = 1 << 24
+_LARGE = 1 << 16  # elements; a smaller tensor is not worth a loop of its own
 
 
 @dataclass(frozen=True)
@@ -59,14 +68,16 @@ class _Builder:
 
     def build(self) -> Program:
         check_refs = [ref for check in self.checks for ref in (check.left, check.right) if isinstance(ref, Ref)]
-        if not self.on_device:
-            host_wanted, device_wanted = [*self.wanted, *check_refs], []
+        refs = list(dict.fromkeys([*self.wanted, *check_refs]))
+        if self.on_device:
+            device_wanted = [ref for ref in refs if not self._belongs_to_host(ref)]
+            worth_compiling = self._saved(device_wanted, set()) >= WORTH_COMPILING
         else:
-            host_wanted = [ref for ref in (*self.wanted, *check_refs) if self._belongs_to_host(ref)]
-            device_wanted = [ref for ref in (*self.wanted, *check_refs) if not self._belongs_to_host(ref)]
+            device_wanted = self._built_apart(refs)
+            worth_compiling = bool(device_wanted)
+        apart = set(device_wanted)
         imported = self._imports(device_wanted)
-        host_wanted = list(dict.fromkeys([*host_wanted, *imported]))
-        device_wanted = list(dict.fromkeys(device_wanted))
+        host_wanted = list(dict.fromkeys([*(ref for ref in refs if ref not in apart), *imported]))
         host, host_inputs = self._emit(host_wanted, [], on_host=self.on_device)
         device, device_inputs = self._emit(device_wanted, imported, on_host=False) if device_wanted else (None, ())
         places = {ref: Output("device", i) for i, ref in enumerate(device_wanted)}
@@ -83,16 +94,27 @@ class _Builder:
             ),
             checks=tuple(check.place(places) for check in self.checks),
             roots=tuple(self.positions[e.node] for e in roots if isinstance(e.fake, torch.Tensor)),
+            on_accelerator=self.on_device and device is not None,
+            worth_compiling=worth_compiling,
         )
+
+    def _built_apart(self, refs: list[Ref]) -> list[Ref]:
+        """On the CPU: the large tensors that no host value is made of, where a compiler is worth its time for them."""
+        large = [ref for ref in refs if (_elements(self.table.entries[ref.number]) or 0) >= _LARGE]
+        on_host = set(slice_of(self.table, set(refs) - set(large)))
+        found = [ref for ref in large if _content(ref) not in on_host and self._saved([ref], on_host)]
+        return found if self._saved(found, on_host) >= WORTH_COMPILING else []
+
+    def _saved(self, refs: list[Ref], on_host: set[int]) -> int:
+        return elements_saved(self.table, refs, self._is_import, on_host)
 
     def _belongs_to_host(self, ref: Ref) -> bool:
         entry = self.table.entries[ref.number]
-        version = self.table.entries[ref.version if ref.version is not None else ref.number]
-        return version.number in self.exact and _device(entry) in (None, "cpu")
+        return _content(ref) in self.exact and _device(entry) in (None, "cpu")
 
     def _is_import(self, entry: Entry) -> bool:
-        """Whether the device part takes the value from the host: it would have to wait for the device to get it."""
-        if entry.number not in self.exact:
+        """Whether the device part takes the value from the host: to get it, it would have to wait for the device."""
+        if self.on_device and entry.number not in self.exact:
             return False
         if entry.kind == "item":
             return entry.base is None and self.table.entries[entry.operands[0].number].read
@@ -121,8 +143,13 @@ class _Builder:
             given[root.number] = emitter.graph.placeholder(f"input_{position}")
         for position, ref in enumerate(imported):
             given[ref.number] = emitter.graph.placeholder(f"host_{position}")
+        for number, node in given.items():
+            node.meta["example_value"] = self.table.entries[number].fake
         emitter.emit(numbers, wanted)
-        emitter.graph.output(tuple(emitter.value(ref) for ref in wanted))
+        outputs = tuple(emitter.value(ref) for ref in wanted)
+        for ref, node in zip(wanted, outputs, strict=True):
+            node.meta["example_value"] = self.table.entries[ref.number].fake
+        emitter.graph.output(outputs)
         module = GraphModule({}, emitter.graph, class_name="Prologue")
         return module, tuple(self.positions[root.node] for root in roots)
 
@@ -161,7 +188,7 @@ def _exact_entries(table: ValueTable, numbers: Iterable[int]) -> set[int]:
     exact: set[int] = set()
     for number in numbers:
         entry = table.entries[number]
-        operands = (ref.version if ref.version is not None else ref.number for ref in entry.operands)
+        operands = map(_content, entry.operands)
         stable = getattr(entry.node.target, "__name__", str(entry.node.target)) not in _UNSTABLE and not entry.autocast
         integral = entry.kind == "look" or _is_integral(entry.fake)
         if stable and integral and all(operand in exact for operand in operands):
@@ -175,6 +202,15 @@ def _is_integral(fake: Any) -> bool:
     if isinstance(fake, torch.Tensor):
         return not fake.dtype.is_floating_point and not fake.dtype.is_complex
     return not isinstance(fake, (float, torch.SymFloat))
+
+
+def _content(ref: Ref) -> int:
+    """The number of the last write to the value, or its own."""
+    return ref.number if ref.version is None else ref.version
+
+
+def _elements(entry: Entry) -> int | None:
+    return elements_of(entry.fake) if isinstance(entry.fake, torch.Tensor) else None
 
 
 def _device(entry: Entry) -> str | None:

@@ -53,7 +53,13 @@ def symbol(value: Any) -> Any:
 
 def bytes_of(tensor: torch.Tensor) -> int | None:
     """A fake tensor's size in bytes for the sizes being traced; None where one is known only when the program runs."""
-    total = tensor.element_size()
+    elements = elements_of(tensor)
+    return None if elements is None else elements * tensor.element_size()
+
+
+def elements_of(tensor: torch.Tensor) -> int | None:
+    """A fake tensor's elements for the sizes being traced; None where one is known only when the program runs."""
+    total = 1
     for size in tensor.shape:
         hint = size if isinstance(size, int) else size.node.hint
         if hint is None:

@@ -90,7 +90,7 @@ def _inputs(prologue: Prologue, frame: dict[str, Any]) -> dict[int, Any] | None:
 def _start(prologue: Prologue, inputs: dict[int, Any]) -> None:
     remote = [inputs[i] for i in prologue.program.host_inputs if _is_remote(inputs[i])]
     if not remote:
-        if prologue.program.device is None:
+        if not prologue.program.on_accelerator:
             prologue(_Sparse(inputs))
         return
     for device in {tensor.device for tensor in remote}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ class Prologue:
 
     sources: for each input of the main graph, how Dynamo found it (`L['lengths']`), for prefetching.
     autocast: the state to compute under; that of the moment of compilation, which Dynamo's guards hold fast.
+    compiled: the program's device graph, compiled; where it fails, the graph runs as it is, with one warning.
     """
 
     def __init__(
@@ -36,12 +38,15 @@ class Prologue:
         sources: Sequence[str] = (),
         cache: BatchCache = batch_cache,
         autocast: AutocastState | None = None,
+        compiled: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         self.program = program
+        self.compiled = compiled
         self.sources = tuple(sources)
         self.cache = cache
         self._autocast = autocast_state() if autocast is None else autocast
         self.key = f"{program.key()}:{self._autocast}:{torch.get_default_dtype()}:{torch.get_default_device()}"
+        self.key += ":compiled" * (compiled is not None)  # what a compiler fuses may be rounded otherwise
         self.runs = 0
         if sources:
             _live.add(self)
@@ -80,7 +85,7 @@ class Prologue:
                     to_device(results["host"][position], device) if device is not None else results["host"][position]
                     for position, device in program.imports
                 ]
-                results["device"] = program.device(*(inputs[i] for i in program.device_inputs), *imported)
+                results["device"] = self._run_device([*(inputs[i] for i in program.device_inputs), *imported])
             return tuple(_convert(output, results[output.side][output.position]) for output in program.outputs)
 
     def _run_host(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -91,6 +96,21 @@ class Prologue:
             tensors = iter(to_host([a for a in arguments if isinstance(a, torch.Tensor)], self.cache))
             arguments = [next(tensors) if isinstance(a, torch.Tensor) else a for a in arguments]
         return self.program.host(*arguments)
+
+    def _run_device(self, arguments: list[Any]) -> tuple[Any, ...]:
+        assert self.program.device is not None
+        compiled = self.compiled
+        if compiled is not None:
+            try:
+                return tuple(compiled(*arguments))
+            except Exception as error:
+                self.compiled = None
+                warnings.warn(
+                    f"fxpasses: a compiled prologue failed ({type(error).__name__}: {error}). It runs operator by "
+                    "operator from now on.",
+                    stacklevel=2,
+                )
+        return self.program.device(*arguments)
 
     def _check(self, results: dict[str, tuple[Any, ...]]) -> None:
         for check in self.program.checks:

@@ -68,6 +68,32 @@ def test_numbers_are_computed_on_the_host_and_masks_on_the_device():
     assert longest == 5 and torch.equal(mask[0], (torch.arange(12) < 5).float())
 
 
+@pytest.mark.parametrize(("tokens", "passes", "worth"), [(2048, 5, True), (2048, 2, False), (64, 50, False)])
+def test_a_mask_of_many_passes_is_worth_compiling(tokens, passes, worth):
+    """2^24 written elements: four passes over 2048 × 2048, besides the one that a compiled loop makes, too."""
+
+    def build(t, x, lengths):
+        mask = t.function(torch.ones, tokens, tokens, device=DEVICE)
+        longest = t.method("item", t.method("max", lengths))
+        for _ in range(passes - 1):
+            t.method("mul_", mask, longest)
+        return t.function(operator.mul, x, t.method("sum", mask))
+
+    program = program_of(build)
+    assert program.on_accelerator and program.worth_compiling == worth
+
+
+def test_what_waits_for_the_device_is_not_worth_compiling():
+    def build(t, x, lengths):
+        mean = t.method("item", t.method("mean", t.method("float", lengths)))
+        mask = t.function(torch.ones, 2048, 2048, device=DEVICE)
+        for _ in range(5):
+            t.method("mul_", mask, mean)
+        return t.function(operator.mul, x, t.method("sum", mask))
+
+    assert not program_of(build).worth_compiling
+
+
 def test_a_number_that_depends_on_another_needs_no_second_transfer():
     def build(t, x, lengths):
         longest = t.method("item", t.method("max", lengths))

@@ -1,0 +1,68 @@
+"""Whether a compiler is worth its time on the tensors that a prologue builds.
+
+A mask of T × T elements is built in many passes over memory, which a compiler makes one. That saves time in each batch,
+and costs seconds once. Where sizes depend on what a batch holds, operators touch less than they look like
+(`mask[a:b] = 1`), and a compiler has to ask about sizes of 0 and 1: nothing is saved there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+
+from fxpasses.graph.effects import leaves
+from fxpasses.graph.emission import slice_of
+from fxpasses.graph.symbols import constant, elements_of, symbol
+from fxpasses.graph.values import Entry, Ref, ValueTable
+
+
+def elements_saved(
+    table: ValueTable, wanted: list[Ref], imported: Callable[[Entry], bool], elsewhere: AbstractSet[int] = frozenset()
+) -> int:
+    """How many elements need not be written if one loop makes each tensor of `wanted`; 0 if that cannot be.
+
+    imported: whether an entry's value comes from another graph. elsewhere: numbers that are computed there in any case,
+    so that to compute them here as well saves nothing.
+    """
+    total = 0
+    for number in slice_of(table, wanted, stop=imported):
+        entry = table.entries[number]
+        written = _elements_taken(entry.fake) if imported(entry) else _elements_written(table, entry)
+        if written is None:
+            return 0
+        total += written if number not in elsewhere else 0
+    return total - sum(elements_of(table.entries[ref.number].fake) or 0 for ref in wanted)
+
+
+def _elements_taken(fake: Any) -> int | None:
+    """0 for what a compiled graph takes as an input: sizes known while tracing, and integers."""
+    if isinstance(fake, torch.Tensor):
+        return None if elements_of(fake) is None else 0
+    return 0 if symbol(fake) is not None or type(constant(fake)) is int else None
+
+
+def _elements_written(table: ValueTable, entry: Entry) -> int | None:
+    """What an entry writes to memory if it runs by itself; None for what only the batch knows."""
+    index = _index(entry)
+    if entry.read or any(isinstance(leaf, Ref) and leaf.version is None for leaf in leaves(index)):
+        return None
+    sizes = [elements_of(leaf) for leaf in leaves(entry.fake) if isinstance(leaf, torch.Tensor)]
+    if any(size is None for size in sizes):
+        return None
+    if entry.kind == "write" and index is not None:  # a part of the target: what a mask of bools may reach, or little
+        return elements_of(table.entries[index.number].fake) if _is_mask(table, index) else 0
+    makes = entry.kind == "write" or (entry.kind == "op" and entry.base is None)
+    return sum(size or 0 for size in sizes) if makes else 0
+
+
+def _index(entry: Entry) -> Any:
+    """`i` of `x[i]` and of `x[i] = y`."""
+    name = getattr(entry.node.target, "__name__", "")
+    return entry.args[1] if entry.kind in ("op", "write") and name in ("getitem", "setitem") else None
+
+
+def _is_mask(table: ValueTable, index: Any) -> bool:
+    return isinstance(index, Ref) and getattr(table.entries[index.number].fake, "dtype", None) is torch.bool
