@@ -16,7 +16,7 @@ from typing import Any
 
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.matching import match
-from fxpasses.inspect.model import MAIN, Node, Stage, TensorValue, references
+from fxpasses.inspect.model import MAIN, Node, Stage, TensorValue, bodies_of, references
 
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 _SYMBOL = re.compile(r"[suz][a-z]*\d+")
@@ -74,9 +74,9 @@ class Diff:
         return [change for change in self.changes if change.kind is kind]
 
 
-def diff(before: Stage, after: Stage) -> Diff:
-    """The changes from one stage to another: of one graph, or of two records' graphs."""
-    return _Diff(Dataflow(before), Dataflow(after), after).run()
+def diff(before: Stage, after: Stage, flows: tuple[Dataflow, Dataflow] | None = None) -> Diff:
+    """The changes from one stage to another: of one graph, or of two records' graphs. flows: theirs, if at hand."""
+    return _Diff(*(flows or (Dataflow(before), Dataflow(after))), after).run()
 
 
 class _Diff:
@@ -204,8 +204,13 @@ class _Diff:
         if len(old.args) != len(new.args):  # operands of a call came and went
             parts += self._operands(number, other)
         else:
-            for position, (one, two) in enumerate(zip(old.args, new.args, strict=True)):
-                parts += self._argument(number, other, one, two, str(position))
+            told = [
+                text
+                for position, (one, two) in enumerate(zip(old.args, new.args, strict=True))
+                for text in self._argument(number, other, one, two, str(position))
+            ]
+            # One operand more before the others, and one less, is no change of all that stand in between.
+            parts += self._operands(number, other) if bodies_of(old) and len(told) > 2 else told
         for name in dict.fromkeys([*old.kwargs, *new.kwargs]):
             parts += self._argument(number, other, old.kwargs.get(name), new.kwargs.get(name), name)
         return ", ".join(parts)
@@ -259,7 +264,8 @@ class _Diff:
         kept = {self.to[n] for n in old}
         gone = [self._word(self.before, n) for n in old if self.to[n] not in new]
         come = [self._word(self.after, n) for n in new if n not in kept]
-        yield "operands: " + " ".join([f"−{w}" for w in dict.fromkeys(gone)] + [f"+{w}" for w in dict.fromkeys(come)])
+        words = [f"−{word}" for word in dict.fromkeys(gone)] + [f"+{word}" for word in dict.fromkeys(come)]
+        yield "operands: " + (" ".join(words) or "others, or in another order")
 
     def _text(self, graph: Dataflow, number: int, value: Any) -> str:
         if isinstance(value, dict) and "node" in value:
@@ -323,8 +329,10 @@ def _made_at(node: Node) -> Any:
 
 
 def input_name(node: Node) -> str:
-    """`lengths` for Dynamo's `L['lengths']`, the placeholder's own name where there is none."""
-    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", node.source_name) or node.target
+    """`lengths` for Dynamo's `L['lengths']`, `layers.0.weight` for a parameter, the node's target where it has none."""
+    name = re.sub(r"^[LG]\['(\w+)'\]", r"\1", node.source_name)
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
+    return name.removeprefix("self.") or node.target
 
 
 def _matched_regions(before: Dataflow, after: Dataflow, to: list[int]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -51,46 +52,58 @@ def write(run: Run, path: str | Path) -> None:
     """Write a whole record; an existing file is replaced only when all is written."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(f"{line}\n" for line in (header(run), *map(graph_line, run.graphs))), encoding="utf-8")
+    with open(partial, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(f"{line}\n" for line in (header(run), *map(graph_line, run.graphs)))
     partial.replace(path)
 
 
 def read(path: str | Path) -> Run:
     """Read a record; raises `RecordError`. A last line that was cut off by a crash is left out."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:  # a crash may cut a letter
+            return parse(lines, str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return parse(lines, str(path))
 
 
 def parse(lines: Iterable[str], name: str = "record") -> Run:
-    lines = list(lines)
-    last = len(lines)
-    found = []
+    """A record of its lines, one after the other: only one graph's JSON is in memory at a time."""
+    run: Run | None = None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            found.append(json.loads(line, parse_constant=_no_constant))
+            found = json.loads(_harmless(line), parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            if found and number == last:  # no newline follows: the writer was stopped in the middle of it
+            if run is not None and not line.endswith("\n"):  # the writer was stopped in the middle of it
                 break
             raise RecordError(f"{name}:{number}: is not JSON: {error}") from error
-    if not found or not isinstance(found[0], dict) or found[0].get("schema") != SCHEMA:
+        if run is None:
+            run = _run(found, name)
+        else:
+            run.graphs.append(_graph(found, f"{name}:{number}"))
+    return run if run is not None else _run(None, name)
+
+
+def _run(found: Any, name: str) -> Run:
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise RecordError(f'{name}: is not a record of fxpasses (its first line lacks "schema": "{SCHEMA}")')
-    if found[0].get("version") != VERSION:
-        raise RecordError(f"{name}: has version {found[0].get('version')!r}, and this fxpasses reads {VERSION}")
-    run: Run = _value(Run, {k: v for k, v in found[0].items() if k not in ("schema", "version")}, f"{name}:1")
-    run.graphs = [_value(Graph, entry, f"{name}:{line}") for line, entry in enumerate(found[1:], start=2)]
-    for number, graph in enumerate(run.graphs, start=2):
-        try:
-            _check_references(graph, f"{name}:{number}")
-        except (TypeError, ValueError, RecursionError, AttributeError) as error:
-            if isinstance(error, RecordError):
-                raise
-            raise RecordError(f"{name}:{number}: an argument of a node is malformed") from error
+    if found.get("version") != VERSION:
+        raise RecordError(f"{name}: has version {found.get('version')!r}, and this fxpasses reads {VERSION}")
+    fields = {key: value for key, value in found.items() if key not in ("schema", "version")}
+    run: Run = _value(Run, fields, f"{name}:1")
     return run
+
+
+def _graph(found: Any, where: str) -> Graph:
+    graph: Graph = _value(Graph, found, where)
+    try:
+        _check_references(graph, where)
+    except (TypeError, ValueError, RecursionError, AttributeError) as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"{where}: an argument of a node is malformed") from error
+    return graph
 
 
 def to_json(value: Any) -> Any:
@@ -129,6 +142,16 @@ def _hints(cls: type) -> dict[str, Any]:
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     }
     return {name: (hint, name in required) for name, hint in hints.items()}
+
+
+_CONTROLS = re.compile("[\x7f-\x9f]")
+_ESCAPE = re.compile(r"\\(u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|.)", re.IGNORECASE)
+
+
+def _harmless(line: str) -> str:
+    """JSON without control characters but tab and newline: what is shown on a terminal must not command it."""
+    line = _CONTROLS.sub("\ufffd", line)
+    return _ESCAPE.sub(lambda m: "\\ufffd" if len(m[1]) > 1 or m[1] in "bfr" else m[0], line) if "\\" in line else line
 
 
 def _no_constant(text: str) -> Any:

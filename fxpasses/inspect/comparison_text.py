@@ -7,8 +7,9 @@ import textwrap
 from tabulate import tabulate
 
 from fxpasses.inspect.comparison import GraphComparison
+from fxpasses.inspect.figures import saved_before_and_after
 from fxpasses.inspect.model import Run
-from fxpasses.inspect.text import Style, duration, figure_rows, name, section_lines
+from fxpasses.inspect.text import Style, duration, figure_rows, name, section_lines, size
 
 
 def run_differences(before: Run, after: Run) -> str:
@@ -32,6 +33,9 @@ def comparison_report(found: GraphComparison, style: Style) -> str:
         return f"{title}  only in {'the second' if found.before is None else 'the first'} record"
     rows = [row[:3] for row in figure_rows(*found.figures)]
     rows = [row for row in rows if row[1] != row[2]]
+    saved = [saved_before_and_after(graph)[1] for graph in (found.before, found.after)]
+    if saved[0] is not None and saved[1] is not None and saved[0] != saved[1]:
+        rows.append(["saved for backward", size(saved[0]), size(saved[1])])
     times = (found.before.compile_seconds, found.after.compile_seconds)
     if any(times):
         rows.append(["compile time", duration(times[0]), duration(times[1])])

@@ -83,3 +83,16 @@ def _bytes_moved(graph: Dataflow, number: int) -> int:
 def before_and_after(graph: Graph) -> tuple[Figures, Figures]:
     """The figures of a graph as captured, and after the last pass."""
     return figures(graph.captured), figures(graph.final)
+
+
+def saved_before_and_after(graph: Graph) -> tuple[int | None, int | None]:
+    """Bytes that wait on the device for backward: without transfers off the device, and with them.
+
+    The first is None where nothing is transferred: the captured graph is never partitioned, so what it would have
+    saved is not known. Both are None where this graph was not partitioned in this process.
+    """
+    if graph.partition is None:
+        return None, None
+    saved = graph.partition.saved_bytes
+    moved = sum(transfer.bytes for report in graph.reports for transfer in report.transfers)
+    return (saved, saved - moved) if moved else (None, saved)

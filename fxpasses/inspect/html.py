@@ -15,12 +15,12 @@ from fxpasses.inspect.changes import MARKS, Kind, diff, type_text
 from fxpasses.inspect.codec import dumps
 from fxpasses.inspect.collapse import collapse, layer_of, layers_of, lines_of
 from fxpasses.inspect.dataflow import Dataflow
-from fxpasses.inspect.figures import before_and_after
+from fxpasses.inspect.figures import figures, saved_before_and_after
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.readable import call_text
-from fxpasses.inspect.summary import graph_summary
-from fxpasses.inspect.text import figure_rows, left_alone, saved_rows
+from fxpasses.inspect.summary import facts
+from fxpasses.inspect.text import figure_rows, left_alone, size
 from fxpasses.inspect.whynot import near_misses
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # for JSON inside a <script> element
@@ -51,18 +51,27 @@ def page_data(run: Run) -> dict[str, Any]:
 
 
 def _graph(graph: Graph) -> dict[str, Any]:
-    found = graph_summary(graph)
-    del found["changes"]
-    misses = near_misses(graph)
-    found["left_alone_line"] = left_alone(misses) if misses else ""
     stages = [stage for stage in graph.stages if stage.regions is not None]
     flows = [Dataflow(stage) for stage in stages]
     tables = [_Table(flow, stage) for flow, stage in zip(flows, stages, strict=True)]
-    found["rows"] = figure_rows(*before_and_after(graph), len(graph.final.checks)) + saved_rows(graph)
+    before = figures(stages[0], flows[0])
+    after = figures(stages[-1], flows[-1]) if len(stages) > 1 else before
+    found = facts(graph, before, after, flows[-1])
+    misses = near_misses(graph)
+    found["left_alone_line"] = left_alone(misses) if misses else ""
+    found["rows"] = figure_rows(before, after, len(graph.final.checks)) + _saved_rows(graph)
     found["partition"] = asdict(graph.partition) if graph.partition is not None else None
     found["stages"] = [table.json(stage) for table, stage in zip(tables, stages, strict=True)]
     found["steps"] = [_step(stages, tables, number) for number in range(1, len(stages))]
     return found
+
+
+def _saved_rows(graph: Graph) -> list[list[str]]:
+    before, after = saved_before_and_after(graph)
+    if after is None:
+        return []
+    rows = [["saved for backward, on the device", "not known" if before is None else size(before), size(after), ""]]
+    return rows if before is None else [*rows, ["moved off the device and back", size(0), size(before - after), ""]]
 
 
 class _Table:
@@ -107,7 +116,7 @@ def _step(stages: list[Stage], tables: list[_Table], number: int) -> dict[str, A
     """One pass: the pairs of rows, the changes of rows, and the changes in sections of equal layers."""
     before, after = stages[number - 1], stages[number]
     old, new = tables[number - 1].row, tables[number].row
-    found = diff(before, after)
+    found = diff(before, after, (tables[number - 1].flow, tables[number].flow))
     changes = [
         {
             "kind": change.kind.name.lower(),

@@ -121,6 +121,7 @@ class Stage:
 
     regions: None where the pass changed nothing: the graph is that of the stage before. checks: assertions that are
     evaluated with the prologue, in words. failure: why the pass was left out, if it was. seconds: the pass took them.
+    partitioned: the pass worked on forward and backward, which AOTAutograd made; its report names nodes of those.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Stage:
     checks: list[str] = field(default_factory=list)
     failure: str = ""
     seconds: float = 0.0
+    partitioned: bool = False
 
 
 @dataclass(slots=True)

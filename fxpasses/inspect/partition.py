@@ -23,7 +23,7 @@ from fxpasses.graph.symbols import bytes_of
 from fxpasses.inspect.flops import flops_of
 from fxpasses.inspect.model import Partition, Saved
 
-_MODULE, _NAME = "torch._functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs"
+MODULE, NAME = "torch._functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs"
 _listening = threading.local()  # compilation stays in its thread, and other threads compile for others
 
 
@@ -93,8 +93,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _install() -> None:
     """Once per process, and only in one that records."""
-    module: Any = importlib.import_module(_MODULE)
-    original = getattr(module, _NAME, None)
+    module: Any = importlib.import_module(MODULE)
+    original = getattr(module, NAME, None)
     if original is None or hasattr(original, "_fxpasses_listens"):
         return
 
@@ -107,4 +107,4 @@ def _install() -> None:
         return original(*args, **kwargs)
 
     listening._fxpasses_listens = True  # type: ignore[attr-defined]
-    setattr(module, _NAME, listening)
+    setattr(module, NAME, listening)

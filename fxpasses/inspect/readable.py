@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fxpasses.inspect.changes import type_text
+from fxpasses.inspect.changes import input_name, type_text
 from fxpasses.inspect.model import Node, Stage
 
 
@@ -29,7 +29,7 @@ def line(node: Node) -> str:
 
 def call_text(node: Node) -> str:
     if node.op == "placeholder":
-        return f"input {node.source_name or node.target}"
+        return f"input {input_name(node)}"
     if node.op == "get_attr":
         return f"self.{node.target}"
     arguments = [argument_text(a) for a in node.args]

@@ -205,7 +205,7 @@ class _Recorder(Watch):
     @_observing
     def after_partition(self, report: Report) -> None:
         # Without regions: these graphs are not versions of the captured one, and no difference to it says anything.
-        self.graph.stages.append(Stage(report.pass_name, report=report, seconds=report.seconds))
+        self.graph.stages.append(Stage(report.pass_name, report=report, seconds=report.seconds, partitioned=True))
 
     @_observing
     def lowering(self) -> None:

@@ -10,6 +10,7 @@ Private names, checked on torch 2.13: `FakeTensor.untyped_storage()._cdata` (whi
 from __future__ import annotations
 
 import enum
+import linecache
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from fxpasses.inspect.model import MAIN, PROLOGUE, Node, Region, Source, TensorV
 from fxpasses.prologue_program import Check, Program
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?\n?([^\n]*)')
+_HANDS_ON = re.compile(r"\(.*\*\w+, \*\*\w+\)")  # `return function(self, *args, **kwargs)`
+_BLOCK = re.compile(r"\s*(?:async\s+)?(class|def)\s+(\w+)")
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _COPIES_TO_HOST = frozenset({"cpu", "tolist", "numpy", "item"})
 
@@ -60,22 +63,43 @@ def check_text(check: Check) -> str:
 
 
 def where_from(gm: GraphModule) -> str:
-    """The outermost line of the user's program that the graph comes from: `file.py:12 in forward`; "" if unknown.
+    """The outermost line of the user's program that the graph comes from: `file.py:12 in forward (Model)`.
 
-    With the class of the outermost module that is known, where that is not one of PyTorch's.
+    "" if unknown. Lines of decorators, which only hand their arguments on, are passed over. The class is the one that
+    the line stands in; failing that the class of the outermost module that is known and not one of PyTorch's.
     """
     place = owner = ""
     for node in gm.graph.nodes:
         frames = _FRAME.findall(node.meta.get("stack_trace") or "") if node.op.startswith("call") else []
         if frames and not place:
-            file, line, function, _ = frames[0]
+            program = (frame for frame in frames if not _HANDS_ON.search(frame[3]))
+            file, line, function, _ = next(program, frames[0])
             place = f"{file.rsplit('/', 1)[-1]}:{line} in {function}"
+            owner = _class_around(file, int(line))
         for _, cls in list((node.meta.get("nn_module_stack") or {}).values())[:1]:
             if not owner and isinstance(cls, type) and not cls.__module__.startswith("torch."):
                 owner = cls.__name__
         if place and owner:
             break
     return f"{place} ({owner})" if owner else place
+
+
+def _class_around(file: str, line: int) -> str:
+    """The name of the class whose method holds a line, read from the file's indentation; "" for none."""
+    lines = linecache.getlines(file)[:line]
+    inner = len(lines[-1]) - len(lines[-1].lstrip()) if lines else 0
+    for text in reversed(lines):
+        indent = len(text) - len(text.lstrip())
+        if not text.strip() or indent >= inner:
+            continue
+        found = _BLOCK.match(text)
+        if found is None:  # a condition or a loop, or the end of a signature
+            inner = indent if text.rstrip().endswith(":") and not text.lstrip().startswith(")") else inner
+        elif found[1] == "class":
+            return found[2]
+        else:
+            inner = indent
+    return ""
 
 
 def symbol_hints(gm: GraphModule) -> dict[str, int]:

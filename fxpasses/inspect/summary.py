@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 from fxpasses.inspect.changes import diff
 from fxpasses.inspect.collapse import Section, collapse
-from fxpasses.inspect.figures import before_and_after
+from fxpasses.inspect.dataflow import Dataflow
+from fxpasses.inspect.figures import Figures, figures, saved_before_and_after
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.whynot import near_misses
+from fxpasses.report import Report
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -25,19 +28,25 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def graph_summary(graph: Graph) -> dict[str, Any]:
-    before, after = before_and_after(graph)
+    return {
+        **facts(graph, figures(graph.captured), figures(graph.final), Dataflow(graph.final)),
+        "changes": {after.name: changes(before, after) for before, after in graph.steps()},
+    }
+
+
+def facts(graph: Graph, before: Figures, after: Figures, final: Dataflow) -> dict[str, Any]:
+    """All but the changes. before, after: the graph's figures; final: the dataflow of its last stage."""
     return {
         "compile_id": graph.compile_id,
         "function": graph.function,
         "outcome": graph.outcome,
         "compile_seconds": graph.compile_seconds,
         "figures": {"before": asdict(before), "after": asdict(after)},
-        "saved_for_backward": graph.partition.saved_bytes if graph.partition is not None else None,
+        "saved_for_backward": dict(zip(("before", "after"), saved_before_and_after(graph), strict=True)),
         "transfers": [asdict(transfer) for report in graph.reports for transfer in report.transfers],
         "passes": [_pass(stage) for stage in graph.stages[1:]],
-        "changes": {after.name: changes(before, after) for before, after in graph.steps()},
         "left_alone": [asdict(miss) for miss in near_misses(graph)],
-        "symbols": [{**asdict(account), "problem": account.problem} for account in ledger(graph.final)],
+        "symbols": [{**asdict(account), "problem": account.problem} for account in ledger(graph.final, final)],
         "checks": graph.final.checks,
     }
 
@@ -56,6 +65,7 @@ def _pass(stage: Stage) -> dict[str, Any]:
         "failure": stage.failure,
         "summary": report.summary if report else "",
         "figures": report.figures if report else {},
+        "taken": taken(report) if report else [],
     }
 
 
@@ -77,3 +87,9 @@ def section_json(section: Section) -> dict[str, Any]:
             for group in section.groups
         ],
     }
+
+
+def taken(report: Report) -> list[str]:
+    """What a pass says that it changed, equal lines of several layers once."""
+    times = Counter(report.changes)
+    return [f"{change} (×{count})" if count > 1 else change for change, count in times.items()]

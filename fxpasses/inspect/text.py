@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from fxpasses.inspect.changes import MARKS, Kind, diff
 from fxpasses.inspect.collapse import Line, Section, collapse, lines_of
-from fxpasses.inspect.figures import Figures, before_and_after
+from fxpasses.inspect.figures import Figures, before_and_after, saved_before_and_after
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.whynot import NearMiss, near_misses
@@ -88,11 +88,11 @@ def _overview(graphs: list[Graph], style: Style) -> str:
                 f"{before.operators} → {after.operators}",
                 f"{before.host_reads} → {after.host_reads}",
                 after.prologue_reads or "",
-                len(near_misses(graph)) or "",
+                sum(miss.count for miss in near_misses(graph)) or "",
             ]
         )
-    headers = ["graph", "from", "operators", "host reads", "once a batch", "refusals"]
-    return tabulate(rows, headers, maxcolwidths=[None, style.width - 60, None, None, None, None], disable_numparse=True)
+    headers = ["graph", "from", "operators", "host reads", "once a batch", "left alone"]
+    return tabulate(rows, headers, maxcolwidths=[None, style.width - 62, None, None, None, None], disable_numparse=True)
 
 
 def name(graph: Graph, number: int = 0) -> str:
@@ -175,8 +175,12 @@ def figure_rows(before: Figures, after: Figures, checks: int = 0) -> list[list[s
 
 
 def saved_rows(graph: Graph) -> list[list[str]]:
-    """What is known of the graph after the passes alone."""
-    return [["saved for backward", "", size(graph.partition.saved_bytes), ""]] if graph.partition is not None else []
+    """What waits on the device for backward; before the passes it is known of transfers alone."""
+    before, after = saved_before_and_after(graph)
+    if after is None:
+        return []
+    rows = [["saved for backward, on the device", "not known" if before is None else size(before), size(after), ""]]
+    return rows if before is None else [*rows, ["moved off the device and back", size(0), size(before - after), ""]]
 
 
 def amount(number: float) -> str:
@@ -254,10 +258,11 @@ def why_not(misses: list[NearMiss], style: Style) -> str:
         cost += [size(miss.bytes)] if miss.bytes else []
         times = f" ×{miss.count}" if miss.count > 1 else ""
         detail = f": {miss.text}" if miss.text else ""
-        place = f"{miss.where or '?'}{f' in {miss.module}' if miss.module and miss.count == 1 else ''}"
+        place = f"{miss.where or '?'}{f' in {miss.module}' if miss.module else ''}"
         lines += _wrapped("  · ", f"{miss.target}{times} at {place}: {miss.reason}{detail}", style)
         if miss.code:
-            lines.append(style.faint(f"      {miss.code[: style.width - 6]}"))
+            room = style.width - 6
+            lines.append(style.faint(f"      {miss.code if len(miss.code) <= room else miss.code[: room - 1] + '…'}"))
         lines += [f"      costs {', '.join(cost)} a step"] if cost else []
     return "\n".join(lines)
 

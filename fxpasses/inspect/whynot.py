@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
+from fxpasses.inspect.changes import input_name
 from fxpasses.inspect.ledger import unbacked_in
-from fxpasses.inspect.model import Graph, Node, Stage, inputs_of
+from fxpasses.inspect.model import Graph, Node, Stage, bodies_of, inputs_of
 from fxpasses.report import Reason, Refusal
 
 
@@ -32,25 +34,29 @@ def near_misses(graph: Graph) -> list[NearMiss]:
     """The refusals of every pass on a graph, equal ones together, the most expensive first."""
     found: dict[tuple[str, ...], NearMiss] = {}
     before = graph.captured
+    saved = {one.name: one.bytes or 0 for one in graph.partition.saved} if graph.partition is not None else {}
     for stage in graph.stages[1:]:
         nodes = _by_name(before)
         counted: set[int] = set()
         for refusal in stage.report.refusals if stage.report else ():
-            node = _subject(refusal, nodes)
+            node = _subject(refusal, nodes) if not stage.partitioned else None
             target = node.short_target if node is not None else refusal.subject
-            key = (stage.name, target, refusal.reason.name, refusal.text, refusal.where)
+            text = _in_words(refusal.text, nodes, before)
+            key = (stage.name, target, refusal.reason.name, text, refusal.where)
             miss = found.setdefault(
                 key,
                 NearMiss(
                     graph.compile_id, stage.name, target, refusal.reason.value, refusal.reason.name.lower(),
-                    refusal.text, refusal.where,
+                    text, refusal.where,
                 ),
             )  # fmt: skip
             miss.count += 1
             miss.subjects.append(refusal.subject)
+            if stage.partitioned:
+                miss.bytes += saved.get(refusal.subject, 0)
             if node is not None:
                 miss.code = node.source.code if node.source else ""
-                miss.module = node.module
+                miss.module = node.module if miss.module in ("", node.module) else _any_layer(node.module)
                 if refusal.reason.name == Reason.NOT_ALIKE.name:
                     miss.host_reads += len(_queries(node, before) - counted)
                     counted |= _queries(node, before)
@@ -59,6 +65,40 @@ def near_misses(graph: Graph) -> list[NearMiss]:
                     miss.bytes += sum(value.bytes or 0 for value in node.values)
         before = stage if stage.regions is not None else before
     return sorted(found.values(), key=lambda miss: (-miss.host_reads, -miss.bytes))
+
+
+def _in_words(text: str, nodes: dict[str, list[Node]], stage: Stage) -> str:
+    """The text with names of nodes replaced by what a person knows: an input's name, the module of a checkpoint.
+
+    Layers lose their number, so that equal layers are told once.
+    """
+
+    def words(match: re.Match[str]) -> str:
+        node = next(iter(nodes.get(match[1], [])), None)
+        if node is not None and node.op == "placeholder":
+            return f"`{input_name(node)}`"
+        if node is None or not bodies_of(node):
+            return match[0]
+        module = _any_layer(_module_of_body(stage, bodies_of(node)[0]))
+        place = f" of `{module}`" if module else f" at {node.source}" if node.source else ""
+        return f"what the checkpoint{place} returns"
+
+    return re.sub(r"`(\w+)`", words, text)
+
+
+def _module_of_body(stage: Stage, path: str) -> str:
+    """The module that everything in a body belongs to."""
+    modules = [n.module.split(".") for region in stage.regions or () if region.path == path for n in region.nodes]
+    common: list[str] = []
+    for parts in zip(*(module for module in modules if module != [""]), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _any_layer(module: str) -> str:
+    return re.sub(r"\b\d+\b", "*", module)
 
 
 def _by_name(stage: Stage) -> dict[str, list[Node]]:

@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from fxpasses.graph.closure import RANGES, Closure, find_closure
 from fxpasses.graph.prologue import Assertion, Extra, build_program
-from fxpasses.graph.provenance import where
+from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import (
     bytes_of,
@@ -426,4 +426,4 @@ def _refusals(closure: Closure) -> list[Refusal]:
         reads = node.meta.get("unbacked_bindings") and getattr(node.target, "__name__", "") != "getitem"
         if reads and node not in found:
             found[node] = Refusal(node.name, reason, text, where(node))
-    return list(found.values())
+    return [replace(refusal, module=module_of(node)[0]) for node, refusal in found.items()]

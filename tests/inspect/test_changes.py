@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpasses.inspect.changes import diff
+from fxpasses.inspect.changes import diff, input_name
 from fxpasses.inspect.collapse import collapse, is_border, ranges
 from fxpasses.inspect.model import MAIN, Node, Region, Stage
 from tests.inspect.stages import call, given, ref, result, stage, tensor
@@ -97,6 +97,26 @@ def test_inside_a_body():
     before = checkpointed(operand("p"), call("t", "torch.tanh", ref("p"), line=3), result("t"), operands=["a"])
     after = checkpointed(operand("p"), call("s", "torch.sin", ref("p"), line=4), result("s"), operands=["a"])
     assert told(before, after) == ["removed torch.tanh", "added torch.sin"]
+
+
+def test_one_operand_less_in_front_is_no_change_of_those_behind():
+    def layer(*operands):
+        inputs = [given(name) for name in ("x", "y", "z", "w", "mask")]
+        return checkpointed(*[operand(f"p{name}") for name in operands], result(f"p{operands[-1]}"),
+                            operands=list(operands), main=inputs)  # fmt: skip
+
+    found = told(layer("mask", "x", "y", "z"), layer("x", "y", "z", "w"))
+    assert found == ["rewired checkpoint: operands: −mask +w"]
+
+
+def test_inputs_are_called_as_the_program_calls_them():
+    weight = given(
+        "l_w",
+    )
+    weight.source_name = "L['self']._modules['layers']._modules['0']._parameters['weight']"
+    assert input_name(weight) == "layers.0.weight"
+    weight.source_name = "L['batch']['lengths']"
+    assert input_name(weight) == "batch['lengths']"
 
 
 def test_moved_into_a_body():

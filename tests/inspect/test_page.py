@@ -154,7 +154,7 @@ def test_search_filter_and_escape(opened):
 def test_sections_fold_and_a_change_leads_to_its_node(opened):
     browser = opened(recorded())
     rows = count(browser, "details[open] tbody tr")
-    browser.find_element("css selector", "summary").click()
+    browser.find_element("css selector", "#changes > details > summary").click()
     assert count(browser, "details[open] tbody tr") < rows
     browser.find_element("css selector", "details[open] tbody tr").click()
     assert text_of(browser, '.row[aria-selected="true"]') and text_of(browser, "#detail")
@@ -167,6 +167,25 @@ def test_light_and_dark(opened):
     before = browser.execute_script(background)
     press(browser, "t")
     assert browser.execute_script(background) != before
+
+
+@pytest.mark.slow
+def test_a_narrow_window_cuts_nothing_off(opened):
+    browser = opened(recorded())
+    size = {"width": 700, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        for key in "123456":
+            press(browser, key)
+            wide = "return [...document.querySelectorAll('.scroll, body')].some((e) => e.scrollWidth > e.clientWidth)"
+            assert not browser.execute_script(wide), key
+        press(browser, "1")
+        shown = "return getComputedStyle(document.getElementById('side')).display !== 'none'"
+        assert not browser.execute_script(shown)
+        browser.find_element("css selector", "#filters").click()
+        assert browser.execute_script(shown) and count(browser, "#side input[type=checkbox]") == 7
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.slow
@@ -186,7 +205,8 @@ def with_transfers() -> Run:
     """Four layers of 8 nodes; each layer's activation leaves, and comes back under the layer after it."""
     mib, layers = 1 << 20, 4
     saved = [
-        Saved(f"act_{i}", 4 * mib, False, 8 * i + 1, 8 * (layers - 1 - i), 8 * (layers - i) - 1) for i in range(layers)
+        Saved(f"act_{i}", 4 * mib, False, 8 * i + 1, 8 * (layers - 1 - i), 8 * (layers - i) - 1, f"model.py:{i}")
+        for i in range(layers)
     ]
     moved = [Transfer(one.name, 4 * mib, one.made_at, max(0, one.needed_at - 8), one.needed_at) for one in saved[:-1]]
     run = run_of(stage(given("x"), result("x")), stage(given("x"), result("x")))
@@ -200,7 +220,8 @@ def test_transfers_are_written_and_read(tmp_path):
     assert read(tmp_path / "record.jsonl") == with_transfers()
     data = page_data(with_transfers())["graphs"][0]
     assert [one["name"] for one in data["transfers"]] == ["act_0", "act_1", "act_2"]
-    assert ["saved for backward", "", "16.0 MiB", ""] in data["rows"]
+    assert ["saved for backward, on the device", "16.0 MiB", "4.0 MiB", ""] in data["rows"]
+    assert ["moved off the device and back", "0 B", "12.0 MiB", ""] in data["rows"]
 
 
 @pytest.mark.slow
@@ -212,4 +233,4 @@ def test_what_is_kept_and_transferred_is_drawn(opened):
     highest = "return Math.min(...[...document.querySelectorAll(arguments[0])].map((p) => p.getBBox().y))"
     assert browser.execute_script(highest, "#kept .after") > browser.execute_script(highest, "#kept .before")
     # 8 nodes of backward, four of which compute, run while a copy comes back.
-    assert "act_0\t4.0 MiB\thost\t8\t41,943,040" in text_of(browser, "#body")
+    assert "act_0\tmodel.py:0\t4.0 MiB\thost\t8\t41,943,040" in text_of(browser, "#body")

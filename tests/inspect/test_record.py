@@ -15,7 +15,7 @@ import torch
 import fxpasses.inspect
 from fxpasses.inspect import codec, recording
 from fxpasses.inspect.codec import RecordError
-from fxpasses.inspect.model import MAIN
+from fxpasses.inspect.model import MAIN, Run
 from tests.inspect.programs import inputs, model, recorded, refused
 from tests.support import compiled
 
@@ -280,3 +280,33 @@ def test_data_is_recorded_only_when_asked_for(monkeypatch):
     monkeypatch.setenv("FXPASSES_RECORD_VALUES", "1")
     torch._dynamo.reset()
     assert data(recorded().graphs[0]) == [None, [3, 5]]
+
+
+def handing_on(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(torch.nn.Module):
+    @handing_on
+    @handing_on
+    def forward(self, x):
+        if x.shape[0] > 1:
+            x = x + 1
+        return x.relu()
+
+
+def test_a_graph_is_called_after_the_program_and_not_after_its_decorators():
+    [graph] = recorded(Decorated(), torch.ones(2)).graphs
+    line = Decorated.forward.__code__.co_firstlineno  # of the wrapper: the module's own lines follow it
+    place, _, rest = graph.function.partition(" ")
+    assert rest == "in forward (Decorated)" and int(place.removeprefix("test_record.py:")) > line + 3
+
+
+def test_what_a_record_says_cannot_command_a_terminal():
+    hostile = "a\x1b[2J\x07\x00\r\x9bm\x7f\b\n\tb \\u001b \\\\ é 漢 \u2028"
+    lines = [codec.header(Run(program=hostile))]
+    read = codec.parse(lines).program
+    assert read == "a�[2J����m��\n\tb \\u001b \\\\ é 漢 \u2028"

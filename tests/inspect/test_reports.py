@@ -10,14 +10,15 @@ import torch
 
 import fxpasses.inspect
 from fxpasses.inspect.dataflow import Dataflow
-from fxpasses.inspect.figures import before_and_after, figures
+from fxpasses.inspect.figures import before_and_after, figures, saved_before_and_after
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.memory import timeline
-from fxpasses.inspect.model import Node, Run
+from fxpasses.inspect.model import Graph, Node, Partition, Run, Saved, Stage
 from fxpasses.inspect.readable import readable
 from fxpasses.inspect.summary import summary
 from fxpasses.inspect.text import Style, amount, duration, report, size
 from fxpasses.inspect.whynot import near_misses
+from fxpasses.report import Reason, Refusal, Report, Transfer
 from tests.inspect.programs import recorded, refused
 from tests.inspect.stages import call, given, ref, result, stage, tensor
 
@@ -107,6 +108,39 @@ def test_why_not_names_reason_line_and_cost():
     assert miss.kind == "activation" and miss.target == "item"
     assert miss.host_reads == miss.count == 2
     assert miss.where.startswith("programs.py:") and "(lengths * weight).sum().item()" in miss.code
+
+
+def test_why_not_speaks_of_modules_and_inputs_and_not_of_nodes():
+    body = [Node("p", "placeholder", "p"), call("t", "torch.tanh", ref("p"), module="layers.1.mlp"), result("t")]
+    last = Node("item", "call_method", "item", [ref("got")], host_read=True, module="layers.2.mlp")
+    before = stage(
+        given("l_x_"), call("run_1", "checkpoint", {"body": "main/b"}, ref("l_x_")),
+        call("got", "getitem", ref("run_1"), 0), last, result("item"), bodies={"main/b": ("run_1", body)},
+    )  # fmt: skip
+    before.regions[0].nodes[0].source_name = "L['x']"
+    refusals = [Refusal("item", Reason.ACTIVATION, f"`{name}`", module="layers.2.mlp") for name in ("run_1", "l_x_")]
+    graph = Graph(stages=[before, Stage("hoist_metadata", report=Report("hoist_metadata", refusals=refusals))])
+    assert [miss.text for miss in near_misses(graph)] == ["what the checkpoint of `layers.*.mlp` returns", "`x`"]
+
+
+def test_refusals_of_offload_are_of_its_own_graphs():
+    """A node of the captured graph that has the same name has nothing to do with it."""
+    before = stage(given("x"), call("mul", "torch.nonsense", ref("x"), values=[tensor(4)], line=9), result("mul"))
+    report = Report("offload_activations", refusals=[Refusal("mul", Reason.NEEDED_SOON, "", "model.py:3")])
+    graph = Graph(stages=[before, Stage("offload_activations", report=report, partitioned=True)])
+    graph.partition = Partition([1], [1], [Saved("mul", 4096, False, 0, 0, 0)])
+    [miss] = near_misses(graph)
+    assert (miss.target, miss.bytes, miss.code, miss.where) == ("mul", 4096, "", "model.py:3")
+
+
+def test_what_is_saved_before_is_known_of_transfers_alone():
+    graph = Graph(stages=[stage(given("x"), result("x"))])
+    assert saved_before_and_after(graph) == (None, None)
+    graph.partition = Partition([1], [1], [Saved("a", 100, False, 0, 0, 0), Saved("b", 40, False, 0, 0, 0)])
+    assert saved_before_and_after(graph) == (None, 140)
+    report = Report("offload_activations", transfers=[Transfer("a", 100, 0, 0, 0)])
+    graph.stages.append(Stage("offload_activations", report=report, partitioned=True))
+    assert saved_before_and_after(graph) == (140, 40)
 
 
 def test_what_forward_keeps_for_backward():

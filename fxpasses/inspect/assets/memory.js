@@ -20,7 +20,10 @@ function curve(name, values, top) {
     const x = Math.floor(i / values.length * WIDTH);
     if (!highest.has(x) || highest.get(x) < value) highest.set(x, value);
   });
-  return svg("path", {class: name, d: [...highest].map(([x, value], i) => `${i ? "L" : "M"}${x} ${HEIGHT - value / top * (HEIGHT - 10)}`).join("")});
+  return svg("path", {class: name, d: [...highest].map(([x, value], i) => {
+    const y = (HEIGHT - 1 - value / top * (HEIGHT - 11)).toFixed(1);
+    return i ? `H${x}V${y}` : `M${x} ${y}`;
+  }).join("") + `H${WIDTH}`});
 }
 
 function memory(graph, step, open) {
@@ -34,7 +37,7 @@ function memory(graph, step, open) {
   });
   const curves = points.filter(([, , list]) => list.length).map(([, name, list]) => curve(name, list.map((p) => p[1]), top));
   return el("div", {class: "scroll"}, el("h2", {}, "Live memory in forward"),
-    el("p", {class: "faint"}, `In the order of the nodes (grey: before, blue: after); the top is ${bytes(top)}. An eager run of the traced sizes, without what autograd keeps.`),
+    el("p", {class: "faint"}, `In the order of the nodes${step ? " (grey: before, blue: after)" : ""}; the top is ${bytes(top)}. An eager run of the traced sizes, without what autograd keeps.`),
     chart("live", "Live memory in forward", HEIGHT, ...curves), axis("first node", "last node"), el("ul", {}, notes), kept(graph), transfers(graph));
 }
 
@@ -45,6 +48,12 @@ function lengths(graph) {
   if (graph.partition) return [graph.partition.forward.length, graph.partition.backward.length];
   const most = (field) => 1 + Math.max(0, ...graph.transfers.map((one) => one[field]));
   return [most("offloaded_at"), most("needed_at")];
+}
+
+function turn(graph, height) {
+  // The line between forward and backward.
+  const [forward, backward] = lengths(graph), x = forward / (forward + backward) * WIDTH;
+  return svg("line", {class: "turn", x1: x, x2: x, y1: 0, y2: height});
 }
 
 function kept(graph) {
@@ -62,10 +71,10 @@ function kept(graph) {
   const largest = [...saved].sort((a, b) => (b.bytes || 0) - (a.bytes || 0)).slice(0, 20);
   return [el("h2", {}, "Kept for backward"),
     el("p", {class: "faint"}, `${saved.length} tensors, ${bytes(total)}, besides parameters and inputs${graph.transfers.length ? " (grey: if all stayed on the device, blue: with transfers)" : ""}.`),
-    chart("kept", "Bytes kept for backward", HEIGHT, svg("line", {class: "turn", x1: forward / (forward + backward) * WIDTH, x2: forward / (forward + backward) * WIDTH, y1: 0, y2: HEIGHT}),
+    chart("kept", "Bytes kept for backward", HEIGHT, turn(graph, HEIGHT),
       ...(graph.transfers.length ? [curve("before", on, top)] : []), curve("after", off, top)),
     axis("forward", "backward"),
-    largest.length ? tableOf(["the largest", "bytes", "made at", "in"], largest.map((one) => [el("code", {}, one.name), bytes(one.bytes || 0), one.where || "", one.module || ""]), [1]) : ""];
+    largest.length ? tableOf(["the largest", "bytes", "made at", "in"], largest.map((one) => [el("code", {}, one.name), one.bytes === null ? "unknown" : bytes(one.bytes), one.where || "", one.module || ""]), [1]) : ""];
 }
 
 function transfers(graph) {
@@ -73,6 +82,7 @@ function transfers(graph) {
   const [forward, backward] = lengths(graph), x = (position) => position / (forward + backward) * WIDTH;
   const lane = Math.max(2, Math.min(14, 400 / graph.transfers.length)), strip = 60, height = strip + lane * graph.transfers.length;
   const work = graph.partition ? [...graph.partition.forward, ...graph.partition.backward] : [], most = work.reduce((a, b) => Math.max(a, b), 1);
+  const made = new Map((graph.partition ? graph.partition.saved : []).map((one) => [one.name, one.where]));
   const bars = work.map((flops, i) => flops && svg("rect", {class: "work", x: x(i), y: strip - 6 - flops / most * (strip - 10), width: Math.max(1, WIDTH / work.length), height: flops / most * (strip - 10)})).filter(Boolean);
   const lanes = graph.transfers.flatMap((one, i) => {
     const y = strip + i * lane, part = (name, from, to) => svg("rect", {class: name, x: x(from), y: y + 1, width: Math.max(1.5, x(to) - x(from)), height: Math.max(1, lane - 2)});
@@ -80,7 +90,7 @@ function transfers(graph) {
   });
   const under = (one) => (graph.partition ? graph.partition.backward : []).slice(one.reloaded_at, one.needed_at).reduce((a, b) => a + b, 0);
   return [el("h2", {}, "Transfers against compute"),
-    el("p", {class: "faint"}, "Above: FLOPs of each node, forward and then backward. Below, a line a tensor: away from the device (pale), and copied back while backward computes (strong). A copy that is short of compute makes backward wait."),
-    chart("transfers", "Transfers against compute", height, ...bars, ...lanes), axis("forward", "backward"),
-    tableOf(["tensor", "bytes", "to", "nodes under the copy back", "FLOPs under it"], graph.transfers.map((one) => [el("code", {}, one.name), bytes(one.bytes), one.to || "host", one.needed_at - one.reloaded_at, under(one).toLocaleString("en")]), [1, 3, 4])];
+    el("p", {class: "faint"}, "Grey bars: FLOPs of each node, forward and then backward. Below them a line for each tensor: away from the device (pale), then copied back while backward computes (strong). A copy with little compute above it makes backward wait."),
+    chart("transfers", "Transfers against compute", height, turn(graph, height), ...bars, ...lanes), axis("forward", "backward"),
+    tableOf(["tensor", "made at", "bytes", "to", "nodes of backward during the copy back", "their FLOPs"], graph.transfers.map((one) => [el("code", {}, one.name), made.get(one.name) || "", bytes(one.bytes), one.to || "host", one.needed_at - one.reloaded_at, under(one).toLocaleString("en")]), [2, 4, 5])];
 }

@@ -4,7 +4,7 @@ const record = JSON.parse(document.getElementById("record").textContent);
 for (const kind of record.kinds) KINDS[kind.key] = kind;
 const TABS = [["changes", "Changes"], ["graph", "Graph"], ["left", "Left alone"], ["memory", "Memory"], ["symbols", "Symbols"], ["figures", "Figures"]];
 const main = document.getElementById("main"), search = document.getElementById("search");
-const state = {graph: null, step: 0, tab: "changes", kinds: new Set(Object.keys(KINDS)), module: "", query: "", changedOnly: false, selected: null};
+const state = {graph: null, step: 0, tab: "changes", kinds: new Set(Object.keys(KINDS)), module: "", query: "", changedOnly: false, selected: null, filters: false};
 let table = null, detail = null, rows = [];
 
 const graph = () => record.graphs[state.graph];
@@ -72,7 +72,8 @@ function visible(row) {
 function cellText(node) {
   if (!node) return "";
   const depth = "  ".repeat(node.region.split("/").length - 1);
-  const assigned = node.call.startsWith("return") ? node.call : `${node.name} = ${node.call}`;
+  // Dynamo's name of an input is its whole path once more; the call says it as the program does.
+  const assigned = node.call.startsWith("return") || node.call.startsWith("input ") ? node.call : `${node.name} = ${node.call}`;
   return `${depth}${node.region.startsWith("prologue") ? "↑ " : ""}${assigned}${node.type ? `   # ${node.type}` : ""}`;
 }
 
@@ -105,7 +106,7 @@ function goTo(place) {
 function nextChange(direction) {
   if (state.tab !== "graph") return;
   for (let index = table.selected + direction; index >= 0 && index < rows.length; index += direction) {
-    if (rows[index].changes.length) return table.select(index);
+    if (rows[index].changes.length) return table.select(index, true);
   }
 }
 
@@ -185,16 +186,18 @@ function render() {
     return;
   }
   const current = graph();
-  crumbs.textContent = `graph ${current.compile_id || state.graph} · ${current.function || ""} · ${current.outcome || ""}`;
+  crumbs.textContent = `graph ${current.compile_id || state.graph} · ${current.function || ""} · ${OUTCOMES[current.outcome] || ""}`;
+  crumbs.title = crumbs.textContent;
   const passes = el("select", {id: "pass", "aria-label": "Pass", onchange: (event) => { Object.assign(state, {step: Number(event.target.value), selected: null}); render(); }},
     current.steps.map((one, index) => el("option", {value: index, selected: index === state.step}, one.name)));
+  const filters = el("button", {id: "filters", "aria-expanded": String(state.filters), onclick: () => { state.filters = !state.filters; render(); }}, "Filters");
   const tabs = el("div", {class: "tabs", role: "tablist"}, TABS.map(([key, name], index) => el("button", {role: "tab", id: `tab-${key}`, "aria-selected": String(state.tab === key), title: `${name} (${index + 1})`,
     onclick: () => { state.tab = key; render(); }}, name + (key === "left" && current.left_alone.length ? ` (${current.left_alone.length})` : ""))),
-    el("span", {class: "gap"}), current.steps.length ? el("label", {}, "pass ", passes) : "");
+    el("span", {class: "gap"}), state.tab === "graph" || state.tab === "changes" ? filters : "", current.steps.length ? el("label", {}, "pass ", passes) : "");
   const view = {changes: () => changesView(current, step(), state.kinds, matches, goTo), graph: graphView, left: () => leftAlone(current),
     memory: () => memory(current, step(), goTo), symbols: () => symbols(current), figures: () => figuresView(current)}[state.tab]();
   const sided = state.tab === "graph" || state.tab === "changes";
-  main.replaceChildren(tabs, el("div", {class: "split"}, sided ? el("aside", {class: "side", id: "side", "aria-label": "Filters"}) : "", el("div", {class: "graph", id: "body"}, view)));
+  main.replaceChildren(tabs, el("div", {class: "split"}, sided ? el("aside", {class: `side ${state.filters ? "open" : ""}`, id: "side", "aria-label": "Filters"}) : "", el("div", {class: "graph", id: "body"}, view)));
   renderSide();
   if (state.tab === "graph") { showList(); showDetail(); }
 }

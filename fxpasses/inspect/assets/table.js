@@ -53,10 +53,10 @@ class Table {
     if (this.selected >= 0) this.element.setAttribute("aria-activedescendant", `row-${this.selected}`);
   }
 
-  select(index) {
+  select(index, centre = false) {
     if (!this.rows.length) return;
     this.selected = Math.max(0, Math.min(this.rows.length - 1, index));
-    this.reveal(this.selected, false);
+    this.reveal(this.selected, centre);
     this.paint();
     this.onselect(this.selected);
   }

@@ -11,9 +11,11 @@ function seconds(s) { return s >= 1 ? `${s.toFixed(1)} s` : `${Math.round(1000 *
 
 function kindLabel(kind) { return el("span", {class: `kind ${kind}`}, `${KINDS[kind].mark} ${KINDS[kind].name}`); }
 
-function tableOf(headers, rows, numbers = []) {
+const OUTCOMES = {rewritten: "rewritten", captured: "compiled as captured", uncompiled: "not compiled", retraced: "given up, and traced again"};
+
+function tableOf(headers, rows, numbers = [], kind = null) {
   const number = (i) => ({class: numbers.includes(i) ? "number" : null});
-  return el("table", {},
+  return el("table", {class: kind},
     el("thead", {}, el("tr", {}, headers.map((h, i) => el("th", number(i), h)))),
     el("tbody", {}, rows.map((row) => el("tr", row.attributes || {}, (row.cells || row).map((c, i) => el("td", number(i), c))))));
 }
@@ -36,7 +38,7 @@ function overview(record, open) {
   return el("div", {class: "scroll"},
     el("h1", {}, `${record.graphs.length} compiled graph${record.graphs.length === 1 ? "" : "s"}`),
     el("p", {class: "faint"}, [record.program, versions, record.started, record.rank === null || record.rank === undefined ? "" : `rank ${record.rank}`].filter(Boolean).join(" · ")),
-    rows.length ? tableOf(["graph", "from", "what the passes did", "host reads a step", "once a batch", "operators", "left alone"], rows, [3, 4, 5, 6])
+    rows.length ? tableOf(["graph", "from", "what the passes did", "host reads a step", "once a batch", "operators", "left alone"], rows, [3, 4, 5, 6], "wide")
       : el("p", {}, "Nothing was compiled with the backend fastpack."));
 }
 
@@ -45,13 +47,14 @@ function headline(graph) {
   const rows = graph.rows.filter((row) => row[1] !== row[2] || row[3]);
   return el("div", {class: "headline"},
     graph.passes.map((pass) => el("p", {}, el("strong", {}, `${pass.name}: `), pass.failure ? el("span", {class: "bad"}, `failed and was left out: ${pass.failure}`)
-      : el("span", {class: pass.summary ? "good" : ""}, pass.summary || "nothing to do"))),
+      : el("span", {class: pass.summary ? "good" : ""}, pass.summary || "nothing to do"),
+      pass.taken.length ? el("details", {class: "taken"}, el("summary", {}, `what it took (${pass.taken.length})`), el("ul", {}, pass.taken.map((one) => el("li", {}, one)))) : "")),
     graph.left_alone_line ? el("p", {}, el("strong", {}, "left alone: "), el("span", {class: "kind rewired"}, graph.left_alone_line), el("span", {class: "faint"}, " (3 shows them)")) : "",
     tableOf(["each step", "before", "after", "once a batch"], rows, [1, 2, 3]));
 }
 
 function changesView(graph, step, kinds, matches, open) {
-  if (!step) return el("div", {class: "scroll"}, headline(graph), el("p", {}, "No pass changed this graph."));
+  if (!step) return el("div", {class: "scroll", id: "changes"}, headline(graph), el("p", {}, graph.transfers.length ? "No pass changed the captured graph. What was put into forward and backward, which were made of it: Memory (4)." : "No pass changed this graph."));
   let shown = 0;
   const sections = step.sections.map((section) => {
     const lines = section.lines.filter((line) => kinds.has(line.kind) && matches(`${line.what} ${line.source} ${line.module} ${line.code}`));
@@ -65,7 +68,7 @@ function changesView(graph, step, kinds, matches, open) {
         cells: [kindLabel(line.kind), line.source, [el("code", {}, line.code)], el("code", {class: "faint"}, line.what), ...(modules ? [line.module] : [])],
       };
     });
-    return el("details", {open: true}, el("summary", {}, section.title), tableOf(["kind", "line", "code", "operators", ...(modules ? ["module"] : [])], rows));
+    return el("details", {open: true}, el("summary", {}, section.title), tableOf(["kind", "line", "code", "operators", ...(modules ? ["module"] : [])], rows, [], "stacks"));
   });
   return el("div", {class: "scroll", id: "changes"}, headline(graph), shown ? sections : el("p", {}, "No change matches the filters."));
 }
@@ -73,8 +76,8 @@ function changesView(graph, step, kinds, matches, open) {
 function leftAlone(graph) {
   const rows = graph.left_alone.map((miss) => [
     el("code", {}, miss.count > 1 ? `${miss.target} ×${miss.count}` : miss.target), miss.text ? `${miss.reason}: ${miss.text}` : miss.reason,
-    miss.where, el("code", {}, miss.code), [miss.host_reads ? `${miss.host_reads} host reads a step` : "", miss.bytes ? bytes(miss.bytes) : ""].filter(Boolean).join(", "), miss.pass_name]);
-  return el("div", {class: "scroll"}, rows.length ? tableOf(["what", "why it was left alone", "line", "code", "costs", "pass"], rows)
+    [miss.where, miss.module ? el("div", {class: "faint"}, `in ${miss.module}`) : ""], el("code", {}, miss.code), [miss.host_reads ? `${miss.host_reads} host reads a step` : "", miss.bytes ? bytes(miss.bytes) : ""].filter(Boolean).join(", "), miss.pass_name]);
+  return el("div", {class: "scroll"}, rows.length ? tableOf(["what", "why it was left alone", "line", "code", "costs", "pass"], rows, [], "stacks")
     : el("p", {}, "Nothing that a pass looked for was left alone."));
 }
 

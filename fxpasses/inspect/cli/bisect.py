@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fxpasses.inspect.model import MAIN
 
 if TYPE_CHECKING:
     from fxpasses.inspect.model import Graph
@@ -21,7 +23,7 @@ HELP = "find the pass, graph and change that make a check fail, and write a prog
 EPILOG = """\
 SCRIPT fails if its exit code is not 0, as with a failed assertion. It is run several times, each time in a new process
 with FXPASSES_PASSES (the passes to run), FXPASSES_GRAPHS (on how many graphs) and FXPASSES_CHANGES (how many changes of
-a pass) in the environment.
+a pass) in the environment. Then the graph is written as a program of its own, and made smaller while it still fails.
 
 examples:
   fxpasses bisect check.py
@@ -35,6 +37,10 @@ exit codes: 0 the pass was found; 1 there is none to find: SCRIPT does not fail,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", default="fxpasses-reproduction.py", metavar="FILE", help="default: %(default)s")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of one run; a run that takes longer fails")
+    parser.add_argument(
+        "--minimise", type=float, default=120, metavar="SECONDS",
+        help="how long to make the reproduction smaller; 0: it holds the whole graph (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="show what the script prints")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that exits with 0 if all is well")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own")
@@ -56,11 +62,20 @@ class _Check:
 
     given: argparse.Namespace
     folder: Path
-    runs: int = 0
+    last: int = 0  # the number of the run that `graphs` speaks of
+    done: dict[str, tuple[bool, int]] = field(default_factory=dict)  # by environment: whether it failed, and the run
 
     def fails(self, what: str, environment: Mapping[str, str]) -> bool:
-        self.runs += 1
-        records = self.folder / str(self.runs)
+        """Run it; what was run before in the same environment is taken from there."""
+        key = repr(sorted(environment.items()))
+        if key not in self.done:
+            self.last = len(self.done) + 1
+            self.done[key] = self._run(what, environment), self.last
+        failed, self.last = self.done[key]
+        return failed
+
+    def _run(self, what: str, environment: Mapping[str, str]) -> bool:
+        records = self.folder / str(self.last)
         extra = {**environment, "FXPASSES_RECORD": str(records), "FXPASSES_RECORD_VALUES": "1"}
         command = [sys.executable, self.given.script, *self.given.arguments]
         output = None if self.given.verbose else subprocess.DEVNULL
@@ -81,7 +96,7 @@ class _Check:
     def processes(self) -> list[list[Graph]]:
         from fxpasses.inspect.cli.records import load_all
 
-        records = self.folder / str(self.runs)
+        records = self.folder / str(self.last)
         return [list(record.graphs) for record in load_all(str(records))] if records.exists() else []
 
     def last_changed(self, culprit: str) -> tuple[Graph | None, int]:
@@ -231,36 +246,98 @@ def _tell(
             if after.name == culprit:
                 print(changes(before, after, f"what {culprit} changed in it", style))
     limits = {CHANGES: f"{culprit}:{found.number}"} if found is not None else {}
-    _write_reproduction(graph, passes, limits, given)
+    _write_reproduction(graph, passes, limits, _suspects(culprit, graph, found), given)
+
+
+def _suspects(culprit: str, graph: Graph, found: _Change | None) -> list[str]:
+    """Nodes of the captured main graph that take something else since the wrong change: it shows there first."""
+    from fxpasses.inspect.changes import Kind, diff
+
+    if found is not None and found.failing is not None and found.passing is not None:
+        pairs = [(found.passing.final, found.failing.final)]
+    else:
+        pairs = [(before, after) for before, after in graph.steps() if after.name == culprit]
+    regions = {region.path: region for region in graph.captured.regions or ()}
+    names: dict[str, None] = {}
+    for before, after in pairs:
+        for change in diff(before, after).of(Kind.REWIRED):
+            path, name = change.before or ("", "")
+            while path != MAIN and path in regions:
+                path, name = regions[path].parent, regions[path].call
+            if path == MAIN and any(node.name == name and node.values for node in regions[MAIN].nodes):
+                names[name] = None
+    return list(names)[:_MOST_SUSPECTS]
+
+
+_MOST_SUSPECTS = 8
 
 
 def _write_reproduction(
-    graph: Graph, passes: list[str], environment: Mapping[str, str], given: argparse.Namespace
+    graph: Graph, passes: list[str], environment: dict[str, str], suspects: list[str], given: argparse.Namespace
 ) -> None:
+    from fxpasses.inspect.cli.trials import alone, outcome
     from fxpasses.inspect.reproduction import CannotReproduce, reproduction
+    from fxpasses.overrides import PASSES
 
+    file = Path(given.output)
     try:
-        text = reproduction(graph, passes, Path(given.output).name, environment)
+        text = reproduction(graph, passes, file.name, environment)
     except CannotReproduce as error:
         print(f"no reproduction was written: it cannot hold {error}")
         return
-    Path(given.output).write_text(text, encoding="utf-8")
-    print(f"wrote {given.output}, which {_try(given)}")
-
-
-def _try(given: argparse.Namespace) -> str:
-    """Whether the reproduction shows the failure, in words."""
-    from fxpasses.inspect.reproduction import AGREE, DISAGREE
-
-    try:
-        done = subprocess.run(
-            [sys.executable, given.output], capture_output=True, text=True, errors="replace", timeout=given.timeout
+    file.write_text(text, encoding="utf-8")
+    printed = alone(given.output, given.timeout)
+    found = outcome(printed) if printed else "does not end in time"
+    if not printed:
+        told = "does not end in time"
+    elif found == "agree":
+        told = "does not fail by itself: what goes wrong needs more of the program"
+    elif outcome(alone(given.output, given.timeout, {PASSES: ""})) != "agree":
+        last = (printed.strip().splitlines() or ["no message"])[-1]
+        told = f"fails without the passes as well, and so shows something else: {last}"
+    else:
+        told = "fails as well, and passes without the passes" + _minimised(
+            text, found, graph, passes, environment, suspects, given
         )
-    except subprocess.TimeoutExpired:
-        return "does not end in time"
-    if DISAGREE in done.stdout:
-        return "fails as well"
-    if AGREE in done.stdout:
-        return "does not fail by itself: what goes wrong needs more of the program"
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return f"stops with an error, perhaps another: {last}"
+    print(f"wrote {given.output}, which {told}")
+
+
+def _minimised(
+    text: str,
+    wanted: str,
+    graph: Graph,
+    passes: list[str],
+    environment: dict[str, str],
+    suspects: list[str],
+    given: argparse.Namespace,
+) -> str:
+    """Write a smaller reproduction of the same failure, if there is one; what was done, in words."""
+    from fxpasses.inspect.cli.trials import Trials, alone, outcome
+    from fxpasses.inspect.minimise import minimise
+    from fxpasses.inspect.reproduction import CannotReproduce, reproduction
+    from fxpasses.overrides import PASSES
+
+    if given.minimise <= 0:
+        return ""
+    file = Path(given.output)
+    with Trials(given.minimise) as trials:
+
+        def fails(smaller: Graph, limits: dict[str, str] = environment) -> bool:
+            if trials.over:
+                return False
+            try:
+                return outcome(trials.run(reproduction(smaller, passes, file.name, limits))) == wanted
+            except CannotReproduce:
+                return False
+
+        smallest = minimise(graph, fails, suspects)
+        if environment and fails(smallest, {}):  # in a smaller graph the pass makes fewer changes
+            environment = {}
+        stopped = ", when time was up" if trials.over else ""
+    file.write_text(reproduction(smallest, passes, file.name, environment), encoding="utf-8")
+    if outcome(alone(given.output, given.timeout)) != wanted or (
+        outcome(alone(given.output, given.timeout, {PASSES: ""})) != "agree"
+    ):
+        file.write_text(text, encoding="utf-8")
+        return f" (all {graph.nodes} nodes of the graph: no smaller one fails by itself)"
+    return f" ({smallest.nodes} of the graph's {graph.nodes} nodes, after {trials.count} trials{stopped})"

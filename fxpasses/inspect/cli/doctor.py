@@ -49,6 +49,7 @@ def findings() -> Iterator[Finding]:
     yield from _versions()
     yield from _devices()
     yield from _capture()
+    yield from _private_names()
     yield from _environment()
     yield from _tools()
 
@@ -120,6 +121,28 @@ def _capture() -> Iterator[Finding]:
     )
 
 
+def _private_names() -> Iterator[Finding]:
+    """What is read of PyTorch under names that it does not promise, besides those of capture."""
+    from importlib import import_module
+
+    from fxpasses.inspect import partition
+
+    for subject, module, name, works, without in (
+        (
+            "bytes saved", partition.MODULE, partition.NAME, "records know what is saved for backward",
+            "records do not know what is saved for backward",
+        ),
+        ("structured trace", "torch._logging", "trace_structured", "tlparse shows our graphs", "it lacks ours"),
+        ("offload", "torch._inductor.custom_graph_pass", "CustomPartitionerFn", "works", "fastpack.offload fails"),
+    ):  # fmt: skip
+        try:
+            found = hasattr(import_module(module), name)
+        except ImportError:
+            found = False
+        missing = f"{without}, as this torch has no {module}.{name}"
+        yield Finding(subject, "ok" if found else "off", works if found else missing)
+
+
 def _environment() -> Iterator[Finding]:
     for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
         if os.environ.get(name, "0") not in ("", "0"):
@@ -127,6 +150,7 @@ def _environment() -> Iterator[Finding]:
     for name, effect in (
         ("FXPASSES_PASSES", "these passes alone run"),
         ("FXPASSES_GRAPHS", "passes run on so many graphs alone"),
+        ("FXPASSES_CHANGES", "a pass makes so many changes alone"),
         ("FXPASSES_RECORD", "each process writes a record there"),
         ("FXPASSES_RECORD_VALUES", "records hold the elements of small integer inputs"),
         ("TORCH_TRACE", "graphs and reports go into the structured trace"),

@@ -32,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.main import Failure
+    from fxpasses.inspect.cli.main import Failure, check_folder
     from fxpasses.inspect.cli.records import load_one
     from fxpasses.inspect.drawing import DrawingError, dot, svg
 
+    check_folder(given.output)
     graphs = [graph for graph in load_one(given.record).graphs if given.graph in ("", graph.compile_id)]
     if not graphs:
         raise Failure(f"{given.record}: holds no graph {given.graph}".rstrip())

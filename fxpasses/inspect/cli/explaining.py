@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -49,19 +51,43 @@ def run(given: argparse.Namespace) -> int:
         print(json.dumps(found, ensure_ascii=False, indent=1))
         return 0
     style = Style.of(sys.stdout)
-    print("\n\n".join(_explain(graph, style) for graph in graphs) or "the record holds no graph")
+    print("\n\n".join(_explain_all(graphs, style)) or "the record holds no graph")
     return 0
 
 
+def _explain_all(graphs: list[Graph], style: Style) -> Iterator[str]:
+    """Each graph; of a recompilation, or another rank, of which all the same is to be said, only that it is so."""
+    from fxpasses.inspect.text import name, passes
+
+    told: dict[tuple[str, str], str] = {}
+    for graph in graphs:
+        rank = f", rank {graph.rank}" if graph.rank is not None else ""
+        recompiled = f", recompilation {graph.recompile}" if graph.recompile else ""
+        title = style.bold(f"graph {name(graph)}") + f"  {graph.function}{recompiled}{rank}"
+        explained = _explain(graph, style)
+        same = told.setdefault((graph.function, explained), f"graph {name(graph)}{rank}")
+        if same != f"graph {name(graph)}{rank}":
+            yield f"{title}\nthe same as {same}"
+        else:
+            yield f"{title}\n{passes(graph, style)}\n{explained}"
+
+
 def _explain(graph: Graph, style: Style) -> str:
-    from fxpasses.inspect.text import name, passes, why_not
+    from fxpasses.inspect.summary import taken
+    from fxpasses.inspect.text import why_not
     from fxpasses.inspect.whynot import near_misses
 
-    rank = f", rank {graph.rank}" if graph.rank is not None else ""
-    parts = [style.bold(f"graph {name(graph)}") + f"  {graph.function}{rank}", passes(graph, style)]
+    parts = []
     for report in graph.reports:
         if report.changes:
-            parts += [style.bold(f"taken by {report.pass_name}"), *(f"  · {change}" for change in report.changes)]
+            parts.append(style.bold(f"taken by {report.pass_name}"))
+            parts += [
+                line
+                for change in taken(report)
+                for line in textwrap.wrap(
+                    change, style.width, initial_indent="  · ", subsequent_indent="    ", break_on_hyphens=False
+                )
+            ]
     misses = near_misses(graph)
     parts.append(why_not(misses, style) if misses else "nothing that a pass looked for was left alone")
     return "\n".join(parts)

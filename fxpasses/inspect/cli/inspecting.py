@@ -42,12 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.main import check_folder
+    from fxpasses.inspect.cli.main import Failure, check_folder
     from fxpasses.inspect.cli.records import load_all
 
     check_folder(given.save, given.html)
     path = Path(given.script)
     if not given.module and (path.is_dir() or path.suffix in (".jsonl", ".json")):
+        if given.arguments:
+            raise Failure(f"{' '.join(given.arguments)}: options stand before the record, as in --html FILE RECORD")
         code, records = 0, load_all(given.script)
     else:
         code, record = _run_script(given)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from fxpasses.inspect import Record, load
 from fxpasses.inspect.cli.main import Failure
+from fxpasses.inspect.codec import RecordError
 
 
 def load_all(path: str) -> list[Record]:
@@ -16,7 +18,15 @@ def load_all(path: str) -> list[Record]:
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise Failure(f"{path}: holds no record (*.jsonl)")
-    return sorted((load(file) for file in files), key=lambda record: (record.rank or 0, record.pid))
+    found = []
+    for file in files:
+        try:
+            found.append(load(file))
+        except RecordError as error:  # one process that was killed at once must not hide the others
+            print(f"fxpasses: left out: {' '.join(str(error).split())}", file=sys.stderr)
+    if not found:
+        raise Failure(f"{path}: holds no record that can be read")
+    return sorted(found, key=lambda record: (record.rank or 0, record.pid))
 
 
 def load_one(path: str) -> Record:
