@@ -45,7 +45,7 @@ def is_topk_index(ids: Node, is_constant: Callable[[Node], bool]) -> bool:
 
 
 def chooses_among(ids: Node, is_constant: Callable[[Node], bool]) -> int | None:
-    """How many experts there are to choose from, where `ids` is the index of `torch.topk`: they are below that."""
+    """How many experts there are to choose from, where `ids` is the index of `topk`, `max` or `argmax`."""
     name = operator_of(ids)
     source = ids.args[0] if ids.args else None
     if not isinstance(source, Node) or not is_constant(ids):
@@ -56,9 +56,20 @@ def chooses_among(ids: Node, is_constant: Callable[[Node], bool]) -> int | None:
             return None
         size = scores.meta["example_value"].shape[-1] if isinstance(scores, Node) else None
         return size if isinstance(size, int) else None
+    if name == "argmax" or (name == "getitem" and ids.args[1] == 1 and operator_of(source) == "max"):
+        return _best_of_last(ids if name == "argmax" else source)
     if name in KEEP_VALUES or (name == "getitem" and is_integer(source)):
         return chooses_among(source, is_constant)
     return None
+
+
+def _best_of_last(node: Node) -> int | None:
+    """How many there are to choose from in `scores.argmax(-1)`, `scores.max(-1)`."""
+    scores = node.args[0].meta.get("example_value") if isinstance(node.args[0], Node) else None
+    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    if not isinstance(scores, torch.Tensor) or type(dim) is not int or dim not in (-1, scores.ndim - 1):
+        return None
+    return scores.shape[-1] if isinstance(scores.shape[-1], int) else None
 
 
 def writes_integers(node: Node) -> bool:

@@ -6,26 +6,84 @@ with the query. `torch._check(tok.numel() <= capacity)` looks the same, with a s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 from torch.fx import Node
 
 from fxpasses.graph.families import operator_of
+from fxpasses.graph.symbols import constant, expression, is_symbolic
 
-_SHAPE_ONLY = ("getitem", "squeeze", "flatten", "view", "reshape", "unbind")
+
+class Sizes:
+    """What is known of the numbers of rows that the experts of a loop have.
+
+    counts: a symbol for each expert's number of rows. known: what the symbols of the graph's sizes are, in terms of
+    `counts`. most: how many rows an expert may have at most. total: how many all of them have together. Both may be
+    None, for not known.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[sympy.Symbol] = (),
+        known: Mapping[Any, Any] | None = None,
+        most: int | None = None,
+        total: Any = None,
+    ) -> None:
+        self._counts, self._known, self._most = list(counts), dict(known or {}), most
+        rest = {} if total is None or not counts else {counts[-1]: total - sum(counts[:-1])}
+        self._last = {symbol: value.subs(rest) for symbol, value in self._known.items()} if rest else {}
+
+    def number(self, node: Node) -> int | None:
+        """What a symbolic number is, if it follows from how many rows all experts have together."""
+        example = node.meta.get("example_value")
+        if not self._last or not is_symbolic(example) or constant(example) is not None:
+            return None
+        found = expression(example).xreplace(self._last)
+        found = sympy.expand(found) if isinstance(found, sympy.Expr) else found
+        return int(found) if isinstance(found, sympy.Integer) else None
+
+    def imply(self, assertion: Node) -> bool:
+        """Whether an assertion holds of any rows."""
+        condition = assertion.args[0] if assertion.args else None
+        if not isinstance(condition, Node):
+            return False
+        asserted = expression(condition.meta.get("example_value"))
+        if isinstance(asserted, sympy.Basic) and asserted.free_symbols and asserted.free_symbols <= self._known.keys():
+            return self._holds(asserted.xreplace(self._known)) or self._holds(asserted.xreplace(self._last))
+        return _is_of_any_size(condition, self._most)
+
+    def _holds(self, asserted: Any) -> bool:
+        if asserted == sympy.true:
+            return True
+        if isinstance(asserted, sympy.Eq):
+            return bool(sympy.expand(asserted.lhs - asserted.rhs) == 0)
+        if isinstance(asserted, (sympy.Le, sympy.Lt)):
+            above, strictly = asserted.rhs - asserted.lhs, isinstance(asserted, sympy.Lt)
+        elif isinstance(asserted, (sympy.Ge, sympy.Gt)):
+            above, strictly = asserted.lhs - asserted.rhs, isinstance(asserted, sympy.Gt)
+        else:
+            return False
+        least = 0
+        for term, factor in sympy.expand(above).as_coefficients_dict().items():
+            if term == 1:
+                least += factor
+            elif term not in self._counts or (factor < 0 and self._most is None):
+                return False
+            elif factor < 0:
+                least += factor * self._most
+        return bool(least >= (1 if strictly else 0))
 
 
-def is_implied(assertion: Node, most_rows: int | None) -> bool:
-    """most_rows: how many rows an expert of the loop may have at most, if that is a number."""
-    condition = assertion.args[0] if assertion.args else None
-    if not isinstance(condition, Node) or len(condition.args) != 2:
+def _is_of_any_size(condition: Node, most_rows: int | None) -> bool:
+    """By the looks of it, where the sizes are not understood."""
+    if len(condition.args) != 2:
         return False
     name, (left, right) = operator_of(condition), condition.args
     if name == "ge":
         return type(right) is int and right == 0
-    if (
-        name == "eq"
-    ):  # sizes of operands that must fit, and parts that must cover; one size that must be a number is not
+    if name == "eq":  # sizes of operands that must fit, and parts that must cover; one that must be a number is not
         return isinstance(right, Node) or operator_of(left) == "sym_sum" if isinstance(left, Node) else False
     if name != "le" or not isinstance(left, Node):
         return False
@@ -42,7 +100,7 @@ def _elements_of_mask(size: Node) -> Any:
         name, operands = operator_of(node), [arg for arg in node.args[:2] if isinstance(arg, Node)]
         if name in ("where", "nonzero", "unique") and operands:
             return operands[0].meta["example_value"].numel()
-        if name in ("getitem", "masked_select") and len(operands) == 2:
+        if name == "getitem" and len(operands) == 2:
             return operands[1].meta["example_value"].numel()
         node = (
             operands[0] if name in ("getitem", "squeeze", "flatten", "view", "reshape", "unbind") and operands else None

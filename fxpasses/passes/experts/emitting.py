@@ -10,9 +10,13 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph import effects
-from fxpasses.graph.symbols import is_unbacked
+from fxpasses.graph.families import operator_of
+from fxpasses.graph.symbols import is_symbolic, is_unbacked
+from fxpasses.passes.experts.memory import storages
 from fxpasses.passes.experts.selection import Unknown
 
+# What these find is new to every run on fake tensors.
+_ASKING = ("where", "nonzero", "masked_select", "item", "unique", "getitem")
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
@@ -23,7 +27,7 @@ class Emitter:
         self.graph = graph
         self._fake_mode = fake_mode
         self._origin = origin
-        self._emitted: list[Node] = []
+        self._emitted: dict[Node, None] = {}
 
     def __call__(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: Node | None = None
@@ -55,9 +59,22 @@ class Emitter:
 
     def settle(self, number: Node, known: int) -> None:
         """Put in what a symbolic number is known to be, and bring up to date what was made of it."""
-        stale = _put(number, known)
-        for node in [node for node in self.graph.nodes if node is not number]:
-            if node not in stale:
+        self._bring_up_to_date(_put(number, known), [])
+
+    def update(self, results: list[Node]) -> None:
+        """Bring up to date what was made of results whose sizes are known now."""
+        self._bring_up_to_date({user for node in results for user in node.users}, results)
+
+    def _bring_up_to_date(self, stale: set[Node], made: list[Node]) -> None:
+        """Values on fake tensors anew, as far as sizes were not known before, and for all that shares their memory."""
+        renewed: set[int] = set()
+        for node in [node for node in self.graph.nodes if node not in made]:
+            before = node.meta.get("example_value")
+            asks = "unbacked_bindings" in node.meta and operator_of(node) in _ASKING
+            if node not in stale or asks or not node.op.startswith("call"):
+                continue
+            shared = set(storages(node))
+            if not shared & renewed and not any(map(_is_unknown, pytree.tree_leaves(before))):
                 continue
             fakes = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("example_value"))
             with self._fake_mode, enable_python_dispatcher():
@@ -66,18 +83,21 @@ class Emitter:
                 stale |= _put(node, value)
                 self.graph.erase_node(node)
                 continue
-            unknown = any(is_unbacked(leaf) for leaf in pytree.tree_leaves(node.meta.get("example_value")))
             node.meta["example_value"] = value
             node.meta.pop("unbacked_bindings", None)
-            if unknown:
-                stale |= set(node.users)
+            renewed |= shared
+            stale |= set(node.users)
+
+    def made(self, node: Node) -> bool:
+        """Whether a node is one of the new ones."""
+        return node in self._emitted
 
     def undo(self) -> None:
         for node in reversed(self._emitted):
             self.graph.erase_node(node)
 
     def _note(self, node: Node, origin: Node) -> None:
-        self._emitted.append(node)
+        self._emitted[node] = None
         node.meta = {key: value for key, value in origin.meta.items() if key in _PROVENANCE}
 
 
@@ -89,3 +109,7 @@ def _put(node: Node, number: int) -> set[Node]:
             (user.args, user.kwargs), lambda operand: number if operand is node else operand
         )
     return users
+
+
+def _is_unknown(value: Any) -> bool:
+    return (isinstance(value, torch.Tensor) or is_symbolic(value)) and is_unbacked(value)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpasses.graph.families import Family
 from fxpasses.graph.symbols import expression, is_unbacked
 
 
@@ -22,6 +23,13 @@ class Rows:
     @property
     def ndim(self) -> int:
         return int(self.node.meta["example_value"].ndim)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Rows [N, width] laid end to end, as `masked_select` gives them."""
+
+    rows: Rows
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,16 @@ def row_of(example: Any) -> int | None:
 
 def _is_data(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and is_unbacked(size) and not isinstance(expression(size), int)
+
+
+def example_of(value: Node | Family) -> Any:
+    """The value on fake tensors; of a family, that of the first branch."""
+    return value.example if isinstance(value, Family) else value.meta["example_value"]
+
+
+def same_size(first: Node | Family, second: Node | Family) -> bool:
+    one, other = ([expression(size) for size in example_of(value).shape] for value in (first, second))
+    return one == other
 
 
 def is_tensor(node: Node) -> bool:

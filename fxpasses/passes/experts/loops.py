@@ -3,7 +3,8 @@
 out.index_add_(0, tok_e, y_e)        E writes into one buffer, or a chain of E values
 out[tok_e] += y_e                    three nodes a branch: getitem, iadd, setitem
 y[mask_e] = y_e                      or y[start_e:stop_e] = y_e
-torch.cat([y_0, y_1, ...])
+out = out + zeros.masked_scatter(mask_e, y_e)
+torch.cat([y_0, y_1, ...])           or several lists, one of each thing that a branch gives
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import is_unbacked
 
 _ADDING = frozenset({"index_add_", "index_add", "scatter_add_", "scatter_add", "index_put_", "index_put"})
-_FUNCTIONAL = ("index_add", "scatter_add", "index_put")
+_FUNCTIONAL = ("index_add", "scatter_add", "index_put", "masked_add")
 _IN_PLACE_ADD = frozenset({"iadd", "add", "add_", "__iadd__"})
+_CONCATENATE = ("cat", "concat", "concatenate")
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 
 
 @dataclass(frozen=True)
 class Merge:
-    """The end of one branch: `node` merges `values`. parts: what belongs to it, the `getitem` and `iadd` of a `+=`."""
+    """The end of one branch: `node` merges `values`. parts: what belongs to it, the `getitem` and `iadd` of a `+=`.
+
+    Of lists, `node` is the first that is concatenated, and `values` are the branch's parts of all lists.
+    """
 
     node: Node
     values: tuple[Any, ...]
@@ -36,16 +42,29 @@ class Merge:
 
 @dataclass(frozen=True)
 class Loop:
-    """kind: "add" (the operator of the merges), "assign" or "cat". buffer: what is merged into, before the first."""
+    """kind: "index_add" (the operator of the merges), "setadd", "assign", "masked_add", "masked_add_" or "cat".
+
+    buffer: what is merged into, before the first. lists: the `torch.cat` of each list.
+    """
 
     kind: str
     merges: tuple[Merge, ...]
     buffer: Node | None
+    lists: tuple[Node, ...] = ()
+
+    @property
+    def ends(self) -> tuple[Node, ...]:
+        return self.lists or tuple(merge.node for merge in self.merges)
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether each merge gives a new sum, and leaves the one before as it was."""
+        return self.kind in _FUNCTIONAL
 
     def rounds(self) -> Iterator[list[Loop]]:
         """The whole loop, then the loop as two rounds of a loop, as three, ..."""
         yield [self]
-        if self.kind not in ("cat", *_FUNCTIONAL):
+        if self.kind != "cat" and not self.is_functional:
             for number in range(2, len(self.merges) // 2 + 1):
                 size, rest = divmod(len(self.merges), number)
                 if not rest:
@@ -56,18 +75,25 @@ class Loop:
 def find_loops(graph: Graph) -> Iterator[Loop]:
     """Candidates, those with two branches or more."""
     buffers: defaultdict[Any, list[Merge]] = defaultdict(list)
+    lists: list[Node] = []
+    roots: dict[Node, Any] = {}
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
         name = operator_of(node)
-        if name in ("cat", "concat", "concatenate") and node.args and isinstance(node.args[0], (list, tuple)):
+        if name in _CONCATENATE and node.args and isinstance(node.args[0], (list, tuple)):
             parts = node.args[0]
             along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
             if len(parts) > 1 and along == 0 and all(isinstance(p, Node) and has_rows(p) for p in parts):
-                yield Loop("cat", tuple(Merge(node, (part,)) for part in parts), None)
+                lists.append(node)
         elif name in _ADDING and isinstance(node.args[0], Node):
             if any(isinstance(a, Node) and has_rows(a) for a in node.all_input_nodes[1:]):
                 buffers[_root_of_chain(node, name), name].append(Merge(node, (node.args[1:], node.kwargs)))
+        elif name in _IN_PLACE_ADD and (merge := _masked_addition(node)) is not None:
+            kind = "masked_add" if name == "add" else "masked_add_"
+            roots[node] = roots.get(node.args[0], (node.args[0], kind))
+            if roots[node][1] == kind:
+                buffers[roots[node]].append(merge)
         elif name == "setitem":
             merge = _assignment(node)
             if merge is not None:
@@ -76,6 +102,33 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
     for (buffer, name), merges in buffers.items():
         if len(merges) > 1:
             yield Loop(name, tuple(merges), buffer)
+    for group in _made_together(lists):
+        branches: Any = zip(*(node.args[0] for node in group), strict=True)
+        yield Loop("cat", tuple(Merge(group[0], values) for values in branches), None, tuple(group))
+
+
+def _made_together(lists: list[Node]) -> list[list[Node]]:
+    """Lists of as many parts, of which the first ones are made of the same rows: the results of one loop."""
+    groups: list[tuple[int, set[Node], list[Node]]] = []
+    for node in lists:
+        parts: Any = node.args[0]
+        rows, members = _rows_behind(parts[0]), [node]
+        for group in [group for group in groups if group[0] == len(parts) and group[1] & rows]:
+            groups.remove(group)
+            rows, members = rows | group[1], [*group[2], *members]
+        groups.append((len(parts), rows, members))
+    return [sorted(members, key=lists.index) for _, _, members in groups]
+
+
+def _rows_behind(part: Node) -> set[Node]:
+    """What holds rows and leads to a part of a list; not what another loop has given."""
+    waiting, found = [part], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in found and operator_of(node) not in _CONCATENATE and has_rows(node):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
 
 
 def has_rows(node: Node) -> bool:
@@ -116,6 +169,20 @@ def _assignment(node: Node) -> Merge | None:
                 return None
             return Merge(node, (key, added), (read, value))
     return Merge(node, (key, value))
+
+
+def _masked_addition(node: Node) -> Merge | None:
+    """`out + zeros.masked_scatter(mask, y)`."""
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    out, addend = node.args
+    if not isinstance(out, Node) or not isinstance(addend, Node) or operator_of(addend) != "masked_scatter":
+        return None
+    if len(addend.args) != 3 or addend.kwargs or set(addend.users) != {node}:
+        return None
+    zeros, mask, source = addend.args
+    known = isinstance(zeros, Node) and operator_of(zeros) in _ZEROS and isinstance(source, Node) and has_rows(source)
+    return Merge(node, (zeros, mask, source), (addend,)) if known else None
 
 
 def _names_rows(key: Any) -> bool:

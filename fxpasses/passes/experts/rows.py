@@ -10,7 +10,7 @@ from typing import Any
 
 from fxpasses.graph.families import Family
 
-# Elementwise. Operands are broadcast against each other; `_aligned` in lifting.py checks against what.
+# Elementwise. Operands are broadcast against each other; `lift_pointwise` in rowwise.py checks against what.
 POINTWISE = frozenset(
     {"abs", "add", "bfloat16", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min", "clone",
      "contiguous", "cos", "detach", "div", "double", "elu", "eq", "erf", "exp", "expm1", "float", "floor", "floordiv",
@@ -29,6 +29,7 @@ ALONG: dict[str, tuple[int, str, Any]] = {
     "split": (2, "dim", 0), "std": (1, "dim", None), "sum": (1, "dim", None), "tensor_split": (2, "dim", 0),
     "unbind": (1, "dim", 0), "var": (1, "dim", None), "squeeze": (1, "dim", None), "unflatten": (1, "dim", None),
 }  # fmt: skip
+DROPOUTS = ("dropout",)
 NORMS = {"layer_norm": 1, "rms_norm": 1}  # the position of `normalized_shape`
 
 
@@ -44,6 +45,15 @@ def normalises_last_dimensions(family: Family, ndim: int, row: int) -> bool:
     position = NORMS[family.name]
     shape = family.kwargs.get("normalized_shape", family.args[position] if len(family.args) > position else None)
     return isinstance(shape, (tuple, list)) and row < ndim - len(shape)
+
+
+def draws_nothing(family: Family) -> bool:
+    """Whether a `dropout` gives its operand back, as in evaluation: with p = 0, eager mode draws no numbers either."""
+    if family.name not in DROPOUTS:
+        return False
+    p = family.kwargs.get("p", family.args[1] if len(family.args) > 1 else 0.5)
+    training = family.kwargs.get("training", family.args[2] if len(family.args) > 2 else True)
+    return training is False or (type(p) in (int, float) and p == 0)
 
 
 def keeps_rows(index: Any, row: int, ndim: int) -> bool:

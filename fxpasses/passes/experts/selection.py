@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from fxpasses.graph.families import REPEATED, Constants, Family, operator_of
 from fxpasses.graph.routing import KEEP_VALUES, chooses_among, is_integer, is_topk_index
+from fxpasses.graph.symbols import constant, expression
 
 
 class Unknown(Exception):
@@ -45,12 +46,13 @@ class Columns:
 
 @dataclass(frozen=True)
 class Mask:
-    """One expert's mask. ids: the router's choice, or the columns that it is one of. axes, dims: see `Selection`."""
+    """One expert's mask. ids: the router's choice, or the columns that it is one of. The others: see `Selection`."""
 
     ids: Node | Columns
     axes: tuple[int, ...]
     dims: int
     expert: int
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Selection:
     axes: the axes of `ids`, in the order of the mask's own dimensions; for a mask over tokens alone (`any` over the
     slots) the slots' axis comes last, and `dims` is 1. dims: how many dimensions the mask has. first, step, count: the
     branches' expert ids are first + step * branch, with step 1 or -1. choices: how many experts there are to choose
-    from, if the ids are known to be below that. distinct: whether no token can be twice in one expert.
+    from, if the ids are known to be below that. distinct: whether the ids along the last axis differ from each other.
+    slots: of one-dimensional ids, how many in a row (from a multiple of it on) differ from each other. flat: whether
+    the mask's `dims` dimensions were laid flat, into one.
     """
 
     ids: Node
@@ -71,10 +75,20 @@ class Selection:
     count: int
     choices: int | None
     distinct: bool
+    slots: int = 1
+    flat: bool = False
+
+    @property
+    def covers(self) -> bool:
+        """Whether each pair is known to be of one of the experts."""
+        lowest = min(self.first, self.first + self.step * (self.count - 1))
+        return self.choices == self.count and lowest == 0
 
 
 def is_query(family: Family) -> bool:
     """Whether the branches ask for their tokens here."""
+    if family.name == "masked_select":
+        return len(family.args) == 2 and isinstance(family.args[1], Family)
     if family.name == "where":
         return len(family.args) == 1 and not family.kwargs
     if family.name == "nonzero":
@@ -93,26 +107,26 @@ class Masks:
         self._first: dict[Any, Node] = {}
         self._canonical: dict[Node, Node] = {}
 
-    def selection_of(self, masks: Any) -> Selection:
-        """What the masks of all branches mean; raises `Unknown`."""
+    def selection_of(self, masks: Any, spread: bool = False) -> Selection:
+        """What the masks of all branches mean; spread: see `read`. Raises `Unknown`."""
         if not isinstance(masks, Family):
             raise Unknown("the experts ask the same question")
-        read = [self.read(mask) for mask in masks.nodes]
-        ids, axes, dims = read[0].ids, read[0].axes, read[0].dims
-        if any((mask.ids, mask.axes, mask.dims) != (ids, axes, dims) for mask in read):
+        read = [self.read(mask, spread) for mask in masks.nodes]
+        ids, axes, dims, flat = read[0].ids, read[0].axes, read[0].dims, read[0].flat
+        if any((mask.ids, mask.axes, mask.dims, mask.flat) != (ids, axes, dims, flat) for mask in read):
             raise Unknown("the routing differs between the experts", masks.nodes[0])
         if isinstance(ids, Columns):
             raise Unknown(
                 "how many tokens the experts have together is not known, nor bounded by a number of slots", ids.matrix
             )
         first, step = progression(Constants(tuple(mask.expert for mask in read)))
-        choices, distinct = self.chooses_among(ids), len(axes) == 1 or self.is_topk_index(ids)
-        return Selection(ids, axes, dims, first, step, len(read), choices, distinct)
+        choices, distinct = self.chooses_among(ids), self.is_topk_index(ids)
+        return Selection(ids, axes, dims, first, step, len(read), choices, distinct, self._slots_laid_flat(ids), flat)
 
     def read(self, mask: Node, spread: bool = False) -> Mask:
         """The meaning of a mask, or of numbers that are not zero where the mask is true; raises `Unknown`.
 
-        spread: the mask has a last dimension of size 1 that says nothing, to be broadcast over a token's features.
+        spread: the mask's last dimension says nothing; it is broadcast, or to be broadcast, over a token's features.
         """
         name = operator_of(mask)
         if not mask.args or not self.is_constant(mask):
@@ -126,16 +140,16 @@ class Masks:
                 return self._pairs(self.canonical(ids), expert)
         if not isinstance(source, Node):
             raise Unknown("a mask that is not known", mask)
-        if spread and name == "unsqueeze" and mask.args[1:] == (-1,):
-            return self.read(source)
-        if spread and not (name == "any" and mask.kwargs.get("keepdim") is True):
-            raise Unknown("a mask over features", mask)
+        if spread:
+            return self._spread(mask, source)
         if name in ("getitem", "select"):
             return self._slice(mask, source)
         if name in ("bool", "to", "type", "long", "int", "contiguous", "detach"):
             return self.read(source)
+        if name in ("view", "reshape", "flatten") and mask.meta["example_value"].ndim == 1:
+            return self._laid_flat(mask, self.read(source))
         if name in ("any", "squeeze", "sum", "amax"):
-            return self._without_slots(mask, self.read(source), spread)
+            return self._without_slots(mask, self.read(source))
         if name in ("ne", "gt", "ge", "lt", "le") and len(mask.args) == 2 and isinstance(mask.args[1], (int, float)):
             inner = self.read(source)
             if isinstance(inner.ids, Columns):
@@ -160,6 +174,20 @@ class Masks:
         """See `graph/routing.py`."""
         return chooses_among(ids, self.is_constant)
 
+    def _slots_laid_flat(self, ids: Node) -> int:
+        """k where ids are the index of `torch.topk` [T, k], laid flat."""
+        while operator_of(ids) in KEEP_VALUES and self.is_constant(ids):
+            source, ndim = ids.args[0], ids.meta["example_value"].ndim
+            if ndim != 1 or not isinstance(source, Node) or not is_integer(source):
+                break
+            if operator_of(ids) in ("flatten", "view", "reshape") and source.meta["example_value"].ndim == 2:
+                slots = source.meta["example_value"].shape[1]
+                return slots if isinstance(slots, int) and self.is_topk_index(source) else 1
+            if operator_of(ids) not in ("to", "long", "int", "contiguous", "detach"):
+                break
+            ids = source
+        return 1
+
     def slots(self, ids: Node) -> int | None:
         """How many experts each token goes to, where `ids` is made of the index of `torch.topk`; for a report."""
         while operator_of(ids) in (*KEEP_VALUES, "getitem") and isinstance(ids.args[0], Node):
@@ -174,20 +202,48 @@ class Masks:
         axes = tuple(range(ids.meta["example_value"].ndim))
         return Mask(ids, axes, len(axes), expert)
 
-    def _without_slots(self, mask: Node, inner: Mask, spread: bool) -> Mask:
+    def _spread(self, mask: Node, source: Node) -> Mask:
+        """The mask behind `mask.unsqueeze(-1)`, `mask[:, None]`, `(idx == e).any(-1, keepdim=True)` and `expand`."""
+        name, ndim = operator_of(mask), mask.meta["example_value"].ndim
+        if name in ("expand", "expand_as") and source.meta["example_value"].ndim == ndim:
+            if source.meta["example_value"].shape[-1] == 1:
+                return self.read(source, True)
+        if name == "unsqueeze" and mask.args[1:] in ((-1,), (ndim - 1,)):
+            return self.read(source)
+        if name == "getitem" and mask.args[1] in ((Ellipsis, None), (*[slice(None)] * (ndim - 1), None)):
+            return self.read(source)
+        if name in ("bool", "contiguous", "detach"):
+            return self.read(source, True)
+        if name == "any":
+            return self._without_slots(mask, self.read(source), keeps=True)
+        raise Unknown("a mask over features", mask)
+
+    def _laid_flat(self, mask: Node, inner: Mask) -> Mask:
+        """`(idx == e).any(-1).view(-1)`, of ids [B, T, k]."""
+        if isinstance(inner.ids, Columns) or mask.meta["example_value"].dtype is not torch.bool or inner.flat:
+            raise Unknown(f"`{operator_of(mask)}` of a mask", mask)
+        return Mask(inner.ids, inner.axes, inner.dims, inner.expert, flat=inner.dims > 1)
+
+    def _without_slots(self, mask: Node, inner: Mask, keeps: bool = False) -> Mask:
         """`(idx == e).any(-1)`: the tokens that have e in some slot."""
         name = operator_of(mask)
         dim = mask.kwargs.get("dim", mask.args[1] if len(mask.args) > 1 else None)
-        keeps = mask.kwargs.get("keepdim", mask.args[2] if len(mask.args) > 2 else False)
-        if isinstance(inner.ids, Columns) or inner.dims != 2 or type(dim) is not int or keeps != spread:
+        kept = mask.kwargs.get("keepdim", mask.args[2] if len(mask.args) > 2 else False)
+        if isinstance(inner.ids, Columns) or inner.dims < 2 or inner.flat or type(dim) is not int or kept is not keeps:
             raise Unknown(f"`{name}` of a mask", mask)
-        dropped = dim % 2
+        dropped = dim % inner.dims
         if name == "squeeze":
-            if inner.ids.meta["example_value"].shape[inner.axes[dropped]] != 1:
+            size = constant(inner.ids.meta["example_value"].shape[inner.axes[dropped]])
+            if size is not None and size != 1:
+                return inner  # which `squeeze` leaves as it is: Qwen2-MoE squeezes the slots in vain
+            if size is None:
                 raise Unknown("`squeeze` of a mask with several slots", mask)
-        elif len(inner.axes) != 2 or inner.axes[dropped] != 1 or not self.is_topk_index(inner.ids):
+        elif (
+            len(inner.axes) != inner.dims or inner.axes[dropped] != inner.dims - 1 or not self.is_topk_index(inner.ids)
+        ):
             raise Unknown("a token may be twice in one expert, as far as the graph shows", mask)
-        return Mask(inner.ids, (inner.axes[1 - dropped], inner.axes[dropped]), 1, inner.expert)
+        axes = (*inner.axes[:dropped], *inner.axes[dropped + 1 :], inner.axes[dropped])
+        return Mask(inner.ids, axes, inner.dims - 1, inner.expert)
 
     def _slice(self, mask: Node, source: Node) -> Mask:
         """`one_hot(idx, E).permute(2, 1, 0)[e]`, the same along any axis, and a slice of any other tensor."""
@@ -245,6 +301,26 @@ class Masks:
                 raise Unknown("a sum of one-hot masks", node)
             return ids, [axis for axis in axes if axis != dropped]
         raise Unknown(f"`{name}` of a one-hot mask", node)
+
+
+def asked_by(query: Family) -> tuple[Any, bool]:
+    """The mask of a query, or of an assignment by a mask, and whether it is spread over features: see `Masks.read`."""
+    if query.name == "masked_select":
+        source = query.args[0].nodes[0] if isinstance(query.args[0], Family) else query.args[0]
+        return query.args[1], is_spread(source, query.args[1].nodes[0])
+    return query.args[1] if query.name == "getitem" else query.args[0], False
+
+
+def is_spread(source: Node, mask: Node) -> bool:
+    """Whether a mask of as many dimensions says the same of all features of a token, its last dimension of a source."""
+    example, wanted = mask.meta["example_value"], source.meta["example_value"]
+    if example.ndim != wanted.ndim or example.ndim < 2:
+        return False
+    sizes, others = ([expression(size) for size in tensor.shape] for tensor in (example, wanted))
+    if operator_of(mask) in ("expand", "expand_as") and isinstance(mask.args[0], Node):
+        before = mask.args[0].meta["example_value"].shape
+        return len(before) == len(sizes) and [*sizes[:-1], 1] == [expression(size) for size in before]
+    return sizes != others and sizes == [*others[:-1], 1]
 
 
 def progression(constants: Constants) -> tuple[int, int]:

@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 
 from fxpasses.graph.families import operator_of
 from fxpasses.graph.provenance import where
-from fxpasses.graph.symbols import declare_equal, expression
+from fxpasses.graph.symbols import declare_equal
 from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.memory import Memory
-from fxpasses.passes.experts.selection import Columns, Mask, Masks, Unknown
+from fxpasses.passes.experts.selection import Columns, Mask, Masks, Unknown, is_spread
 from fxpasses.passes.experts.sorting import coordinates, sort_by_branch
 from fxpasses.passes.experts.words import described, query_in_words
 from fxpasses.pipeline import Context
@@ -87,8 +87,11 @@ def find_queries(graph: torch.fx.Graph, masks: Masks) -> Iterator[Query | tuple[
         mask = mask_asked_by(node)
         if mask is not None:
             try:
-                spread = operator_of(node) == "masked_select" and _is_spread(node.args[0], mask)
-                yield Query(node, mask, masks.read(mask, spread), spread)
+                spread = operator_of(node) == "masked_select" and is_spread(node.args[0], mask)
+                query = Query(node, mask, masks.read(mask, spread), spread)
+                if query.meaning.flat:
+                    raise Unknown("a mask laid flat", mask)
+                yield query
             except Unknown as unknown:
                 yield node, unknown
 
@@ -372,12 +375,6 @@ class Slicing:
 def _is_mask(part: Any) -> bool:
     example = part.meta.get("example_value") if isinstance(part, Node) else None
     return isinstance(example, torch.Tensor) and example.dtype is torch.bool and example.ndim > 0
-
-
-def _is_spread(source: Any, mask: Node) -> bool:
-    """Whether a mask [..., 1] is broadcast over the last dimension of what it selects from."""
-    wanted, sizes = ([expression(size) for size in node.meta["example_value"].shape] for node in (source, mask))
-    return wanted != sizes and [*wanted[:-1], 1] == sizes
 
 
 def _as_tuple(node: Node) -> bool:

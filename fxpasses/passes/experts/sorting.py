@@ -19,7 +19,7 @@ Emit = Callable[..., Node]
 def sorted_pairs(emit: Emit, selection: Selection) -> Order:
     """Sort the pairs by expert, in the order of the loop."""
     first, step, count = selection.first, selection.step, selection.count
-    covers = selection.choices == count and min(first, first + step * (count - 1)) == 0
+    covers = selection.covers
     flat, in_order, places = sort_by_branch(emit, selection.ids, selection.axes, (first, step, count), (), covers)
     example = flat.meta["example_value"]
     wanted = emit(torch.arange, (count,), {"device": example.device, "dtype": example.dtype})
