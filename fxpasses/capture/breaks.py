@@ -38,6 +38,7 @@ MARKER = "_is_fastpack"
 _STEPS = "_fxpasses_steps"  # those left, on the speculation log: it lives as long as the attempts at one compilation
 _NO_HINTS = "_fxpasses_no_hints"  # likewise
 _NO_SKIPS = "_fxpasses_no_skips"  # likewise
+_NO_NUMBERS = "_fxpasses_no_numbers"  # likewise
 _MAX_WRAPPERS = 16
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
@@ -200,7 +201,8 @@ class _TraceFrameInSteps:
         attempts = frame["speculation_log"]
         if option(frame["compiler_fn"], "capture") == "off" or getattr(attempts, _NO_HINTS, False):
             return self.original(*args, **kwargs)
-        with tracing.hints_while_tracing(frame["code"], skips=not getattr(attempts, _NO_SKIPS, False)) as hints:
+        skips, numbers = (not getattr(attempts, flag, False) for flag in (_NO_SKIPS, _NO_NUMBERS))
+        with tracing.hints_while_tracing(frame["code"], skips, numbers) as hints:
             try:
                 result = self.original(*args, **kwargs)
                 check_skips()
@@ -220,10 +222,12 @@ class _TraceFrameInSteps:
             return result
 
     def _take_back(self, frame: Mapping[str, Any], error: Exception) -> NoReturn:
-        """Trace again, without skips."""
-        log.info("%s is traced again without skips: %s", _where(frame["code"]), _first_line(error))
-        frame["speculation_log"].clear()
-        setattr(frame["speculation_log"], _NO_SKIPS, True)
+        """Trace again, without skips; first without those that count by NumPy's arrays alone, where there are some."""
+        attempts, uses_numbers = frame["speculation_log"], any(skip.kind == "numbers" for skip in tracing.skips())
+        flag, words = (_NO_NUMBERS, "NumPy's numbers") if uses_numbers else (_NO_SKIPS, "skips")
+        log.info("%s is traced again without %s: %s", _where(frame["code"]), words, _first_line(error))
+        attempts.clear()
+        setattr(attempts, flag, True)
         raise self._restarting(error) from error
 
     def _restarting(self, error: Exception) -> Exception:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxpasses.graph import effects
 from fxpasses.graph.families import plain_operator_of
 from fxpasses.graph.routing import chooses_among, is_integer, writes_integers
+from fxpasses.graph.symbols import symbol
 
 _EVALUATED = frozenset(
     {"eq", "flatten", "ge", "getitem", "gt", "int", "item", "le", "long", "lt", "ne", "reshape", "select", "squeeze",
@@ -21,7 +22,7 @@ _EVALUATED = frozenset(
 _ROUTING = _EVALUATED | frozenset(
     {"any", "amax", "bool", "count_nonzero", "float", "greater", "max", "permute", "sum", "t", "to", "transpose",
      "type", "not_equal", "where", "nonzero", "numel", "nelement", "size", "sym_size", "sym_size.int", "len",
-     "shape", "add", "sub", "sym_not", "sym_int", "getattr"}
+     "shape", "add", "sub", "sym_not", "sym_int", "getattr", "cumsum"}
 )  # fmt: skip
 _COMPARISONS = {
     "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le,
@@ -50,6 +51,8 @@ def leads_to_routing(node: Node) -> bool:
         name = plain_operator_of(node)
         if name in ("one_hot", "bincount", "histc"):
             return True
+        if name in ("zeros", "new_zeros") and any(plain_operator_of(user) == "scatter_" for user in node.users):
+            return True
         operands = [arg for arg in node.args[:2] if isinstance(arg, Node)]
         if not operands:
             return False
@@ -63,8 +66,8 @@ def leads_to_routing(node: Node) -> bool:
     return False
 
 
-def counted_mask(node: Node, symbol: Any) -> Node | None:
-    """The tensor of which `symbol` counts the elements that are not zero, or is the element.
+def counted_mask(node: Node, counted: Any) -> Node | None:
+    """The tensor of which `counted` counts the elements that are not zero, or is the element.
 
     `mask` for `torch.where(mask)[0].numel()` and `x[mask].shape[0]`, `mask.sum()` for `mask.sum().item()`.
     """
@@ -74,9 +77,9 @@ def counted_mask(node: Node, symbol: Any) -> Node | None:
         if not operands:
             return None
         if name == "item":
-            is_asked = isinstance(example, (torch.SymInt, torch.SymBool)) and symbol in example.node.expr.free_symbols
+            is_asked = isinstance(example, (torch.SymInt, torch.SymBool)) and counted in example.node.expr.free_symbols
             return operands[0] if is_asked else None
-        if isinstance(example, torch.Tensor) and symbol not in _sizes(example):
+        if isinstance(example, torch.Tensor) and counted not in _sizes(example):
             return None
         if name == "where" or (name == "nonzero" and node.op.startswith("call")):
             return operands[0]
@@ -88,6 +91,28 @@ def counted_mask(node: Node, symbol: Any) -> Node | None:
         else:
             node = operands[0]
     return None
+
+
+def ends_compared(node: Node) -> tuple[Node, int, tuple[Any, Any]] | None:
+    """(ends, e, (symbol of ends[e - 1], symbol of ends[e])) where a number is made of these two elements alone."""
+    waiting, read = [node], dict[Any, tuple[Node, int]]()
+    while waiting:
+        number = waiting.pop()
+        if plain_operator_of(number) not in _COMPARISONS.keys() | {"add", "sub", "item", "sym_not"} or len(read) > 2:
+            return None
+        if plain_operator_of(number) != "item":
+            waiting += number.all_input_nodes
+            continue
+        element, found = number.args[0], symbol(number.meta.get("example_value"))
+        if found is None or plain_operator_of(element) != "getitem" or type(element.args[1]) is not int:  # type: ignore[arg-type, union-attr]
+            return None
+        read[found] = element.args  # type: ignore[union-attr, assignment]
+    if len(read) != 2:
+        return None
+    (before, (tensor, first)), (last, (other, index)) = sorted(read.items(), key=lambda pair: pair[1][1])
+    if tensor is not other or index != first + 1 or first < 0 or not leads_to_routing(tensor):
+        return None
+    return tensor, index, (before, last)
 
 
 def _sizes(tensor: torch.Tensor) -> list[Any]:

@@ -135,6 +135,8 @@ class Hints:
 
     def note(self, question: Any, answer: Any) -> None:
         """Keep that the batch gave `answer`, a number or a truth value, to `question`, an expression."""
+        if self.skipping is not None:
+            self.skipping.answers += 1
         if answer == sympy.true:
             condition = question
         elif answer == sympy.false:

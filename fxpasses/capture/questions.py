@@ -29,6 +29,8 @@ from fxpasses.capture.hints import hints_for, run_node_with_hints
 from fxpasses.capture.skip_patches import (
     asks_for_tokens,
     counted,
+    is_grown_list,
+    joined_list,
     known_number,
     loop_patch,
     skip_patches,
@@ -74,6 +76,11 @@ def _jump(handler: Callable[..., Any], name: str) -> Callable[..., Any] | None:
         return None
 
     def jump(tx: Any, instruction: Any) -> Any:
+        if name.startswith("POP_JUMP") and is_grown_list(tx, tx.stack[-1]):
+            tx.pop()
+            if "IF_TRUE" in name:
+                tx.jump(instruction)
+            return None
         if not isinstance(tx.stack[-1], (TensorVariable, SymNodeVariable)) or _is_assertion(tx):
             return handler(tx, instruction)
         truth = None
@@ -168,6 +175,9 @@ def _torch_function(original: Callable[..., Any]) -> Callable[..., Any]:
         counts = counted(tx, getattr(self.value, "__name__", ""), args, kwargs)
         if counts is not None:
             return counts
+        whole = joined_list(tx, self.value, args, lambda: original(self, tx, args, kwargs))
+        if whole is not None:
+            return whole
         if self.value is torch.equal and len(args) == 2 and not kwargs:
             equal = _equal(tx, *args)
             if equal is not None:

@@ -5,7 +5,7 @@ FOR_ITER and COMPARE_OP in its dispatch tables, `SideEffects.mutation`, `.store_
 too) and `.store_global`, the marks on new objects `ValueMutationNew` and `AttributeMutationNew`,
 `BuiltinVariable.call_function`, and `TensorVariable.call_method`; of iterators, `IteratorVariable` and
 `LocalGeneratorObjectVariable` with what takes elements (`_TAKING`); of `OutputGraph`, `random_calls`,
-`side_effects.tensor_hooks` and `shape_env.num_deferred_runtime_asserts`.
+`side_effects.tensor_hooks`; of the shape environment, `var_to_range` and `deferred_runtime_asserts`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch._dynamo.variables import base
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.iter import IteratorVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
 
 from fxpasses.capture import hints
 from fxpasses.capture.experts_hit import choices_of, is_routing
+from fxpasses.capture.grown_lists import GrownList, asks_whether_empty, joined
 from fxpasses.capture.skipping import Skipping, born, stamped
 
 # What takes elements from an iterator, in one version of torch or another.
@@ -38,6 +40,11 @@ def skip_patches() -> Iterator[tuple[Any, str, Any]]:
     for name in ("mutation", "store_attr", "store_global"):
         yield effects, name, _changing(getattr(effects, name))
     yield BuiltinVariable, "call_function", _builtin(BuiltinVariable.call_function)
+    yield TensorVariable, "unpack_var_sequence", _unpack(TensorVariable.unpack_var_sequence)
+    yield NumpyNdarrayVariable, "call_method", _array_method(NumpyNdarrayVariable.call_method)
+    yield ListVariable, "call_method", _list_method(ListVariable.call_method)
+    for name in ("call_method", "var_getattr"):
+        yield SymNodeVariable, name, _number_method(getattr(SymNodeVariable, name))
     for mark in (base.ValueMutationNew, base.AttributeMutationNew):
         yield mark, "__init__", stamped(mark.__init__)
     for kind in (IteratorVariable, LocalGeneratorObjectVariable):
@@ -183,13 +190,89 @@ def _builtin(original: Callable[..., Any]) -> Callable[..., Any]:
     """`mask[e]`, with a number in place of a tensor of one element that is known."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        skipping = skipping_for(tx.output)
+        if skipping is not None:
+            skipping.check_use(self.fn, (*args, *kwargs.values()))
+            if self.fn is operator.getitem and len(args) == 2 and (number := _element(skipping, tx, *args)) is not None:
+                return number
+            if self.fn is len and len(args) == 1 and type(args[0]) is GrownList and asks_whether_empty(tx):
+                skipping.is_empty_asked(tx, args[0])
+                with args[0].opened():
+                    return original(self, tx, args, kwargs)
         if self.fn is operator.getitem and len(args) == 2 and _takes_numbers(args[0]):
-            skipping = skipping_for(tx.output)
             if skipping is not None and skipping.values.of(args[0]) is None:
                 args = [args[0], _number_or(skipping, args[1])]
         return original(self, tx, args, kwargs)
 
     return call_function
+
+
+def _element(skipping: Skipping, tx: Any, array: Any, index: Any) -> Any:
+    """`counts[e]` of an array of counts, for a number e."""
+    if not isinstance(array, NumpyNdarrayVariable) or not index.is_python_constant():
+        return None
+    place, numbers = index.as_python_constant(), skipping.numbers(tx, array)
+    return numbers[place] if numbers is not None and type(place) is int and place < len(numbers) else None
+
+
+def _unpack(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`for count in counts.numpy()`."""
+
+    def unpack_var_sequence(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        skipping = skipping_for(tx.output)
+        numbers = skipping.numbers(tx, self) if skipping is not None else None
+        return list(numbers) if numbers is not None else original(self, tx, *args, **kwargs)
+
+    return unpack_var_sequence
+
+
+def _array_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        skipping = skipping_for(tx.output)
+        if name == "cumsum" and skipping is not None and skipping.arrays is not None:
+            ends = skipping.arrays.cumsum(tx, self, args, kwargs)
+            if ends is not None:
+                return ends
+        return original(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _list_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        skipping = skipping_for(tx.output)
+        if name == "append" and len(args) == 1 and not kwargs and skipping is not None:
+            result = skipping.append(tx, self, args[0], lambda: original(self, tx, name, args, kwargs))
+            if result is not None:
+                return result
+        return original(self, tx, name, args, kwargs)
+
+    return call_method
+
+
+def joined_list(tx: Any, function: Any, args: Any, join: Callable[[], Any]) -> Any:
+    """`torch.cat(outputs)` of a list that grew where experts have tokens, which `join` does; None for other calls."""
+    skipping = skipping_for(tx.output)
+    grown = joined(function, args) if skipping is not None else None
+    return skipping.join(grown, join) if skipping is not None and grown is not None else None
+
+
+def is_grown_list(tx: Any, value: Any) -> bool:
+    """Whether a jump asks if a list is empty that grew where experts have tokens: it is not."""
+    skipping = skipping_for(tx.output)
+    return skipping is not None and skipping.is_empty_asked(tx, value)
+
+
+def _number_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`count.item()`, `count.dtype`: Python's integers have none."""
+
+    def method(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        skipping = skipping_for(tx.output)
+        if skipping is not None:
+            skipping.check_use(name, (self,))
+        return original(self, tx, name, *args, **kwargs)
+
+    return method
 
 
 def _takes_numbers(container: Any) -> bool:

@@ -34,16 +34,17 @@ _MOST_VARIANTS = 6
 
 
 @contextmanager
-def hints_while_tracing(code: CodeType, skips: bool) -> Iterator[Hints | None]:
+def hints_while_tracing(code: CodeType, skips: bool, numbers: bool) -> Iterator[Hints | None]:
     """Hints for the trace inside; None where this torch lacks a private name, or the frame has too many variants.
 
     skips: whether loops that pass over experts without tokens may be captured (`capture/skipping.py`).
+    numbers: whether they may count by numbers from NumPy's arrays (`capture/numpy_counts.py`).
     """
     if _variants.get(code, 0) >= _MOST_VARIANTS or not _patched.enter():
         with no_hints():
             yield None
         return
-    hints = Hints(Skipping() if skips else None)
+    hints = Hints(Skipping(numbers) if skips else None)
     token = current.set(hints)
     try:
         with _config.patch(ignore_logging_functions=_config.ignore_logging_functions | _said_once()):
@@ -109,14 +110,18 @@ def report() -> Report | None:
 
 
 def skips() -> list[Skip]:
-    """The skips of the running trace."""
+    """The skips of the running trace, whose graph is written."""
     hints = current.get()
-    return hints.skipping.skips if hints is not None and hints.skipping is not None else []
+    if hints is None or hints.skipping is None:
+        return []
+    hints.skipping.finish()
+    return hints.skipping.skips
 
 
 def unproved_skips() -> list[Skip]:
     """Those that no pass has proved."""
-    return [skip for skip in skips() if not skip.proved]
+    hints = current.get()
+    return hints.skipping.unproved if hints is not None and hints.skipping is not None else []
 
 
 def note_companions(sources: Sequence[str]) -> None:
@@ -168,6 +173,9 @@ def _without_warnings() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
+_INHERITED = object()  # stands for what a class has from its base
+
+
 class _Patched:
     """The patches, and how many traces need them."""
 
@@ -206,7 +214,7 @@ class _Patched:
         from fxpasses.capture.questions import patches
 
         for owner, name, instead in list(patches()):
-            before = owner[name] if isinstance(owner, (list, dict)) else getattr(owner, name)
+            before = owner[name] if isinstance(owner, (list, dict)) else vars(owner).get(name, _INHERITED)
             self._undo.append((owner, name, before))
             _put(owner, name, instead)
 
@@ -219,6 +227,8 @@ class _Patched:
 def _put(owner: Any, name: Any, value: Any) -> None:
     if isinstance(owner, (list, dict)):
         owner[name] = value
+    elif value is _INHERITED:
+        delattr(owner, name)
     else:
         setattr(owner, name, value)
 

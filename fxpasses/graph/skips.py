@@ -20,6 +20,8 @@ from fxpasses.graph.routing import is_integer, written_by
 SKIPS = "fxpasses_skips"  # in a graph module's meta: its list of `Skip`; in a node's: a list of (number, role)
 INSIDE = "inside"  # made by the body
 CONDITION = "condition"  # the tensor that the program asks
+PART = "part"  # the tensor that the body appended to a list, which is joined later
+READ = "read"  # the numbers that were read from an array
 BEFORE, AFTER = "before", "after"  # with the place among `Skip.pairs`: a variable's value, had the body run or not
 
 
@@ -30,10 +32,15 @@ class Skip:
     The body is passed over where the condition does not hold. kind says what the condition is:
 
     - "count": the node marked CONDITION has an element that is not zero; `symbol` is how many it has, or the element.
+    - "end": element `index` of the node marked CONDITION, `symbol`, is another number than the one before it, `empty`.
     - "tensor": the node marked CONDITION has the truth `truth`.
     - "hit": `index` is among the experts that the node marked CONDITION lists.
+    - "numbers": no condition, and no body: NumPy's integers were taken for Python's (`capture/numpy_counts.py`). It is
+      proved when the graph reads none of the nodes marked READ any more.
 
-    pairs: how many variables that are used afterwards hold another tensor if the body ran. ended: the body came to
+    pairs: how many variables that are used afterwards hold another tensor if the body ran. parts: how many tensors the
+    body appended to lists, each of which is joined by one `torch.cat`, and asked for no more than whether it is empty.
+    It is taken not to be, so some expert must have tokens. ended: the body came to
     where the program goes on in either case, with the rest of Python's state as it was; else the skip cannot be proved.
     """
 
@@ -41,9 +48,11 @@ class Skip:
     kind: str
     where: str
     symbol: Any = None
+    empty: Any = 0
     truth: bool = True
     index: int = 0
     pairs: int = 0
+    parts: int = 0
     ended: bool = False
     proved: bool = False
 

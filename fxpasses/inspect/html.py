@@ -15,12 +15,12 @@ from fxpasses.inspect.changes import MARKS, Kind, diff, type_text
 from fxpasses.inspect.codec import dumps
 from fxpasses.inspect.collapse import collapse, layer_of, layers_of, lines_of
 from fxpasses.inspect.dataflow import Dataflow
-from fxpasses.inspect.figures import figures, saved_before_and_after
+from fxpasses.inspect.figures import figures
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.readable import call_text
 from fxpasses.inspect.summary import facts
-from fxpasses.inspect.text import figure_rows, left_alone, size
+from fxpasses.inspect.text import figure_rows, left_alone, saved_rows
 from fxpasses.inspect.whynot import near_misses
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # for JSON inside a <script> element
@@ -59,19 +59,11 @@ def _graph(graph: Graph) -> dict[str, Any]:
     found = facts(graph, before, after, flows[-1])
     misses = near_misses(graph)
     found["left_alone_line"] = left_alone(misses) if misses else ""
-    found["rows"] = figure_rows(before, after, len(graph.final.checks)) + _saved_rows(graph)
+    found["rows"] = figure_rows(before, after, len(graph.final.checks)) + saved_rows(graph)
     found["partition"] = asdict(graph.partition) if graph.partition is not None else None
     found["stages"] = [table.json(stage) for table, stage in zip(tables, stages, strict=True)]
     found["steps"] = [_step(stages, tables, number) for number in range(1, len(stages))]
     return found
-
-
-def _saved_rows(graph: Graph) -> list[list[str]]:
-    before, after = saved_before_and_after(graph)
-    if after is None:
-        return []
-    rows = [["saved for backward, on the device", "not known" if before is None else size(before), size(after), ""]]
-    return rows if before is None else [*rows, ["moved off the device and back", size(0), size(before - after), ""]]
 
 
 class _Table:

@@ -36,7 +36,7 @@ from fxpasses.passes.experts.grouping import Grouping
 from fxpasses.passes.experts.loops import Loop, find_loops
 from fxpasses.passes.experts.memory import Memory, storages
 from fxpasses.passes.experts.selection import Unknown
-from fxpasses.passes.experts.skips import prove_idle
+from fxpasses.passes.experts.skips import erase_answers, prove_idle, prove_numbers
 from fxpasses.passes.experts.slices import slice_queries
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
@@ -58,6 +58,7 @@ class GroupExperts:
         shared = {key for node in context.shared_inputs for key in storages(node)}
         counts = {"loops_grouped": 0, "loops_sliced": 0}
         for region in Region(gm).walk():
+            erase_answers(region.gm.graph)
             memory = Memory(region.gm.graph, context.fake_mode, shared)
             left: list[tuple[Loop, Refusal]] = []
             changes: list[str] = []
@@ -83,6 +84,7 @@ class GroupExperts:
                 while around.parent is not None:
                     save_routing(around.gm)
                     around = around.parent
+        prove_numbers([region.gm.graph for region in Region(gm).walk()], skips_of(gm))
         report.figures = {name: count for name, count in counts.items() if count}
         report.changed = bool(report.figures)
         report.summary = _summary(**counts)

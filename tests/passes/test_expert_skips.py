@@ -100,6 +100,62 @@ def hits_by_where(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Sta
     return out
 
 
+def cutting(counts: str, loop: str) -> Program:
+    """A loop over rows that are sorted and cut by counts, given as source; `out`, `outputs` and `start` go on."""
+    name = "cuts_" + "".join(letter if letter.isalnum() else "_" for letter in f"{counts} {loop}")
+    source = f"""
+def {name}(x, idx, weights, w, state):
+    flat = idx.view(-1)
+    order = flat.argsort(stable=True)
+    tok, rows = order // 2, x[order // 2]
+    {FILLED if "hot" in counts else "pass"}
+    tensor = {counts}
+    counts, ends, more = tensor.cpu().numpy(), tensor.cpu().numpy().cumsum(0), None
+    out, outputs, pairs, start = torch.zeros_like(x), [], [], 0
+    {loop}
+    return out, start, more
+"""
+    namespace: dict[str, Any] = {"torch": torch, "F": F, "EXPERTS": EXPERTS, "TOKENS": TOKENS}
+    exec(compile(source, f"<{name}>", "exec"), namespace)
+    return namespace[name]
+
+
+FILLED = "hot = idx.new_zeros((TOKENS, EXPERTS)); hot.scatter_(1, idx, 1)"
+BINCOUNT, SCATTERED = "torch.bincount(flat, minlength=EXPERTS)", "hot.sum(0)"
+ADD = "out.index_add_(0, tok[start:end], rows[start:end] @ w[e]); start = end"
+
+
+def by_counts(body: str = ADD, condition: str = "count == 0", before: str = "pass") -> str:
+    return f"""
+    for e, count in enumerate(counts):
+        end = start + count
+        {before}
+        if {condition}:
+            continue
+        {body}
+    start = None"""
+
+
+def by_ends(condition: str, body: str = "") -> str:
+    return f"""
+    for e, end in enumerate(ends):
+        start = 0 if e == 0 else ends[e - 1]
+        if {condition}:
+            continue
+        out.index_add_(0, tok[start:end], rows[start:end] @ w[e])
+        {body}
+    start = None"""
+
+
+CUT = [
+    cutting(SCATTERED, by_counts()),
+    cutting(BINCOUNT, by_counts(condition="not count > 0")),
+    cutting(BINCOUNT, by_ends("end - start == 0")),
+    cutting(SCATTERED, by_ends("end <= start")),
+    cutting(f"{BINCOUNT}.to(torch.int32)", by_ends("start == end")),
+]
+
+
 def asking(condition: str) -> Program:
     """A loop that passes over an expert on a condition, given as source."""
     name = "asks_" + "".join(letter if letter.isalnum() else "_" for letter in condition)
@@ -124,7 +180,7 @@ CONDITIONS = [
     "not (idx == e).any().item()", "not bool((idx == e).any())", "(idx == e).nonzero().numel() == 0",
     "torch.count_nonzero(idx == e) == 0", "x[tok].numel() == 0",
 ]  # fmt: skip
-GROUPED = [same, functional, rebound, temporaries, padded_hits, hits_by_where, *map(asking, CONDITIONS)]
+GROUPED = [*CUT, same, functional, rebound, temporaries, padded_hits, hits_by_where, *map(asking, CONDITIONS)]
 
 
 def counts_locally(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
@@ -540,6 +596,40 @@ LEFT_BY_SOURCE = [
     zero_with_a_sign, while_any, while_helper, fails_without_tokens, asserts_without_tokens,
     asks_the_counts, drops_before_bincount, narrow_sum,
 ]  # fmt: skip
+JOINED = "outputs.append(rows[start:end] @ w[e]); start = end"
+
+
+def joining(after: str, body: str = JOINED, before: str = "pass") -> Program:
+    return cutting(SCATTERED, by_counts(body, before=before) + f"\n    {after}")
+
+
+COUNTED = "counts = torch.bincount(idx.flatten(), minlength=EXPERTS).tolist()"
+LEFT_IN_COUNTS = [
+    cutting(BINCOUNT, by_counts(before="more = isinstance(end, int)")),
+    cutting(BINCOUNT, by_counts(before="more = count.item()")),
+    cutting(BINCOUNT, by_counts() + "; out = out * counts[1]"),
+    cutting(BINCOUNT, by_counts() + "; more = int(counts[0])"),
+    cutting(BINCOUNT, by_counts(before="tensor.zero_()")),
+    cutting(BINCOUNT, by_counts(f"{ADD}; start = start + 1")),
+    cutting(BINCOUNT, by_counts(condition="counts[EXPERTS - 1 - e] == 0")),
+    cutting("hot.sum(0) - 1", by_counts(condition="count == -1", before="end = start + count + 1")),
+    cutting(BINCOUNT, by_ends("start == end", "more = ends[2] - ends[1]")),
+    cutting(BINCOUNT, by_ends("start == end and e > 0")),
+    cutting("hot[1:].sum(0)", by_ends("start == end")),
+    joining("out = torch.cat(outputs); more = len(outputs)"),
+    joining("out = torch.cat(outputs) + torch.cat(outputs)"),
+    joining("more = [part.shape[0] for part in outputs]"),
+    joining("out = torch.cat(outputs)", before="more = 1 if len(outputs) else more"),
+    joining("out = torch.cat(outputs)", "y = rows[start:end] @ w[e]; outputs.append(y if e else y.double())"),
+    joining("out = torch.cat(outputs)", f"{JOINED}; outputs.append(x[:1])"),
+    joining("out = torch.cat(outputs); more = outputs.pop().shape[0]"),
+    left("torch.where(idx == e)[0][0]"),
+    left("torch._check(torch.where(idx == e)[0].numel() > 0)"),
+    left("torch._check(tok.numel() != 0)"),
+    left("assert counts[e] > 0", before=COUNTED),
+    left("x[idx.flatten().argsort()[: counts[e]][0]]", before=COUNTED, condition="counts[e] == 0"),
+    left("x.new_zeros(counts[e] - 1)", before=COUNTED, condition="counts[e] == 0"),
+]  # fmt: skip
 LEFT = [
     counts_locally, counts_in_state, appends, appends_locally, fills_dict, in_a_closure, last_expert, last_hit,
     last_result, otherwise, otherwise_in_python, adds_loss, writes_load, writes_before_query, adds_bias_to_all,
@@ -619,6 +709,6 @@ def test_experts_without_tokens_are_no_question(program: Program) -> None:
     assert not any(counts[f"aten::{name}"] for name in ("nonzero", "unique", "_unique2", "bincount")), counts
 
 
-@pytest.mark.parametrize("program", [*LEFT, *LEFT_BY_SOURCE, looks_at_hits], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [*LEFT, *LEFT_BY_SOURCE, *LEFT_IN_COUNTS, looks_at_hits], ids=lambda p: p.__name__)
 def test_what_a_body_does_without_tokens_is_not_lost(program: Program) -> None:
     check(program, 1)

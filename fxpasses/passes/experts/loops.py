@@ -21,8 +21,8 @@ from torch.fx import Graph, Node
 from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import is_unbacked
 
-_ADDING = frozenset({"index_add_", "index_add", "scatter_add_", "scatter_add", "index_put_", "index_put"})
-_FUNCTIONAL = ("index_add", "scatter_add", "index_put", "masked_add")
+_FUNCTIONAL = ("index_add", "scatter_add", "scatter_reduce", "index_put", "masked_add")
+_ADDING = frozenset(name + end for name in _FUNCTIONAL[:-1] for end in ("", "_"))
 _IN_PLACE_ADD = frozenset({"iadd", "add", "add_", "__iadd__"})
 _CONCATENATE = ("cat", "concat", "concatenate")
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})

@@ -51,7 +51,9 @@ class Merging:
         if loop.kind.startswith("index_put"):
             if kwargs.get("accumulate", args[2] if len(args) > 2 else False) is not True:
                 raise Unknown("`index_put` without accumulate", self._first)
-        elif kwargs.get("dim", args[0]) != 0:
+        elif loop.kind.startswith("scatter_reduce") and not _sums(args, kwargs):
+            raise Unknown("`scatter_reduce` that takes no sum", self._first)
+        elif kwargs.get("dim", args[0] if args else None) != 0:
             raise Unknown(f"`{loop.kind}` along another dimension", self._first)
         lifted_args = [self._argument(arg) for arg in args]
         lifted_kwargs = {name: self._argument(arg) for name, arg in kwargs.items()}
@@ -172,6 +174,13 @@ class Merging:
         if not isinstance(rows, Rows) or rows.row != 0 or rows.ndim != buffer.meta["example_value"].ndim:
             raise Unknown("a value that is no row", self._first)
         return self._emit("copy_", (buffer, rows.node))
+
+
+def _sums(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `scatter_reduce(buffer, dim, index, src, reduce, include_self)` adds to what is there."""
+    return (
+        kwargs.get("reduce", args[3] if len(args) > 3 else None) == "sum" and kwargs.get("include_self", True) is True
+    )
 
 
 def _whole_first_dimension(key: Any) -> Spans | None:

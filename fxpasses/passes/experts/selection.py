@@ -275,10 +275,35 @@ class Masks:
             rest = (*rest, *(a for a in range(ids.meta["example_value"].ndim) if a not in rest))
         return Mask(ids, rest, dims, expert)
 
+    def _scattered(self, node: Node) -> Node | None:
+        """The ids [T, k] of `zeros.scatter(1, ids, 1)`, [T, E], or of zeros that nothing was done to before `scatter_`.
+
+        It is a one-hot mask that is summed over the slots, if an expert is in no two of them.
+        """
+        scatter: Any = node if operator_of(node) == "scatter" else min(node.users, default=node)
+        is_filled = operator_of(scatter) in ("scatter", "scatter_") and len(scatter.args) == 4 and not scatter.kwargs
+        if not is_filled or (operator_of(scatter) == "scatter_" and scatter.args[0] is not node):
+            return None
+        zeros, dim, ids, value = scatter.args
+        if (
+            operator_of(zeros) not in ("zeros", "new_zeros")
+            or not isinstance(ids, Node)
+            or not self.is_constant(scatter)
+        ):
+            return None
+        if scatter is node and not self.is_constant(zeros):
+            return None
+        shapes = [[expression(size) for size in part.meta["example_value"].shape] for part in (zeros, ids)]
+        fits = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][0] == shapes[1][0]
+        return ids if fits and dim in (1, -1) and value == 1 and self.is_topk_index(ids) else None
+
     def one_hot(self, node: Node) -> tuple[Node, list[int | None]]:
         """The ids that a one-hot tensor was made of, and what its axes are: axes of the ids, None for the experts'."""
         name = operator_of(node)
         source = node.args[0] if node.args else None
+        scattered = self._scattered(node)
+        if scattered is not None:
+            return self.canonical(scattered), [0, None]
         if not isinstance(source, Node) or not self.is_constant(node):
             raise Unknown("a mask that is no `one_hot`, or one that is written to", node)
         if node.target is F.one_hot or name == "one_hot":

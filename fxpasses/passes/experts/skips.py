@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxpasses.graph import effects
 from fxpasses.graph.families import plain_operator_of
 from fxpasses.graph.routing import is_integer, writers_of
-from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Marked, Skip, marks
+from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, PART, READ, Marked, Skip, marks
+from fxpasses.graph.symbols import is_symbolic
+from fxpasses.passes.experts.assertions import Sizes
 from fxpasses.passes.experts.cuts import Cut
-from fxpasses.passes.experts.loops import Loop, has_rows
+from fxpasses.passes.experts.loops import Loop, Merge, has_rows
 from fxpasses.passes.experts.selection import Masks, Selection, Unknown
 
 _SHAPE_ONLY = frozenset(
@@ -29,6 +32,7 @@ _CASTS = frozenset({"bool", "float", "int", "long", "to", "type"})
 _REDUCTIONS = frozenset({"amax", "any", "count_nonzero", "sum"})
 _NARROW = (torch.int8, torch.uint8, torch.int16)
 _COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne", "greater", "not_equal", "sym_not"})
+_NUMBERS = _COMPARISONS | {"add", "sub", "sym_sum", "sym_size.int"}
 # Operators that fail for no tensors of known sizes; and those that ask for an expert's tokens, and for their number.
 _HARMLESS = _SHAPE_ONLY | _CASTS | _COMPARISONS | {"getitem", "select"}
 _QUERIES = frozenset({"where", "nonzero", "getitem", "sym_size", "size", "numel", "nelement", "len", "getattr"})
@@ -66,13 +70,15 @@ def prove(
     conditions: set[Node] = set()
     for number in sorted(numbers):
         skip = skips[number]
-        branches = [place for place, merge in enumerate(loop.merges) if (number, INSIDE) in marks(merge.node)]
-        if not skip.ended or len(branches) != 1:
+        branches = [place for place, merge in enumerate(loop.merges) if _is_end(merge, skip)]
+        if not skip.ended or len(branches) != 1 or bool(skip.parts) != (loop.kind == "cat"):
             raise Unknown(f"what runs only with tokens, at {skip.where}, does more than to merge one expert's rows")
         condition, source = _condition_of(places, skip, branches[0], routing)
         _check_not_written(places, source, condition, until=max(places.position[merge.node] for merge in loop.merges))
         conditions.add(condition)
         _check_body(places, skip, own, fake_mode)
+        if skip.parts:
+            _check_joined(loop, routing)
         _check_pairs(places, skip, loop, branches[0])
     return Proof(tuple(skips[number] for number in sorted(numbers)), frozenset(conditions))
 
@@ -88,6 +94,21 @@ def prove_idle(graph: Graph, skips: dict[int, Skip], fake_mode: Any) -> None:
         except Unknown:
             continue
         skip.proved = True
+
+
+def prove_numbers(graphs: Iterable[Graph], skips: dict[int, Skip]) -> None:
+    """Prove of numbers from NumPy's arrays that they may be Python's: nothing in the graphs reads them any more."""
+    read = {number for graph in graphs for node in graph.nodes for number, role in marks(node) if role == READ}
+    for skip in skips.values():
+        skip.proved |= skip.kind == "numbers" and skip.ended and skip.number not in read
+
+
+def erase_answers(graph: Graph) -> None:
+    """Erase the questions that were answered while tracing, `count > 0`, which Dynamo leaves in a checkpoint's body."""
+    for node in reversed(graph.nodes):
+        is_number = is_symbolic(node.meta.get("example_value")) and plain_operator_of(node) in _NUMBERS
+        if is_number and not node.users and node.op == "call_function":
+            graph.erase_node(node)
 
 
 def erase_unused(graph: Graph, nodes: Iterable[Node], assertions_on: Callable[[set[Node]], set[Node]]) -> None:
@@ -127,7 +148,7 @@ def _condition_of(places: Marked, skip: Skip, branch: int, routing: Selection | 
     if isinstance(routing, Selection):
         right = source is _source(routing.ids) and expert == routing.first + routing.step * branch
     else:
-        right = source is _counted(routing.counts) and expert == branch
+        right = source is (_counted if routing.running else _ended)(routing.counts) and expert == branch
     if not right:
         raise Unknown(f"the program asks at {skip.where} for the tokens of another expert", node)
     return node, source
@@ -137,6 +158,9 @@ def _asked_in(skip: Skip, node: Node) -> tuple[Node, int] | None:
     if skip.kind == "hit":
         source = _listed(node)
         return (source, skip.index) if source is not None else None
+    if skip.kind == "end":
+        source = _ended(node)
+        return (source, skip.index) if source is not None else None
     if skip.kind == "tensor":
         return _asked_by_truth(node, skip.truth)
     return _asked(node)
@@ -145,7 +169,7 @@ def _asked_in(skip: Skip, node: Node) -> tuple[Node, int] | None:
 def _check_not_written(places: Marked, source: Node, condition: Node, until: int) -> None:
     """That nobody writes integers between the routing and the loop's end, nor to what leads from it to the question."""
     for node in places.writing_integers:
-        if places.position[source] < places.position[node] <= until and node is not condition:
+        if places.position[source] < places.position[node] <= until and node is not condition and not _is_fill(node):
             raise Unknown(f"`{node.name}` may write to the routing", node)
     chain, waiting = set(), [condition]
     while waiting:
@@ -154,7 +178,17 @@ def _check_not_written(places: Marked, source: Node, condition: Node, until: int
             chain.add(node)
             waiting += node.all_input_nodes if plain_operator_of(node) not in _FACTORIES else ()
     for node in writers_of(chain):
-        raise Unknown(f"`{node.name}` may write to what the program asks", node)
+        if not _is_fill(node):
+            raise Unknown(f"`{node.name}` may write to what the program asks", node)
+
+
+def _is_fill(node: Node) -> bool:
+    """Whether a node writes ones to zeros that nobody has looked at yet: `zeros.scatter_(1, ids, 1)`."""
+    zeros = node.args[0] if plain_operator_of(node) == "scatter_" else None
+    try:
+        return isinstance(zeros, Node) and bool(_one_hot(zeros))
+    except Unknown:
+        return False
 
 
 def _check_body(places: Marked, skip: Skip, own: set[Node], fake_mode: Any) -> None:
@@ -166,10 +200,30 @@ def _check_body(places: Marked, skip: Skip, own: set[Node], fake_mode: Any) -> N
         try:
             if not _is_harmless(node):
                 raise Unknown(f"`{node.name}` may fail where there are no tokens", node)
+            _check_assertions(node, own)
             if node.op.startswith("call") and effects.observe(node, args, kwargs, fake_mode).writes:
                 raise Unknown(f"`{node.name}` writes where there are tokens", node)
         except effects.Refused as refused:
             raise Unknown(f"{refused.text}, where there are tokens", node) from refused
+
+
+def _check_assertions(node: Node, own: set[Node]) -> None:
+    """That what the graph asserts of a size that a node of the body made holds without tokens."""
+    waiting, seen = list(node.users), set()
+    while waiting:
+        user = waiting.pop()
+        if user in seen or user in own:
+            continue
+        seen.add(user)
+        if user.target in (torch.ops.aten._assert_scalar.default, torch._check):
+            condition = user.args[0]
+            name, bound = (
+                (plain_operator_of(condition), condition.args[1]) if isinstance(condition, Node) else ("", None)
+            )
+            if name not in ("ge", "le") or type(bound) is not int or not Sizes().imply(user):
+                raise Unknown(f"`{user.name}` may fail where there are no tokens", user)
+        elif is_symbolic(user.meta.get("example_value")):
+            waiting += user.users
 
 
 def _is_harmless(node: Node) -> bool:
@@ -182,9 +236,32 @@ def _is_harmless(node: Node) -> bool:
     return name in (_QUERIES | _COMPARISONS if is_of_rows else _HARMLESS | _QUERIES) and not has_index
 
 
+def _is_end(merge: Merge, skip: Skip) -> bool:
+    """Whether a branch's end is in the body: what it merges, or all tensors that are joined with the others'."""
+    if not skip.parts:
+        return (skip.number, INSIDE) in marks(merge.node)
+    marked = [value for value in merge.values if isinstance(value, Node) and (skip.number, PART) in marks(value)]
+    return len(marked) == len(merge.values) == skip.parts
+
+
+def _check_joined(loop: Loop, routing: Selection | Cut) -> None:
+    """That `torch.cat` is the same with parts of no rows as without: there are others, and they are of one dtype."""
+    if isinstance(routing, Selection):
+        lowest = min(routing.first, routing.first + routing.step * (routing.count - 1))
+        rows = routing.ids.meta["example_value"].numel() if (lowest, routing.count) == (0, routing.choices) else 0
+    else:
+        rows = 0 if routing.totals else routing.rows.meta["example_value"].shape[0]  # all of which are cut
+    lists = zip(*(merge.values for merge in loop.merges), strict=True)
+    is_alike = all(len({part.meta["example_value"].dtype for part in parts}) == 1 for parts in lists)
+    if not is_alike or not statically_known_true(rows > 0):
+        raise Unknown("what is joined may be another tensor where experts have no tokens", loop.merges[0].node)
+
+
 def _check_pairs(places: Marked, skip: Skip, loop: Loop, branch: int) -> None:
     """That the variables which the body changes hold the sum, before it and after it."""
     end = loop.merges[branch].node
+    if skip.parts and skip.pairs:
+        raise Unknown(f"a variable that is used later changes only with tokens, at {skip.where}", end)
     for place in range(skip.pairs):
         before = places.first(skip.number, f"{BEFORE}{place}")
         after = places.first(skip.number, f"{AFTER}{place}")
@@ -239,6 +316,10 @@ def _element_asked(node: Node, source: Node) -> tuple[Node, int] | None:
             return None
         index = node.args[1] if plain_operator_of(node) == "getitem" else node.args[2]
         return (counted, index) if type(index) is int and index >= 0 else None
+    ended = _ended(source)
+    if ended is not None:  # the rows of the first expert end at their number
+        first = plain_operator_of(node) == "getitem" and type(node.args[1]) is int and node.args[1] == 0
+        return (ended, 0) if first else None
     try:
         ids, axes = _one_hot(source)
     except Unknown:
@@ -299,6 +380,23 @@ def _counted(node: Node) -> Node | None:
         left = [axis for place, axis in enumerate(axes) if place not in {dim % len(axes) for dim in dims}]
         return _source(ids) if left == [None] else None
     return None
+
+
+def _ended(node: Node) -> Node | None:
+    """The ids of which element e of a vector is the number of those that are e or less."""
+    name = plain_operator_of(node)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if name in ("cpu", "contiguous", "detach"):
+        return _ended(source)
+    examples: list[Any] = [part.meta.get("example_value") for part in (node, source)]
+    if not all(isinstance(example, torch.Tensor) for example in examples):
+        return None
+    if name != "cumsum" or examples[1].ndim != 1 or examples[0].dtype not in (torch.int32, torch.int64):
+        return None
+    given = [*node.args[1:], *(node.kwargs[key] for key in ("dim",) if key in node.kwargs)]
+    return _counted(source) if given in ([0], [-1]) and not set(node.kwargs) - {"dim"} else None
 
 
 def _one_hot(node: Node) -> tuple[Node, list[int | None]]:

@@ -1,0 +1,136 @@
+"""`for e, count in enumerate(counts.cpu().numpy())`: counts of tokens that went through NumPy, read as by `tolist()`.
+
+To Dynamo an element of an array is an array; no slice with such a bound has a size that anybody could follow. Here the
+elements of a one-dimensional array of counts become symbols, as the elements of `counts.tolist()` are. NumPy's integers
+are not Python's: they have methods, types of their own, and other arithmetic. So this is an assumption as well, a
+`Skip` of the kind "numbers": nothing may ask a number for what sets it apart (`Unprovable`), and a pass must find a
+program without the numbers, else the frame is traced again with arrays as they are.
+
+Private names, checked on torch 2.11 and 2.13: `NumpyNdarrayVariable.call_method`, `TensorVariable
+.unpack_var_sequence`, `SymNodeVariable.call_method` and `.var_getattr`; and that `Tensor.numpy()` is `view_as` of a
+tensor and itself in Dynamo's graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
+from torch.fx import Node
+
+from fxpasses.capture.experts_hit import leads_to_routing
+from fxpasses.graph.routing import writes_integers
+from fxpasses.graph.skips import READ, Skip, mark
+
+# What may be done with one of the numbers: the result is equal whether they are NumPy's or Python's.
+_ALLOWED = frozenset(
+    {operator.add, operator.iadd, operator.sub, operator.isub, operator.eq, operator.ne, operator.lt, operator.le,
+     operator.gt, operator.ge, operator.getitem, operator.setitem, operator.not_, int, bool, slice}
+)  # fmt: skip
+_WIDE = (torch.int32, torch.int64)
+
+
+class NumpyCounts:
+    """The arrays of counts of one trace. new_skip: makes the `Skip` for an array."""
+
+    def __init__(self, new_skip: Callable[[], Skip]) -> None:
+        self._new_skip = new_skip
+        self._numbers: dict[Node, list[Any]] = {}
+        self._checked: dict[Node, Node] = {}  # by array: up to where nobody wrote to it since it was read
+        self._skips: list[tuple[Skip, Node]] = []
+        self._symbols: set[Any] = set()
+
+    def of(self, tx: Any, array: Any, may_begin: bool) -> list[Any] | None:
+        """The elements of an array as numbers in Dynamo's hands; None where it is no array of counts.
+
+        may_begin: whether they may be read now, or must have been read before.
+        """
+        node = _tensor_behind(tx, array)
+        if node is None:
+            return None
+        self._forget_written(node)
+        if node not in self._numbers:
+            if not may_begin or not leads_to_routing(node):
+                return None
+            self._numbers[node] = self._read(tx, node)
+        return self._numbers[node]
+
+    def cumsum(self, tx: Any, array: Any, args: Any, kwargs: Any) -> Any:
+        """`counts.numpy().cumsum(0)` as that of the tensor; None for other arrays."""
+        node = _tensor_behind(tx, array)
+        given = [*args, *kwargs.values()]
+        if node is None or set(kwargs) - {"axis"} or len(given) > 1 or not leads_to_routing(node):
+            return None
+        if given and not (given[0].is_python_constant() and given[0].as_python_constant() in (0, -1)):
+            return None
+        ends = tx.output.create_proxy("call_method", "cumsum", (_proxy(tx, node), 0), {})
+        return wrap_fx_proxy(tx, ends).call_method(tx, "numpy", [], {})
+
+    def has(self, value: Any) -> bool:
+        """Whether a value in Dynamo's hands is one of the numbers, or was computed from them."""
+        if not self._symbols or not isinstance(value, SymNodeVariable):
+            return False
+        node = getattr(value.sym_num, "node", None)
+        return node is not None and not self._symbols.isdisjoint(node.expr.free_symbols)
+
+    def allows(self, function: Any, args: Any) -> bool:
+        """Whether a function of Python gives the same for NumPy's numbers."""
+        return function in _ALLOWED or not any(map(self.has, args))
+
+    def _read(self, tx: Any, node: Node) -> list[Any]:
+        skip = self._new_skip()
+        self._skips.append((skip, node))
+        numbers = []
+        for place in range(node.meta["example_value"].shape[0]):
+            element: Any = wrap_fx_proxy(tx, _proxy(tx, node)[place])
+            number = element.call_method(tx, "item", [], {})
+            numbers.append(number)
+            if isinstance(number, SymNodeVariable):
+                mark(number.as_proxy().node, skip, READ)
+                self._symbols |= number.sym_num.node.expr.free_symbols
+        self._checked[node] = node.graph._root.prev
+        return numbers
+
+    def finish(self) -> None:
+        """The graph is written. A loop over an array reads an element when it comes to it; here all were read first."""
+        for skip, node in self._skips:
+            self._forget_written(node)
+            skip.ended = node in self._numbers
+
+    def _forget_written(self, node: Node) -> None:
+        """Numbers that were read before somebody wrote to integers may not be the array's any more."""
+        last = self._checked.get(node)
+        if last is None:
+            return
+        while not last._erased and last.next is not node.graph._root:
+            last = last.next
+            if last.op.startswith("call") and writes_integers(last):
+                break
+        else:
+            if not last._erased:
+                self._checked[node] = last
+                return
+        del self._numbers[node], self._checked[node]
+
+
+def _proxy(tx: Any, node: Node) -> Any:
+    return torch.fx.Proxy(node, tx.output.current_tracer)
+
+
+def _tensor_behind(tx: Any, array: Any) -> Node | None:
+    """The tensor of counts that a one-dimensional array is a view of."""
+    if not isinstance(array, NumpyNdarrayVariable):
+        return None
+    node = array.as_proxy().node
+    if node.op != "call_method" or node.target != "view_as" or node.args[0] is not node.args[1]:
+        return None
+    source: Any = node.args[0]
+    example = source.meta.get("example_value")
+    if not isinstance(example, torch.Tensor) or example.ndim != 1 or example.dtype not in _WIDE:
+        return None
+    is_here = source.graph is tx.output.current_tracer.graph
+    return source if is_here and isinstance(example.shape[0], int) and example.shape[0] > 1 else None
