@@ -16,7 +16,8 @@ from fxpasses.capture import breaks, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.skips import SKIPS
-from fxpasses.lowering import lower, lower_prologue
+from fxpasses.lowering import lower
+from fxpasses.lowering_prologues import lower_prologue
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
 from fxpasses.passes.group_experts import GroupExperts

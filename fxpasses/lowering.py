@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.compiler.config
-from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import GraphModule
 
 from fxpasses import __version__
-from fxpasses.graph.copying import copy_graph_module
-from fxpasses.graph.symbols import constant, is_symbolic
 from fxpasses.options import Options
-from fxpasses.prologue_program import Program
 from fxpasses.report import Report
 
 if TYPE_CHECKING:
@@ -38,70 +34,30 @@ def lower(
     """
     if options.lowering == "eager":
         return gm
+    hits = _cache_hits()
     with _partitioner(options) as partitioner:
         if options.lowering == "aot_eager":
             compiled = _aot_eager(gm, example_inputs, partitioner)
         else:
-            compiled = _inductor(gm, example_inputs, options, salt, partitioner)
+            compiled = inductor(gm, example_inputs, options, salt, partitioner)
     if partitioner is not None:
         for report in partitioner.reports:
             told(report)
         if not partitioner.asked:
-            told(
-                Report(partitioner.name, summary="nothing was partitioned: compiled for inference, or found in a cache")
-            )
+            told(Report(partitioner.name, summary=_FROM_CACHE if _cache_hits() > hits else _FOR_INFERENCE))
     return compiled
 
 
-# Results of a prologue are kept for the batch: not in memory that the next replay of a CUDA graph writes over. And the
-# main graph is compiled for the strides that the operators give them.
-_FOR_PROLOGUES = {"triton.cudagraphs": False, "freezing": False, "keep_output_stride": True}
+_FROM_CACHE = (
+    "its graphs come from PyTorch's cache, as this pass left them when they were compiled for these options: what it "
+    "chose is told by the process that compiled them, and what moves is counted by fxpasses.offload_stats()"
+)
+_FOR_INFERENCE = "nothing is saved for backward: the graph was compiled for inference"
 
 
-def lower_prologue(program: Program, options: Options) -> Compiled | None:
-    """Compile a prologue's device graph, to be called without gradients; None where it is to run as it is.
-
-    It is compiled with the main graph and not when it first runs, so its integers are unbacked symbols: nothing is
-    assumed of a batch, and no batch compiles it again.
-    """
-    if program.device is None or not program.worth_compiling or options.lowering != "inductor":
-        return None
-    gm = copy_graph_module(program.device)
-    masks = _return_bytes(gm)
-    examples = [_example(node.meta["example_value"]) for node in gm.graph.find_nodes(op="placeholder")]
-    context: Any = TracingContext(detect_fake_mode(examples))
-    with tracing(context), torch.inference_mode(False), torch.no_grad():
-        compiled = _inductor(gm, examples, options, program.key(), None, _FOR_PROLOGUES)
-
-    def call(*inputs: Any) -> tuple[Any, ...]:
-        outputs = compiled(*inputs)
-        return tuple(value.view(torch.bool) if i in masks else value for i, value in enumerate(outputs))
-
-    return call
-
-
-def _return_bytes(gm: GraphModule) -> set[int]:
-    """Have the graph return bytes of 0 and 1 for its masks on the CPU; the positions of these.
-
-    Inductor's C++ writes vectors of bools element by element, which took half the time of making a mask (torch 2.13).
-    """
-    output = gm.graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    masks = set()
-    for position, node in enumerate(results):
-        fake = node.meta["example_value"]
-        if isinstance(fake, torch.Tensor) and fake.dtype is torch.bool and fake.device.type == "cpu":
-            with gm.graph.inserting_before(output):
-                results[position] = gm.graph.call_method("to", (node, torch.uint8))
-            masks.add(position)
-    output.args = (tuple(results),)
-    gm.recompile()
-    return masks
-
-
-def _example(fake: Any) -> Any:
-    number = constant(fake) if is_symbolic(fake) else None
-    return fake if number is None else number
+def _cache_hits() -> int:
+    """How many graphs AOTAutograd found in its cache. Private name, checked on torch 2.11 and 2.13."""
+    return torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
 
 
 @contextlib.contextmanager
@@ -134,14 +90,15 @@ def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: Part
     return backend(gm, list(example_inputs))
 
 
-def _inductor(
+def inductor(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
     salt: str,
-    partitioner: Partitioner | None,
+    partitioner: Partitioner | None = None,
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiled:
+    """Compile with Inductor under the user's options, and under `fixed`, which go before them."""
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._inductor.config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
@@ -54,7 +56,8 @@ class Partitioner(CustomPartitionerFn):
         plain = _graphs(forward, backward)
         started = time.perf_counter()
         try:
-            report = OffloadActivations(self.options)(Partition(forward, backward, kwargs["num_fwd_outputs"]))
+            offload = OffloadActivations(self.options, replayed=_replayed())
+            report = offload(Partition(forward, backward, kwargs["num_fwd_outputs"]))
         except Exception as error:
             if self.strict:
                 raise PassError(f"the pass {NAME} failed: {error}") from error
@@ -72,6 +75,12 @@ class Partitioner(CustomPartitionerFn):
         if inner is None:
             return None
         return ("fxpasses", __version__, _source(), repr(self.options), inner)
+
+
+def _replayed() -> bool:
+    """Whether Inductor is to run what it compiles now as CUDA graphs."""
+    inductor: Any = torch._inductor.config
+    return bool(inductor.triton.cudagraphs)
 
 
 def _graphs(*modules: GraphModule) -> tuple[Any, ...]:

@@ -30,6 +30,8 @@ class Reason(enum.Enum):
     SHARED_MEMORY = "it shares memory with another saved tensor in a way that cannot be rebuilt"
     UNKNOWN_SIZE = "its size is known only when the program runs"
     WRONG_DEVICE = "moving it from where it lies frees nothing"
+    STRIDES_MAY_CHANGE = "it has four dimensions and convolutions are near, for which a compiler changes strides"
+    REPLAYED = "CUDA graphs replay the step, and a replay would not wait for copies"
     UNSUPPORTED_VALUE = "its kind of value cannot be an input of a graph"
     LEFT_OUT = "FXPASSES_CHANGES leaves it out"
 

@@ -18,9 +18,9 @@ import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
+from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.symbols import bytes_of
-from fxpasses.inspect.flops import flops_of
 from fxpasses.inspect.model import Partition, Saved
 
 MODULE, NAME = "torch._functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs"

@@ -22,9 +22,9 @@ from torch.fx import Node as FxNode
 from torch.fx.node import _get_qualified_name
 from torch.utils import _pytree as pytree
 
+from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import module_of, source
 from fxpasses.graph.symbols import bytes_of
-from fxpasses.inspect.flops import flops_of
 from fxpasses.inspect.model import MAIN, PROLOGUE, Node, Region, Source, TensorValue
 from fxpasses.prologue_program import Check, Program
 

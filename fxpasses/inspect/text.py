@@ -17,6 +17,7 @@ from fxpasses.inspect.figures import Figures, before_and_after, saved_before_and
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.whynot import NearMiss, near_misses
+from fxpasses.units import amount, duration, size
 
 _COLORS = {
     Kind.REMOVED: "31", Kind.PROLOGUE: "36", Kind.ADDED: "32",
@@ -181,28 +182,6 @@ def saved_rows(graph: Graph) -> list[list[str]]:
         return []
     rows = [["saved for backward, on the device", "not known" if before is None else size(before), size(after), ""]]
     return rows if before is None else [*rows, ["moved off the device and back", size(0), size(before - after), ""]]
-
-
-def amount(number: float) -> str:
-    """`1234`, `12.3 k`, `4.56 G`."""
-    if number < 10_000:
-        return str(number)
-    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number / 1e3:.3g} k"
-
-
-def size(number: int) -> str:
-    """Bytes, in powers of 1024."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if number >= 1 << power:
-            return f"{number / (1 << power):.1f} {unit}"
-    return f"{number} B"
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 # Changes

@@ -13,7 +13,6 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.provenance import where
-from fxpasses.inspect.text import duration, size
 from fxpasses.options import Offload
 from fxpasses.passes.offload.candidates import candidate, step_of
 from fxpasses.passes.offload.choose import Candidate, Choice, Decision, Limits, choose
@@ -23,21 +22,30 @@ from fxpasses.passes.offload.transfers import transfers
 from fxpasses.report import Reason, Refusal, Report
 from fxpasses.runtime.offload import stats
 from fxpasses.runtime.offload.calibration import Rates, rates
+from fxpasses.units import duration, size
 
 NAME = "offload_activations"
 
 
 class OffloadActivations:
-    """Rewrites a partition in place, and reports on every saved tensor that forward computes."""
+    """Rewrites a partition in place, and reports on every saved tensor that forward computes.
+
+    replayed: CUDA graphs will run what is compiled; then nothing leaves a CUDA device.
+    """
 
     name = NAME
 
-    def __init__(self, options: Offload, measure: Callable[[str, str, torch.device], Rates] = rates) -> None:
-        self.options, self.measure = options, measure
+    def __init__(
+        self,
+        options: Offload,
+        measure: Callable[[str, str, torch.device], Rates] = rates,
+        replayed: bool = False,
+    ) -> None:
+        self.options, self.measure, self.replayed = options, measure, replayed
 
     def __call__(self, partition: Partition) -> Report:
         report = Report(self.name)
-        found, refused = groups(partition, self.options.tier)
+        found, refused = groups(partition, self.options.tier, self.replayed)
         forward, backward = (Memory.of(g.graph.nodes) for g in (partition.forward, partition.backward))
         candidates: list[Candidate] = []
         movable: list[Group] = []
@@ -121,7 +129,8 @@ def _place(c: Candidate) -> str:
 
 
 def _warn_of_devices(refused: list[tuple[Node, Reason, str]]) -> None:
-    """Say once where the tier has no use on the device; the report says it of each tensor."""
-    texts = [text for _, reason, text in refused if reason is Reason.WRONG_DEVICE]
-    if texts:
-        stats.fell_back("wrong_device", f"activations are not moved: {texts[0]}")
+    """Say once where nothing can leave the device; the report says it of each tensor."""
+    for reason, name in ((Reason.WRONG_DEVICE, "wrong_device"), (Reason.REPLAYED, "cuda_graphs")):
+        texts = [text for _, given, text in refused if given is reason]
+        if texts:
+            stats.fell_back(name, f"activations are not moved: {reason.value} ({texts[0]})")

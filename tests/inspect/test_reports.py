@@ -16,9 +16,10 @@ from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Node, Partition, Run, Saved, Stage
 from fxpasses.inspect.readable import readable
 from fxpasses.inspect.summary import summary
-from fxpasses.inspect.text import Style, amount, duration, report, size
+from fxpasses.inspect.text import Style, report
 from fxpasses.inspect.whynot import near_misses
 from fxpasses.report import Reason, Refusal, Report, Transfer
+from fxpasses.units import amount, duration, size
 from tests.inspect.programs import recorded, refused
 from tests.inspect.stages import call, given, ref, result, stage, tensor
 

@@ -28,6 +28,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 import fxpasses
+import fxpasses.inspect
 
 def layer(x, w):
     return x + (x @ w).sin()
@@ -39,14 +40,19 @@ def program(x, w):
 
 torch.manual_seed(0)
 x, w = torch.randn(8, 4), torch.randn(4, 4, requires_grad=True)
-options = {"fastpack.strict": True, "fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}
-options |= json.loads(sys.argv[1])
-compiled = torch.compile(program, backend="fastpack", options=options)
-actual = torch.autograd.grad(compiled(x, w), w)[0]
 expected = torch.autograd.grad(program(x, w), w)[0]
-torch.testing.assert_close(actual, expected)
-hits = counters["aot_autograd"]["autograd_cache_hit"]
-print(json.dumps([hits, fxpasses.offload_stats().tensors_in, actual.tolist()]))
+for others in json.loads(sys.argv[1]):
+    torch._dynamo.reset()
+    counters.clear()
+    fxpasses.offload_stats(reset=True)
+    options = {"fastpack.strict": True, "fastpack.offload": "disk", "fastpack.offload.min_bytes": 0} | others
+    with fxpasses.inspect.record() as record:
+        compiled = torch.compile(program, backend="fastpack", options=options)
+        actual = torch.autograd.grad(compiled(x, w), w)[0]
+    torch.testing.assert_close(actual, expected)
+    (said,) = [r.summary for r in record.graphs[0].reports if r.pass_name == "offload_activations"]
+    hits = counters["aot_autograd"]["autograd_cache_hit"]
+    print(json.dumps([hits, fxpasses.offload_stats().tensors_in, said, actual.tolist()]))
 """
 
 
@@ -72,22 +78,24 @@ def test_memory_that_inductor_uses_again_is_not_what_is_written(buffers, monkeyp
     assert stats.tensors_out >= 3 and stats.tensors_in == 3 * stats.tensors_out
 
 
-def run(cache: Path, **options: Any) -> list[Any]:
+def run(cache: Path, *options: dict[str, Any]) -> list[list[Any]]:
+    """In a process of its own: for each set of options the cache's hits, tensors read, what was said, and gradients."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps({f"fastpack.offload.{k}": v for k, v in options.items()})]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(options) :]]
 
 
 @pytest.mark.slow
 def test_a_second_process_offloads_from_warm_caches(tmp_path):
-    hits, moved, cold = run(tmp_path)
-    assert hits == 0 and moved == 2
-    hits, moved, warm = run(tmp_path)
+    ((hits, moved, said, cold),) = run(tmp_path, {})
+    assert hits == 0 and moved == 2 and said.startswith("2 activations")
+    (hits, moved, said, warm), *others = run(tmp_path, {}, {"fastpack.offload.keep_last": 0})
     assert hits == 1 and moved == 2 and warm == cold
-    hits, moved, other = run(tmp_path, keep_last=0)  # other options are another program
-    assert hits == 0 and moved == 3 and other == cold
+    assert "come from PyTorch's cache" in said and "offload_stats()" in said  # the pass had nothing to look at
+    ((hits, moved, said, other),) = others  # other options are another program
+    assert hits == 0 and moved == 3 and other == cold and said.startswith("3 activations")
 
 
 class Users(CustomPartitionerFn):
@@ -108,16 +116,18 @@ class Users(CustomPartitionerFn):
 def test_the_caches_key_covers_options_and_the_users_partitioner():
     plain = Partitioner(Offload("disk"), strict=False).uuid()
     assert plain == Partitioner(Offload("disk"), strict=False).uuid()
-    others = [
-        Partitioner(Offload("disk", buffers=1), strict=False).uuid(),
-        Partitioner(Offload("disk"), strict=False, inner=Users()).uuid(),
-    ]
-    assert plain not in others
+    changed = {"directory": "/elsewhere", "min_bytes": 0, "keep_last": 0, "buffers": 1}
+    changed |= {"device_budget": 1, "host_budget": 1}
+    others = [Partitioner(Offload("disk", **{k: v}), strict=False).uuid() for k, v in changed.items()]
+    others += [Partitioner(Offload("host"), strict=False).uuid()]
+    others += [Partitioner(Offload("disk"), strict=False, inner=Users()).uuid()]
+    assert plain not in others and len(set(others)) == len(others)
     assert Partitioner(Offload("disk"), strict=False, inner=Users(None)).uuid() is None  # not to be cached
 
 
 @pytest.mark.slow
-def test_a_users_partitioner_runs_first():
+def test_a_users_partitioner_runs_first(monkeypatch):
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)  # a warm one partitions nothing
     mine = Users()
     options = {
         "fastpack.strict": True,

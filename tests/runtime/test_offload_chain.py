@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import stat
 import subprocess
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -25,17 +27,17 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(stats, "_warned", set())
-    gc.collect()
     fxpasses.offload_stats(reset=True)
     yield
-    gc.collect()
-    assert not chain._stored and not chain._ahead and fxpasses.offload_stats().bytes_held == 0
+    if chain._stored or chain._ahead:
+        gc.collect()
+    assert not chain._leaving and not chain._stored and not chain._ahead and fxpasses.offload_stats().bytes_held == 0
 
 
 def moved(tensors: list[torch.Tensor], tier: DiskTier | HostTier) -> list[torch.Tensor]:
     handles = [chain.store(tensor, tier) for tensor in tensors]
-    for handle in handles:
-        chain.settle(handle)
+    for handle, tensor in zip(handles, tensors, strict=True):
+        chain.settle(handle, tensor)
     return handles
 
 
@@ -67,7 +69,7 @@ SHAPES: dict[str, Any] = {
 def test_a_tensor_comes_back_as_it_was(name, tmp_path):
     source = SHAPES[name]()
     handle = chain.store(source, DiskTier(str(tmp_path)))
-    chain.settle(handle)
+    chain.settle(handle, source)
     expected = source.clone(memory_format=torch.preserve_format)
     assert (handle.shape, handle.stride(), handle.dtype) == (source.shape, source.stride(), source.dtype)
     for _ in range(2):  # as with retain_graph
@@ -133,7 +135,7 @@ def test_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
     expected = source.clone()
     handle = chain.store(source, DiskTier(str(tmp_path)))
     threading.Timer(0.2, gate.set).start()
-    chain.settle(handle)
+    chain.settle(handle, source)
     source.zero_()
     assert torch.equal(chain.reload(handle, CPU, [], 1), expected)
     assert fxpasses.offload_stats().seconds_exposed > 0
@@ -186,7 +188,7 @@ def test_an_error_while_writing_keeps_the_tensor_in_memory(tmp_path, monkeypatch
     expected = source.clone()
     handle = chain.store(source, DiskTier(str(tmp_path)))
     with pytest.warns(UserWarning, match="24000 bytes is not written"):
-        chain.settle(handle)
+        chain.settle(handle, source)
     source.zero_()
     assert torch.equal(chain.reload(handle, CPU, [], 1), expected)
     assert fxpasses.offload_stats().fallbacks == {"disk": 1}
@@ -211,32 +213,128 @@ def test_an_error_while_reading_names_the_file_system_and_the_bytes(tmp_path, mo
     chain.reload(handles[0], CPU, handles[1:], 1)  # and once the disk is well again
 
 
-def test_no_memory_to_read_ahead_is_one_buffer(tmp_path, monkeypatch):
-    sources = [torch.randn(100) for _ in range(4)]
-    handles = moved(sources, DiskTier(str(tmp_path)))
-    fetched = chain.Fetched
-    full = False
+class FullDevice:
+    """Stands in for `chain.Fetched` on a device that has room for `room` tensors, and then for none."""
 
-    class Later(list):  # type: ignore[type-arg]
-        """Memory is used up when the first tensor has been brought back."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room, self.asked, self._fetch = 0, 0, chain.Fetched
+        monkeypatch.setattr(chain, "Fetched", self)
+        for devices in ("_tight", "_full"):
+            monkeypatch.setattr(chain, devices, set())
 
-        def __iter__(self) -> Any:
-            nonlocal full
-            full = True
-            return super().__iter__()
-
-    def allocate(stored: Any, handle: Any, device: Any) -> Any:
-        if full:
+    def __call__(self, *arguments: Any) -> Any:
+        self.asked += 1
+        if self.room == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return fetched(stored, handle, device)
+        self.room -= 1
+        return self._fetch(*arguments)
 
-    monkeypatch.setattr(chain, "Fetched", allocate)
-    with pytest.warns(UserWarning, match="read when needed") as caught:
-        for number, source in enumerate(sources):
-            full = False
-            found = chain.reload(handles[number], CPU, Later(handles[number + 1 : number + 2]), 1)
-            assert torch.equal(found, source) and not chain._ahead
-    assert len(caught) == 1 and fxpasses.offload_stats().fallbacks == {"one_buffer": 3}
+
+def test_no_memory_to_read_ahead_is_one_buffer_up_to_the_next_forward_pass(tmp_path, monkeypatch):
+    device, sources = FullDevice(monkeypatch), [torch.randn(100) for _ in range(4)]
+    for step in range(2):
+        handles, device.asked = moved(sources, DiskTier(str(tmp_path))), 0
+        with pytest.warns(UserWarning, match="no 400 bytes free to read") if step == 0 else contextlib.nullcontext():
+            for number, source in enumerate(sources):
+                device.room = 1
+                found = chain.reload(handles[number], CPU, handles[number + 1 : number + 2], 1)
+                assert torch.equal(found, source) and not chain._ahead
+        assert device.asked == 5  # ahead once, and then no more
+    assert fxpasses.offload_stats().fallbacks == {"one_buffer": 2}
+
+
+def test_what_was_read_ahead_makes_room_for_what_is_needed(tmp_path, monkeypatch):
+    device, sources = FullDevice(monkeypatch), [torch.randn(100) for _ in range(3)]
+    handles = moved(sources, DiskTier(str(tmp_path)))
+    device.room = 2
+    chain.reload(handles[0], CPU, handles[1:2], 1)
+    assert len(chain._ahead) == 1
+    free_slots = chain._free_slots
+
+    def freed(keep: int) -> None:
+        free_slots(keep)
+        device.room = 1
+
+    monkeypatch.setattr(chain, "_free_slots", freed)
+    assert torch.equal(chain.reload(handles[2], CPU, [], 1), sources[2])
+    assert not chain._ahead and not chain._full
+
+
+def test_where_what_is_needed_found_no_memory_the_next_steps_keep_it_on_the_device(tmp_path, monkeypatch):
+    device, source = FullDevice(monkeypatch), torch.randn(6, 4).t()
+    (handle,) = moved([source], DiskTier(str(tmp_path)))
+    with pytest.raises(torch.OutOfMemoryError):
+        chain.reload(handle, CPU, [], 1)
+    with pytest.warns(UserWarning, match="from now on they stay on it") as caught:
+        handles = moved([source, source], DiskTier(str(tmp_path)))
+    assert len(caught) == 1 and fxpasses.offload_stats().fallbacks == {"on_device": 2}
+    for kept in handles:
+        for _ in range(2):  # outside of a backward pass nothing says that it is the last one
+            found = chain.reload(kept, CPU, [], 1)
+            assert torch.equal(found, source) and found.stride() == source.stride()
+    assert device.asked == 2  # no memory is asked for what stays
+    assert fxpasses.offload_stats().tensors_out == 1
+
+
+def test_what_is_kept_is_given_to_the_last_backward_pass_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(chain, "_full", {CPU})
+    monkeypatch.setattr(stats, "_warned", {"on_device"})
+    same: list[bool] = []
+
+    class Move(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*moved([x.exp()], DiskTier(str(tmp_path))))
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (handle,) = ctx.saved_tensors
+            found = chain.reload(handle, CPU, [], 1)
+            same.append(found.data_ptr() == handle.data_ptr())
+            return gradient * found.add_(1.0)  # a backward graph may write to what it is given
+
+    x = torch.randn(50, requires_grad=True)
+    y = Move.apply(x).sum()
+    for retain in (True, True, False):
+        (gradient,) = torch.autograd.grad(y, x, retain_graph=retain)
+        assert torch.equal(gradient, x.exp() + 1.0)
+    assert same == [False, False, True]
+
+
+def test_too_many_open_files_keep_tensors_in_memory(tmp_path):
+    """Also where a descriptor is left for the file, and none to map it with."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest, taken = max(map(int, os.listdir("/proc/self/fd"))), [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < highest:
+        taken.append(os.open(os.devnull, os.O_RDONLY))  # no gaps are left
+    sources = [torch.randn(50) for _ in range(4)]
+    for room in (2, 3):
+        fxpasses.offload_stats(reset=True)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(highest, *taken) + 1 + room, limits[1]))
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                handles = moved(sources, DiskTier(str(tmp_path)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(caught) == (room == 2)
+        assert fxpasses.offload_stats().fallbacks == {"disk": 5 - room}  # each needs a second one for a moment
+        for source, found in zip(sources, brought_back(handles), strict=True):
+            assert torch.equal(source, found)
+        del handles
+    for number in taken:
+        os.close(number)
+
+
+def test_a_copy_of_the_source_that_a_compiler_made_is_noticed(tmp_path):
+    """The copy out may still run while the memory of the source itself is used again."""
+    source = torch.randn(100)
+    handle = chain.store(source, DiskTier(str(tmp_path)))
+    with pytest.raises(OffloadError, match="400 bytes was copied by the compiler"):
+        chain.settle(handle, source.clone())
 
 
 def test_a_handle_that_was_replaced_by_a_copy_still_works(tmp_path):
@@ -265,7 +363,10 @@ class ThreadCopies:
     def __init__(self) -> None:
         self.pending: list[Any] = []
 
-    def start(self, target: torch.Tensor, source: torch.Tensor, out: bool, after: Any) -> Any:
+    def mark(self) -> Any:
+        return LateCopy(torch.empty(0), torch.empty(0))
+
+    def start(self, target: torch.Tensor, source: torch.Tensor, out: bool, after: Any, at: Any = None) -> Any:
         for ticket in after:
             ticket.wait()
         return LateCopy(target, source)
@@ -283,7 +384,7 @@ class LateCopy:
             self.target.copy_(self.source)
             self.done = True
 
-    synchronize = wait
+    synchronize = release = wait
 
 
 @pytest.fixture

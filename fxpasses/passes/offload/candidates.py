@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.symbols import bytes_of
-from fxpasses.inspect.flops import flops_of
 from fxpasses.passes.offload.choose import Candidate, Step
 from fxpasses.passes.offload.saved import Group, Memory, Partition, storages
 from fxpasses.passes.offload.schedule import Life
@@ -28,7 +28,7 @@ def candidate(group: Group, partition: Partition, forward: Memory, backward: Mem
     first = len(positions)
     later = {node: first + number for number, node in enumerate(partition.backward.graph.nodes)}
     placeholders = {node.name: node for node in partition.backward.graph.find_nodes(op="placeholder")}
-    members = [placeholders[node.name] for node in (lead, *(other for other, _ in group.others))]
+    members = [placeholders[node.name] for node in group.saved]
     users = [later[user] for node in members for user in node.users]
     last = [later[user] for node in members for alias in backward.sharing(node) for user in alias.users]
     return Candidate(
@@ -82,7 +82,7 @@ def step_of(partition: Partition, moved: list[Group], rates: Rates) -> Step:
     graphs = (partition.forward.graph, partition.backward.graph)
     seconds: list[float] = []
     lives: list[Life] = []
-    candidates = {group.lead.name for group in moved} | {n.name for group in moved for n, _ in group.others}
+    candidates = {node.name for group in moved for node in (group.lead, *group.saved)}
     first = 0
     total = sum(len(graph.nodes) for graph in graphs)
     forward = len(graphs[0].nodes)

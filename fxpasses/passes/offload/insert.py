@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxpasses.inspect.flops import flops_of
+from fxpasses.graph.flops import flops_of
 from fxpasses.options import Offload
 from fxpasses.passes.offload.candidates import last_use
-from fxpasses.passes.offload.saved import Group, Memory, Partition, storages
+from fxpasses.passes.offload.saved import Group, Memory, Partition, storages, whence
 from fxpasses.runtime.offload import layout, operators
 
 MARK = "fxpasses_offload"  # in `node.meta` of what was chosen to be moved
@@ -27,6 +27,7 @@ def insert(partition: Partition, groups: list[Group], options: Offload) -> None:
     if not marked:
         return
     handles = _insert_offloads(partition, marked, options)
+    _return(partition, marked, handles)
     _insert_reloads(partition, marked, handles, options)
     for module in (partition.forward, partition.backward):
         module.graph.lint()
@@ -43,36 +44,30 @@ def _insert_offloads(partition: Partition, groups: list[Group], options: Offload
     output, distance = graph.output_node(), options.buffers - 1
     at_end = _last_computed(partition)
     handles: list[Node] = []
-    for number, source in enumerate(sources):
+    for number, lead in enumerate(sources):
         earlier = number - distance
         previous = (sources[earlier], handles[earlier]) if distance and earlier >= 0 else (None, None)
-        arguments = (source, *previous, options.tier, options.directory, options.host_budget, distance == 0)
-        place = _after(places[source], handles[-1] if handles else None)
+        arguments = (lead, *previous, options.tier, options.directory, options.host_budget, distance == 0)
+        place = _after(places[lead], handles[-1] if handles else None)
         with graph.inserting_after(place):
-            handle = _call(graph, operators.offload, arguments, layout.empty_like, source, torch.device("cpu"))
+            handle = _call(graph, operators.offload, arguments, layout.empty_like, lead, torch.device("cpu"))
         handles.append(handle)
     if distance:
         with graph.inserting_before(output):
             for source, handle in list(zip(sources, handles, strict=True))[-distance:]:
                 after = at_end if at_end is not source else None
                 graph.call_function(operators.settle._opoverload, (handle, source, after)).meta["val"] = None
-    by_name = {source.name: handle for source, handle in zip(sources, handles, strict=True)}
-    _return(partition, by_name, {other.name for group in groups for other, _ in group.others})
-    return by_name
+    return {source.name: handle for source, handle in zip(sources, handles, strict=True)}
 
 
-def _return(partition: Partition, handles: dict[str, Node], dropped: set[str]) -> None:
-    """Have the forward graph save handles instead of the tensors, and not save what is rebuilt."""
+def _return(partition: Partition, groups: list[Group], handles: dict[str, Node]) -> None:
+    """Have the forward graph save a handle in the place of the first tensor of each group, and not the others."""
     output, returned = partition.forward.graph.output_node(), list(partition.returned)
-    stays = [
-        number
-        for number, node in enumerate(returned)
-        if number < partition.outputs or getattr(node, "name", "") not in dropped
-    ]
-    new: list[Any] = [
-        returned[n] if n < partition.outputs else handles.get(getattr(returned[n], "name", ""), returned[n])
-        for n in stays
-    ]
+    instead = {group.saved[0].name: handles[group.lead.name] for group in groups}
+    dropped = {node.name for group in groups for node in group.saved[1:]}
+    names = [getattr(node, "name", "") if n >= partition.outputs else "" for n, node in enumerate(returned)]
+    stays = [number for number, name in enumerate(names) if name not in dropped]
+    new: list[Any] = [instead.get(names[number], returned[number]) for number in stays]
     output.args = (tuple(new),)
     described = output.meta.get("desc")  # PyTorch's words for each output
     if isinstance(described, (list, tuple)) and len(described) == len(returned):
@@ -86,55 +81,72 @@ def _insert_reloads(partition: Partition, groups: list[Group], handles: dict[str
     positions = {node: number for number, node in enumerate(graph.nodes)}
     firsts: dict[str, Node] = {}
     for group in groups:
-        members = [placeholders[node.name] for node in (group.lead, *(other for other, _ in group.others))]
+        members = [placeholders[node.name] for node in group.saved]
         firsts[group.lead.name] = min((user for m in members for user in m.users), key=lambda n: positions[n])
     order = sorted(groups, key=lambda group: positions[firsts[group.lead.name]])
     entries = []
     for group in order:
-        entry = placeholders[group.lead.name]
-        value = entry.meta["val"]
+        entry = placeholders[group.saved[0].name]
         with graph.inserting_before(entry):
             # Under the name of its handle: the output and the placeholder of a saved tensor are matched by position
             # and, in places, by name.
             new = graph.placeholder(handles[group.lead.name].name)
-        new.meta = {**entry.meta, "val": handles[group.lead.name].meta["val"]}
-        new.meta.pop("tensor_meta", None)
-        entries.append((entry, new, value))
+        new.meta = _carried(entry) | {"val": handles[group.lead.name].meta["val"]}
+        entries.append(new)
     distance = options.buffers - 1
     before: Node | None = None
     for number, group in enumerate(order):
-        entry, handle, value = entries[number]
+        handle, device = entries[number], group.lead.meta["val"].device
         first = firsts[group.lead.name]
         ahead = range(1, 1 + distance) if number == 0 else range(distance, 1 + distance) if distance else ()
-        upcoming = [entries[number + step][1] for step in ahead if number + step < len(order)]
+        upcoming = [entries[number + step] for step in ahead if number + step < len(order)]
         after = _computed_from(before, first, graph) if before is not None else None
-        arguments = (handle, upcoming, after, value.device, distance)
+        arguments = (handle, upcoming, after, device, distance)
         with graph.inserting_before(first):
-            back = _call(graph, operators.reload, arguments, layout.empty_like, handle, value.device)
-            back.meta = {**handle.meta, **back.meta}
-            entry.replace_all_uses_with(back)
-            for other, offset in group.others:
-                view = placeholders[other.name]
-                seen = view.meta["val"]
-                rebuilt = graph.call_function(
-                    torch.ops.aten.as_strided.default, (back, list(seen.shape), list(seen.stride()), offset)
-                )
-                rebuilt.meta = {**view.meta, "val": back.meta["val"].as_strided(seen.shape, seen.stride(), offset)}
-                view.replace_all_uses_with(rebuilt)
-                graph.erase_node(view)
-        graph.erase_node(entry)
+            back = _call(graph, operators.reload, arguments, layout.empty_like, handle, device)
+            found = {group.lead.name: back}
+            for view, offset in group.views:
+                found[view.name] = _rebuild(partition, group.lead, back, view, offset)
+        for node in group.saved:
+            placeholders[node.name].replace_all_uses_with(found[node.name])
+            graph.erase_node(placeholders[node.name])
         before = back
+
+
+def _rebuild(partition: Partition, lead: Node, back: Node, view: Node, offset: int | torch.SymInt) -> Node:
+    """A view of what came back, where the caller inserts."""
+    graph, seen = partition.backward.graph, view.meta["val"]
+
+    def number(wanted: int | torch.SymInt) -> Any:
+        found = whence(wanted, lead, partition.backward)
+        if not isinstance(found, tuple):
+            return found
+        operator, dimension = found
+        node = graph.call_function(operator, (back, dimension))
+        node.meta["val"] = wanted
+        return node
+
+    sizes, strides = [number(n) for n in seen.shape], [number(n) for n in seen.stride()]
+    rebuilt = graph.call_function(torch.ops.aten.as_strided.default, (back, sizes, strides, number(offset)))
+    rebuilt.meta = _carried(view)
+    with seen.fake_mode:
+        rebuilt.meta["val"] = back.meta["val"].as_strided(seen.shape, seen.stride(), offset)
+    return rebuilt
 
 
 def _call(
     graph: Graph, operator: Any, arguments: tuple[Any, ...], make: Callable[..., Any], like: Node, device: Any
 ) -> Node:
     node = graph.call_function(operator._opoverload, arguments)
-    node.meta = {key: like.meta[key] for key in _CARRIED if key in like.meta}
+    node.meta = _carried(like)
     value = like.meta["val"]
     with value.fake_mode:
         node.meta["val"] = make(value, device)
     return node
+
+
+def _carried(node: Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in _CARRIED if key in node.meta}
 
 
 def _after(place: Node, other: Node | None) -> Node:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxpasses.graph.symbols import bytes_of
 from fxpasses.report import Reason
 from fxpasses.runtime.offload import device_copies
-from fxpasses.runtime.offload.layout import span
 
 
 @dataclass
@@ -35,11 +37,16 @@ class Partition:
 
 @dataclass
 class Group:
-    """Saved tensors on one memory. lead: the one that is moved. others: rebuilt from it in backward, as (name, offset
-    in elements from the lead's first element)."""
+    """Saved tensors on one memory. lead: what is moved; it spans the others, and need not be saved itself. views: those
+    that backward rebuilds from it, each with its offset in elements from the lead's first one."""
 
     lead: Node
-    others: list[tuple[Node, int]] = field(default_factory=list)
+    views: list[tuple[Node, int | torch.SymInt]] = field(default_factory=list)
+    lead_is_saved: bool = True
+
+    @property
+    def saved(self) -> list[Node]:
+        return [self.lead] * self.lead_is_saved + [view for view, _ in self.views]
 
 
 @dataclass
@@ -75,19 +82,22 @@ def storages(node: Node) -> list[int]:
     ]
 
 
-def groups(partition: Partition, tier: str) -> tuple[list[Group], list[tuple[Node, Reason, str]]]:
-    """What could be moved, and what could not, with the reason."""
+def groups(
+    partition: Partition, tier: str, replayed: bool = False
+) -> tuple[list[Group], list[tuple[Node, Reason, str]]]:
+    """What could be moved, and what could not, with the reason. replayed: CUDA graphs will run the two graphs."""
     given = {
         s for node in partition.forward.graph.nodes if node.op in ("placeholder", "get_attr") for s in storages(node)
     }
     returned = {s for node in partition.returned[: partition.outputs] if isinstance(node, Node) for s in storages(node)}
     used = {node.name for node in partition.backward.graph.find_nodes(op="placeholder") if node.users}
+    convolves = any("convolution" in str(node.target) for node in partition.forward.graph.nodes)
     refused: list[tuple[Node, Reason, str]] = []
     leads: dict[int, list[Node]] = {}
     for node in partition.saved():
         if node.name not in used or not isinstance(node.meta.get("val"), torch.Tensor):
             continue  # sizes, and what backward does not look at
-        reason = _unsupported(node, tier)
+        reason = _unsupported(node, tier, replayed, convolves)
         if reason is None:
             storage = storages(node)[0]
             if storage in given:
@@ -99,9 +109,10 @@ def groups(partition: Partition, tier: str) -> tuple[list[Group], list[tuple[Nod
         else:
             refused.append((node, *reason))
     found = []
+    memory = Memory.of(partition.forward.graph.nodes)
     for members in leads.values():
         names = dict.fromkeys(node.name for node in members)
-        group = _group([next(n for n in members if n.name == name) for name in names])
+        group = _group([next(n for n in members if n.name == name) for name in names], memory, partition.backward)
         if group is None:
             refused += [(node, Reason.SHARED_MEMORY, "") for node in members]
         else:
@@ -109,35 +120,82 @@ def groups(partition: Partition, tier: str) -> tuple[list[Group], list[tuple[Nod
     return found, refused
 
 
-def _unsupported(node: Node, tier: str) -> tuple[Reason, str] | None:
+def _unsupported(node: Node, tier: str, replayed: bool, convolves: bool) -> tuple[Reason, str] | None:
     value = node.meta["val"]
     if type(value) is not torch._subclasses.FakeTensor or value.layout is not torch.strided:
         return Reason.UNSUPPORTED_VALUE, f"a {type(value).__name__} of layout {value.layout}"
     if value.is_quantized or value.is_conj() or value.is_neg():
         return Reason.UNSUPPORTED_VALUE, "quantized, conjugated or negated"
+    if convolves and value.dim() == 4:
+        return Reason.STRIDES_MAY_CHANGE, ""
     if tier == "host" and value.device.type == "cpu":
         return (
             Reason.WRONG_DEVICE,
             'they lie in host memory already, and "fastpack.offload" is "host" ("disk" works on the CPU)',
         )
+    if replayed and value.device.type == "cuda":
+        return Reason.REPLAYED, 'mode="reduce-overhead", or another that takes CUDA graphs'
     if device_copies.unified_memory(value.device):
         return Reason.WRONG_DEVICE, f"{value.device} shares its memory with the host"
     return None
 
 
-def _group(members: list[Node]) -> Group | None:
-    """The member that spans the memory of all, and where the others lie in it; None where none is known to."""
+def _group(members: list[Node], memory: Memory, backward: GraphModule) -> Group | None:
+    """The least that spans the memory of all: one of them, or what they are views of. None: nothing is known to."""
     if len(members) == 1:
         return Group(members[0])
-    values = [node.meta["val"] for node in members]
-    numbers = [n for value in values for n in (*value.shape, *value.stride(), value.storage_offset())]
-    if not all(type(number) is int for number in numbers) or len({value.dtype for value in values}) > 1:
+    first = members[0]
+    around = [node for node in memory.sharing(first) if node not in members and node.op == "call_function"]
+    covers = [lead for lead in (*members, *around) if _covers(lead, members, backward)]
+    if not covers:
         return None
-    spans = [(v.storage_offset(), v.storage_offset() + span(v) // v.element_size()) for v in values]
-    for lead, (start, end) in zip(members, spans, strict=True):
-        if all(start <= first and last <= end for first, last in spans):
-            others = [
-                (node, first - start) for node, (first, _) in zip(members, spans, strict=True) if node is not lead
-            ]
-            return Group(lead, others)
+    lead = min(covers, key=lambda node: (bytes_of(node.meta["val"]) or 0, node not in members))
+    start = lead.meta["val"].storage_offset()
+    views = [(node, node.meta["val"].storage_offset() - start) for node in members if node is not lead]
+    return Group(lead, views, lead in members)
+
+
+def _covers(lead: Node, members: list[Node], backward: GraphModule) -> bool:
+    """Whether a tensor is known to hold all elements of others, and backward can say where they lie."""
+    value = lead.meta.get("val")
+    if type(value) is not torch._subclasses.FakeTensor or value.is_conj() or value.is_neg():
+        return False
+    start, end = _extent(value)
+    for member in members:
+        other = member.meta["val"]
+        first, last = _extent(other)
+        if other.dtype != value.dtype or not statically_known_true(start <= first):
+            return False
+        if not statically_known_true(last <= end):
+            return False
+        if any(whence(n, lead, backward) is None for n in (*other.shape, *other.stride(), first - start)):
+            return False
+    return True
+
+
+def _extent(value: torch.Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """The elements of its storage that a tensor lies in: the first, and the one after the last."""
+    start = value.storage_offset()
+    return start, start + 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+
+
+def whence(number: int | torch.SymInt, lead: Node, backward: GraphModule) -> int | Node | tuple[Any, int] | None:
+    """Where backward has a number: a constant, a saved size, or (operator, dimension) of the lead; None: nowhere."""
+    if not isinstance(number, torch.SymInt):
+        return number
+    expression = number.node.expr
+    if expression.is_number:
+        return int(expression)
+    value = lead.meta["val"]
+    for operator, given in (
+        (torch.ops.aten.sym_size.int, value.shape),
+        (torch.ops.aten.sym_stride.int, value.stride()),
+    ):
+        for dimension, own in enumerate(given):
+            if type(own) is not int and own.node.expr == expression:
+                return operator, dimension
+    for node in backward.graph.find_nodes(op="placeholder"):
+        saved = node.meta.get("val")
+        if isinstance(saved, torch.SymInt) and saved.node.expr == expression:
+            return node
     return None

@@ -1,7 +1,7 @@
 """Activations that leave the device in forward and come back in backward.
 
     operators ── what the rewritten graphs call
-    chain ────── the life of a moved tensor: written, waited for, read ahead, handed out
+    chain ────── the life of a moved tensor: written, waited for, read ahead, handed out; `kept`, one that stays
     disk, host ─ where it lies meanwhile; `device_copies` has the streams of an accelerator, `pinned` the host memory
     stats ────── what was moved, what it cost, and what fell back
 

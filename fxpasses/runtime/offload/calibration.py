@@ -61,6 +61,7 @@ def _copies(tier: DiskTier | HostTier, device: torch.device) -> tuple[float, flo
 
     def out() -> None:
         nonlocal handle, stored
+        stored.release()
         handle, stored = tier.store(data)
         stored.settle()
 

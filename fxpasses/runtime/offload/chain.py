@@ -3,6 +3,10 @@
 Copies in are started one tensor ahead of need, or more. What was read ahead and not handed out yet never takes more
 than a fixed number of slots: where they are full, the oldest loses its own and is read again when it is needed. So a
 backward pass that stopped in the middle, or several that alternate, cost time and never block one another.
+
+Where a device has no memory to read ahead, tensors are read when they are needed, up to the next forward pass. Where
+it has none for what is needed at once, the step fails as PyTorch has it fail, and the steps to come leave activations
+on the device.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fxpasses.errors import OffloadError
 from fxpasses.runtime.offload import device_copies, layout, stats
 from fxpasses.runtime.offload.disk import DiskTier, no_room
 from fxpasses.runtime.offload.host import HostTier
+from fxpasses.runtime.offload.kept import Kept
 
 
 class Incoming(Protocol):
@@ -37,38 +43,23 @@ class Stored(Protocol):
     def release(self) -> None: ...
 
 
-class Kept:
-    """A tensor that could not be moved: a copy in its own device's memory."""
-
-    def __init__(self, source: Tensor) -> None:
-        self._copy = source.clone()
-
-    def settle(self) -> None: ...
-
-    def fetch(self, target: Tensor) -> Kept:
-        target.copy_(self._copy)
-        return self
-
-    def wait(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
 class Fetched:
     """A tensor that is being read, and where its memory was allocated."""
 
     def __init__(self, stored: Stored, handle: Tensor, device: torch.device) -> None:
-        self.place = _place(device)
+        self.place = device_copies.place(device)
         self.tensor = layout.empty_like(handle, device)
         self.incoming = stored.fetch(layout.flat(self.tensor))
 
 
-_stored: dict[int, Stored] = {}  # by the address of the handle's storage
+_stored: dict[int, Stored | Kept] = {}  # by the handle's storage
+_leaving: dict[int, int] = {}  # likewise: the address of a source whose copy was not waited for yet
 _ahead: dict[int, Fetched] = {}  # what was read ahead, the oldest first
+_tight: set[torch.device] = set()  # had no memory to read ahead: nothing is, up to the next forward pass
+_full: set[torch.device] = set()  # had no memory for what backward needed at once: nothing leaves them any more
 
-# Dictionaries alone, each changed in one step: finalizers run in the middle of anything, so a lock could be held.
+# Dictionaries and sets alone, each changed in one step: finalizers run in the middle of anything, so a lock could be
+# held.
 
 
 def store(source: Tensor, tier: DiskTier | HostTier) -> Tensor:
@@ -79,29 +70,58 @@ def store(source: Tensor, tier: DiskTier | HostTier) -> Tensor:
     data = layout.flat(source)
     if data.numel() == 0:
         return layout.empty_like(source, torch.device("cpu"))
-    stored: Stored
-    try:
-        handle, stored = tier.store(data)
-    except (OSError, MemoryError) as error:
-        stats.fell_back(tier.name, _not_moved(tier, data, error))
-        if data.device.type == "cpu":
-            return layout.shaped(data.clone(), source)  # `reload` copies from a handle that nothing is known of
-        stored = Kept(data)
-        handle = torch.empty(data.numel(), dtype=torch.uint8)  # never touched, so the system gives it no pages
-    else:
-        stats.moved_out(data.numel())
+    _tight.discard(data.device)
+    handle, stored = _keep_where_full(data) or _move(data, tier)
     storage = handle.untyped_storage()
-    _stored[storage.data_ptr()] = stored
-    end = weakref.finalize(storage, _forget, storage.data_ptr(), data.numel())
+    _stored[_key(handle)] = stored
+    if not isinstance(stored, Kept):
+        _leaving[_key(handle)] = data.data_ptr()
+    end = weakref.finalize(storage, _forget, _key(handle), data.numel())
     end.atexit = False
     return layout.shaped(handle, source)
 
 
-def settle(handle: Tensor) -> None:
-    """Make the source of a handle free to be reused by what the graph does next."""
-    stored = _stored.get(_address(handle))
-    if stored is not None:
-        stored.settle()
+def _move(data: Tensor, tier: DiskTier | HostTier) -> tuple[Tensor, Stored | Kept]:
+    try:
+        moved = tier.store(data)
+    except (OSError, MemoryError) as error:
+        kept = Kept(data)
+        stats.fell_back(tier.name, _not_moved(tier, data, error))
+        return kept.handle(), kept
+    stats.moved_out(data.numel())
+    return moved
+
+
+def _keep_where_full(data: Tensor) -> tuple[Tensor, Kept] | None:
+    """Leave a tensor on a device that was full in an earlier backward pass; None where it has no memory for this."""
+    if data.device not in _full:
+        return None
+    try:
+        kept = Kept(data)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return None
+    text = f"{data.device} had no memory for an activation that backward needed at once; from now on they stay on it"
+    stats.fell_back("on_device", text)
+    return kept.handle(), kept
+
+
+def settle(handle: Tensor, source: Tensor) -> None:
+    """Make the source of a handle free to be reused by what the graph does next.
+
+    Raises `OffloadError` where a compiler gives a copy of the source: then nothing has kept the source's own memory.
+    """
+    stored = _stored.get(_key(handle))
+    if stored is None:
+        return
+    stored.settle()
+    if _leaving.pop(_key(handle), source.data_ptr()) != source.data_ptr():
+        raise OffloadError(
+            f"an activation of {layout.span(handle)} bytes was copied by the compiler while it was being moved, so "
+            "that its memory may have been used again too early. Please report the model, and compile it with "
+            '"fastpack.offload.buffers": 1, which waits for every copy'
+        )
 
 
 def reload(handle: Tensor, device: torch.device, upcoming: Sequence[Tensor], slots: int) -> Tensor:
@@ -109,48 +129,74 @@ def reload(handle: Tensor, device: torch.device, upcoming: Sequence[Tensor], slo
 
     Raises `OffloadError` where the data does not come back.
     """
-    stored = _stored.get(_address(handle))
-    if stored is None:  # no elements, not moved, or replaced by a copy, as saved-tensor hooks do
-        tensor = layout.empty_like(handle, device)
-        layout.flat(tensor).copy_(layout.flat(handle))
-        return tensor
-    fetched = _ahead.pop(_address(handle), None)
-    if fetched is not None and (fetched.tensor.device != device or fetched.place != _place(device)):
-        fetched.incoming.abandon()
-        fetched = None
-    if fetched is None:
-        fetched = _fetch(stored, handle, device)
-    fetched.incoming.wait()
-    if not isinstance(stored, Kept):
+    stored = _stored.get(_key(handle))
+    if stored is None:
+        tensor = _from_a_copy(handle, device)
+    elif isinstance(stored, Kept):
+        tensor = stored.take(handle)
+    else:
+        fetched = _taken(handle, device) or _fetch(stored, handle, device)
+        fetched.incoming.wait()
         stats.moved_in(layout.span(handle))
+        tensor = fetched.tensor
     for following in upcoming:
         _read_ahead(following, device, slots)
-    return fetched.tensor
+    return tensor
+
+
+def _from_a_copy(handle: Tensor, device: torch.device) -> Tensor:
+    """What a handle without elements stands for, or one that hooks on saved tensors have replaced by a copy."""
+    if device.type != "cpu" and handle.numel():
+        raise OffloadError(
+            f"an activation of {layout.span(handle)} bytes does not come back to {device}: its handle was replaced by "
+            "a copy, which holds nothing, as hooks on saved tensors do (torch.autograd.graph.save_on_cpu with "
+            'pin_memory, for one). Use them around what is compiled without "fastpack.offload"'
+        )
+    tensor = layout.empty_like(handle, device)
+    layout.flat(tensor).copy_(layout.flat(handle))
+    return tensor
+
+
+def _taken(handle: Tensor, device: torch.device) -> Fetched | None:
+    """What was read ahead for a handle, if it can be used here."""
+    fetched = _ahead.pop(_key(handle), None)
+    if fetched is not None and (fetched.tensor.device != device or fetched.place != device_copies.place(device)):
+        fetched.incoming.abandon()
+        return None
+    return fetched
 
 
 def _fetch(stored: Stored, handle: Tensor, device: torch.device) -> Fetched:
+    """Read what is needed now. A device that has no memory for it gives up what was read ahead."""
     try:
         return Fetched(stored, handle, device)
-    except RuntimeError as error:
-        if not _is_out_of_memory(error) or not _ahead:
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
             raise
-        _free_slots(0)  # what was read ahead can be read again
+    _tight.add(device)
+    _free_slots(0)  # what was read ahead can be read again
+    try:
         return Fetched(stored, handle, device)
+    except (RuntimeError, MemoryError) as error:
+        if _is_out_of_memory(error):
+            _full.add(device)
+        raise
 
 
 def _read_ahead(handle: Tensor, device: torch.device, slots: int) -> None:
-    address = _address(handle)
-    stored = _stored.get(address)
-    if stored is None or isinstance(stored, Kept) or address in _ahead or slots < 1:
+    key = _key(handle)
+    stored = _stored.get(key)
+    if stored is None or isinstance(stored, Kept) or key in _ahead or slots < 1 or device in _tight:
         return
     _free_slots(slots - 1)
     try:
-        _ahead[address] = Fetched(stored, handle, device)
-    except RuntimeError as error:
+        _ahead[key] = Fetched(stored, handle, device)
+    except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        text = f"{device} has no {layout.span(handle)} bytes free to read an activation ahead; it is read when needed"
-        stats.fell_back("one_buffer", text)
+        _tight.add(device)
+        text = f"{device} has no {layout.span(handle)} bytes free to read an activation ahead"
+        stats.fell_back("one_buffer", f"{text}; up to the next forward pass they are read when they are needed")
 
 
 def _free_slots(keep: int) -> None:
@@ -168,25 +214,26 @@ def _not_moved(tier: DiskTier | HostTier, data: Tensor, error: Exception) -> str
     return f"an activation of {data.numel()} bytes is not moved: {error}. It stays on the device"
 
 
-def _forget(address: int, size: int) -> None:
+def _forget(key: int, size: int) -> None:
     """The handle's storage is gone."""
-    fetched = _ahead.pop(address, None)
+    fetched = _ahead.pop(key, None)
     if fetched is not None:
         fetched.incoming.abandon()
-    stored = _stored.pop(address, None)
+    _leaving.pop(key, None)
+    stored = _stored.pop(key, None)
     if stored is not None:
         stored.release()
         if not isinstance(stored, Kept):
             stats.freed(size)
 
 
-def _address(handle: Tensor) -> int:
-    return handle.untyped_storage().data_ptr()
+def _key(handle: Tensor) -> int:
+    """A storage by its identity, which nothing else has before its end. Its memory may go earlier, where it is kept.
+
+    Private name, checked on torch 2.11 and 2.13: `UntypedStorage._cdata`.
+    """
+    return handle.untyped_storage()._cdata
 
 
-def _place(device: torch.device) -> object:
-    return None if device.type == "cpu" else device_copies.of(device).place()
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

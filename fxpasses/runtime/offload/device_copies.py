@@ -2,7 +2,7 @@
 
 Memory is kept safe by order alone, without `record_stream`: a copy starts after all that was queued before it, what is
 copied from is kept until the computing stream has been made to wait for the copy, and what is copied to is allocated
-on the computing stream and handed out after the same wait.
+on the computing stream and handed out after the same wait. What is given up instead goes back to that stream after it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,39 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fxpasses.errors import OffloadError
 from fxpasses.runtime.offload import stats
 
 
 class Ticket(Protocol):
-    """A copy that was started."""
+    """A copy that was started, or another moment in a stream's work."""
 
     def wait(self) -> None:
-        """Order what the current stream does next after the copy."""
+        """Order what the current stream does next after it."""
+
+    def release(self) -> None:
+        """Order what the stream that asked for it does next after it, wherever this is called: in a finalizer, say.
+
+        Memory goes back to the stream that allocated it, so this makes the memory of a copy free to be used again.
+        """
 
     def synchronize(self) -> None:
-        """Wait for the copy on the host; for threads other than the user's."""
+        """Wait for it on the host; for threads other than the user's."""
 
 
 class Copies(Protocol):
     """Starts copies between one device and the host."""
 
-    def start(self, target: Tensor, source: Tensor, out: bool, after: Iterable[Ticket]) -> Ticket: ...
+    def mark(self) -> Ticket:
+        """This moment of the current stream. Raises `OffloadError` while the stream's work is captured."""
+
+    def start(
+        self, target: Tensor, source: Tensor, out: bool, after: Iterable[Ticket], at: Ticket | None = None
+    ) -> Ticket:
+        """Queue a copy of bytes [n] behind the work up to `at` (None: all of the current stream's) and behind `after`.
+
+        Threads have a stream of their own: one that copies for another must be told the other's moment.
+        """
 
     def place(self) -> object:
         """Where work is queued now; memory that was allocated in one place is not handed out in another."""
@@ -42,11 +58,16 @@ def of(device: torch.device) -> Copies:
     return DeviceCopies(device)
 
 
-class DeviceTicket:
-    """An event on a copy's stream."""
+def place(device: torch.device) -> object:
+    """Where the work of a device is queued now; the CPU has one place."""
+    return None if device.type == "cpu" else of(device).place()
 
-    def __init__(self, device: torch.device, event: torch.Event) -> None:
-        self._device, self.event = device, event
+
+class DeviceTicket:
+    """An event: a moment of the stream `asked`, or the end of a copy that it asked for."""
+
+    def __init__(self, device: torch.device, event: torch.Event, asked: torch.Stream) -> None:
+        self._device, self.event, self.asked = device, event, asked
 
     def wait(self) -> None:
         stream = torch.accelerator.current_stream(self._device)
@@ -55,6 +76,9 @@ class DeviceTicket:
         stream.wait_event(self.event)
         after.record(stream)
         stats.stream_waits(before, after)
+
+    def release(self) -> None:
+        self.asked.wait_event(self.event)
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -67,18 +91,31 @@ class DeviceCopies:
         self._device = device
         self._out, self._in = torch.Stream(device=device), torch.Stream(device=device)
 
-    def start(self, target: Tensor, source: Tensor, out: bool, after: Iterable[Ticket]) -> DeviceTicket:
-        """Queue a copy of bytes [n] behind the current stream's work and the copies in `after`."""
+    def mark(self) -> DeviceTicket:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise OffloadError(
+                "activations cannot be moved while a CUDA graph is captured: a replay would not wait for their copies. "
+                'Capture without "fastpack.offload"'
+            )
+        stream = torch.accelerator.current_stream(self._device)
+        event = torch.Event(self._device)
+        event.record(stream)
+        return DeviceTicket(self._device, event, stream)
+
+    def start(
+        self, target: Tensor, source: Tensor, out: bool, after: Iterable[Ticket], at: Ticket | None = None
+    ) -> DeviceTicket:
+        at = at or self.mark()
         stream = self._out if out else self._in
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        assert isinstance(at, DeviceTicket)
         with stream:
-            for ticket in after:
+            for ticket in (at, *after):
                 assert isinstance(ticket, DeviceTicket)
                 stream.wait_event(ticket.event)
             target.copy_(source, non_blocking=True)
             event = torch.Event(self._device)
             event.record(stream)
-        return DeviceTicket(self._device, event)
+        return DeviceTicket(self._device, event, at.asked)
 
     def place(self) -> object:
         return torch.accelerator.current_stream(self._device).stream_id

@@ -46,7 +46,7 @@ class UnlinkedFile:
                 os.posix_fallocate(number, 0, size)
             else:  # macOS: a full disk shows when it is written to
                 os.ftruncate(number, size)
-            return file, torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+            return file, _mapped(name, size)
         finally:
             if not name.startswith("/proc/"):
                 os.unlink(name)
@@ -82,6 +82,13 @@ def _open(directory: str) -> tuple[int, str]:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     return tempfile.mkstemp(prefix="fxpasses-", dir=directory)
+
+
+def _mapped(name: str, size: int) -> Tensor:
+    try:
+        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+    except RuntimeError as error:  # no descriptor or no address space is left: PyTorch raises no `OSError`
+        raise OSError(f"it cannot be mapped ({error})") from error
 
 
 def _buffer(data: Tensor) -> memoryview:
@@ -123,9 +130,14 @@ class OnDisk:
             self._writing = _writers().submit(self._write, source)
         else:
             _staging.acquire()  # a disk slower than the device holds the host up here, instead of filling its memory
-            block = pinned.POOL.take(source.numel())
-            self._staged = device_copies.of(source.device).start(block.memory, source, out=True, after=block.tickets)
-            self._writing = _writers().submit(self._write_staged, source.device, block)
+            try:
+                block = pinned.POOL.take(source.numel())
+                copies = device_copies.of(source.device)
+                self._staged = copies.start(block.memory, source, out=True, after=block.tickets)
+                self._writing = _writers().submit(self._write_staged, block)
+            except BaseException:
+                _staging.release()
+                raise
 
     def settle(self) -> None:
         """Wait until the source may be reused."""
@@ -139,7 +151,11 @@ class OnDisk:
     def fetch(self, target: Tensor) -> Reading:
         """Start to read into bytes [n] of any device."""
         self._tell()
-        return Reading(_readers().submit(self._read, target), target)
+        if target.device.type == "cpu":
+            return Reading(_readers().submit(self._read_into, target), target)
+        # The thread that reads has another stream and device of its own: memory and moment are those of the caller.
+        at, block = device_copies.of(target.device).mark(), pinned.POOL.take(target.numel())
+        return Reading(_readers().submit(self._read_staged, target, block, at), target, block)
 
     def _tell(self) -> None:
         """Warn of a failed write: not in the thread that writes, where a warning made an error would be lost."""
@@ -157,7 +173,7 @@ class OnDisk:
             self._kept = source.clone()
             self._failure = no_room(self._file.directory, source.numel(), error)
 
-    def _write_staged(self, device: torch.device, block: pinned.Block) -> None:
+    def _write_staged(self, block: pinned.Block) -> None:
         assert self._staged is not None
         try:
             self._staged.synchronize()
@@ -166,17 +182,13 @@ class OnDisk:
             pinned.POOL.give(block)
             _staging.release()
 
-    def _read(self, target: Tensor) -> device_copies.Ticket | None:
-        if target.device.type == "cpu":
-            self._read_into(target)
-            return None
-        block = pinned.POOL.take(target.numel())
+    def _read_staged(self, target: Tensor, block: pinned.Block, at: device_copies.Ticket) -> device_copies.Ticket:
         try:
             for ticket in block.tickets:
                 ticket.synchronize()
             self._writing.result()
             self._read_into(block.memory)
-            ticket = device_copies.of(target.device).start(target, block.memory, out=False, after=())
+            ticket = device_copies.of(target.device).start(target, block.memory, out=False, after=(), at=at)
             block.tickets = [ticket]
             return ticket
         finally:
@@ -197,10 +209,12 @@ class OnDisk:
 
 
 class Reading:
-    """A read under way into `target`."""
+    """A read under way into `target`, by way of `block` where the target is an accelerator's."""
 
-    def __init__(self, future: Future[device_copies.Ticket | None], target: Tensor) -> None:
-        self._future, self._target = future, target
+    def __init__(
+        self, future: Future[device_copies.Ticket | None], target: Tensor, block: pinned.Block | None = None
+    ) -> None:
+        self._future, self._target, self._block = future, target, block
 
     def wait(self) -> None:
         """Wait until the target holds the data; raises `OffloadError`."""
@@ -211,15 +225,17 @@ class Reading:
 
     def abandon(self) -> None:
         """Nobody wants the target any more: keep its memory until the copy into it has ended, without waiting here."""
-        self._future.cancel()
+        if self._future.cancel() and self._block is not None:
+            pinned.POOL.give(self._block)
         self._future.add_done_callback(functools.partial(_let_go, target=self._target))
 
 
 def _let_go(future: Future[device_copies.Ticket | None], target: Tensor) -> None:
+    """target: an argument so that its memory lives until here."""
     if not future.cancelled() and future.exception() is None:
         ticket = future.result()
         if ticket is not None:
-            ticket.synchronize()
+            ticket.release()
 
 
 def no_room(directory: str, size: int, error: Exception) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import torch
 from torch import Tensor
 
-from fxpasses.runtime.offload import device_copies, pinned
+from fxpasses.runtime.offload import device_copies, layout, pinned
 
 
 class HostTier:
@@ -21,10 +18,12 @@ class HostTier:
     def store(self, source: Tensor) -> tuple[Tensor, OnHost]:
         """Start to copy bytes [n] of a device. Raises `MemoryError` where the budget is used up, or the memory."""
         block = pinned.POOL.take(source.numel(), self.budget)
-        stored = OnHost(block, source)
-        # A storage of its own, whose end gives the block back.
-        memory = (ctypes.c_char * block.size).from_address(block.memory.data_ptr())
-        return torch.frombuffer(memory, dtype=torch.uint8), stored
+        try:
+            stored = OnHost(block, source)
+        except BaseException:
+            pinned.POOL.give(block)
+            raise
+        return layout.alias(block.memory), stored  # the end of its storage gives the block back
 
 
 class OnHost:
@@ -60,5 +59,5 @@ class Incoming:
         self._copied.wait()
 
     def abandon(self) -> None:
-        """Nobody wants the target any more: its memory may be used again after the copy, on the stream it came from."""
-        self._copied.wait()
+        """Nobody wants the target any more. Called by whoever drops the last reference, on any stream and thread."""
+        self._copied.release()

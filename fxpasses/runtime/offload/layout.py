@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -27,3 +29,8 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 def shaped(memory: Tensor, like: Tensor) -> Tensor:
     """uint8 memory [bytes] as a tensor of the size, strides and dtype of another."""
     return memory.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def alias(memory: Tensor) -> Tensor:
+    """CPU bytes [n] as a tensor with a storage of its own, which does not keep the memory."""
+    return torch.frombuffer((ctypes.c_char * memory.numel()).from_address(memory.data_ptr()), dtype=torch.uint8)

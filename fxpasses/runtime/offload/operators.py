@@ -22,8 +22,9 @@ from fxpasses.runtime.offload import chain, layout
 from fxpasses.runtime.offload.disk import DiskTier
 from fxpasses.runtime.offload.host import HostTier
 
-# The copy is of the memory as it lies: a compiler must not hand in other strides than those that were traced.
-_TAGS = (torch.Tag.needs_exact_strides,)
+# A compiler keeps to the strides that were traced where it knows them; else a handle has those of what it is given, and
+# they come back. A replayed CUDA graph would not wait for a copy.
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
 
 @custom_op("fxpasses::offload", mutates_args=(), tags=_TAGS)
@@ -42,12 +43,11 @@ def offload(
     directory: of the disk tier; "" for the system's temporary one. host_budget: bytes, or None. at_once: wait for
     this copy as well.
     """
-    del previous  # an argument so that its memory lives until here
-    if previous_handle is not None:
-        chain.settle(previous_handle)
+    if previous is not None and previous_handle is not None:
+        chain.settle(previous_handle, previous)
     handle = chain.store(source, DiskTier(directory) if tier == "disk" else HostTier(host_budget))
     if at_once:
-        chain.settle(handle)
+        chain.settle(handle, source)
     return handle
 
 
@@ -59,7 +59,7 @@ def _(source, previous, previous_handle, tier, directory, host_budget, at_once):
 @custom_op("fxpasses::settle", mutates_args=("handle",), tags=_TAGS)
 def settle(handle: Tensor, source: Tensor, after: Tensor | None) -> None:
     """Wait for the copy of `source` that its handle stands for; in a graph, after `after` has been computed."""
-    chain.settle(handle)
+    chain.settle(handle, source)
 
 
 @settle.register_fake

@@ -53,7 +53,7 @@ class Pool:
         self.used = self.free = self._most_used = 0
 
     def take(self, size: int, budget: int | None = None) -> Block:
-        """A block of `size` bytes; raises `MemoryError` where more than `budget` bytes would be in use."""
+        """A block of `size` bytes; raises `MemoryError` beyond `budget` bytes in use, or where the host has no more."""
         with self._lock:
             self._sort_returned()
             if budget is not None and self.used + size > budget:
@@ -69,7 +69,12 @@ class Pool:
         for block in dropped:
             block.drop()
         if found is None:
-            found = Block(size)
+            try:
+                found = Block(size)
+            except RuntimeError as error:  # what PyTorch raises where the host has no memory
+                with self._lock:
+                    self.used -= size
+                raise MemoryError(f"the host has no {size} bytes: {error}") from error
             found.pin()
         return found
 

@@ -102,12 +102,15 @@ def stream_waits(before: torch.Event, after: torch.Event) -> None:
 
 def _collect(wait: bool) -> None:
     while _device_waits:
-        before, after = _device_waits[0]
+        try:
+            before, after = _device_waits.popleft()
+        except IndexError:  # taken by another thread meanwhile
+            return
         if wait:
             after.synchronize()
         elif not after.query():
+            _device_waits.appendleft((before, after))
             return
-        _device_waits.popleft()
         _now.seconds_exposed += before.elapsed_time(after) / 1e3
 
 

@@ -1,0 +1,65 @@
+"""Compile the large tensors of a prologue with Inductor, where that saves passes over memory (`graph/fusing.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx import GraphModule
+
+from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.symbols import constant, is_symbolic
+from fxpasses.lowering import Compiled, inductor
+from fxpasses.options import Options
+from fxpasses.prologue_program import Program
+
+# Results of a prologue are kept for the batch: not in memory that the next replay of a CUDA graph writes over. And the
+# main graph is compiled for the strides that the operators give them.
+_FOR_PROLOGUES = {"triton.cudagraphs": False, "freezing": False, "keep_output_stride": True}
+
+
+def lower_prologue(program: Program, options: Options) -> Compiled | None:
+    """Compile a prologue's device graph, to be called without gradients; None where it is to run as it is.
+
+    It is compiled with the main graph and not when it first runs, so its integers are unbacked symbols: nothing is
+    assumed of a batch, and no batch compiles it again.
+    """
+    if program.device is None or not program.worth_compiling or options.lowering != "inductor":
+        return None
+    gm = copy_graph_module(program.device)
+    masks = _return_bytes(gm)
+    examples = [_example(node.meta["example_value"]) for node in gm.graph.find_nodes(op="placeholder")]
+    context: Any = TracingContext(detect_fake_mode(examples))
+    with tracing(context), torch.inference_mode(False), torch.no_grad():
+        compiled = inductor(gm, examples, options, program.key(), fixed=_FOR_PROLOGUES)
+
+    def call(*inputs: Any) -> tuple[Any, ...]:
+        outputs = compiled(*inputs)
+        return tuple(value.view(torch.bool) if i in masks else value for i, value in enumerate(outputs))
+
+    return call
+
+
+def _return_bytes(gm: GraphModule) -> set[int]:
+    """Have the graph return bytes of 0 and 1 for its masks on the CPU; the positions of these.
+
+    Inductor's C++ writes vectors of bools element by element, which took half the time of making a mask (torch 2.13).
+    """
+    output = gm.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    masks = set()
+    for position, node in enumerate(results):
+        fake = node.meta["example_value"]
+        if isinstance(fake, torch.Tensor) and fake.dtype is torch.bool and fake.device.type == "cpu":
+            with gm.graph.inserting_before(output):
+                results[position] = gm.graph.call_method("to", (node, torch.uint8))
+            masks.add(position)
+    output.args = (tuple(results),)
+    gm.recompile()
+    return masks
+
+
+def _example(fake: Any) -> Any:
+    number = constant(fake) if is_symbolic(fake) else None
+    return fake if number is None else number
