@@ -13,7 +13,16 @@ from typing import Any
 Parameters = Mapping[str, Any]  # of one group: strings, numbers and bools, as they stand in the results
 
 # In the order of the report.
-CASES = ("packed_metadata", "flash_path", "experts", "offload", "all_together", "pass_time", "call_cost")
+CASES = (
+    "packed_metadata",
+    "flash_path",
+    "experts",
+    "offload",
+    "offload_sweep",
+    "all_together",
+    "pass_time",
+    "call_cost",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class Case:
     values are the right ones. x: the parameter that plots are drawn over.
     shows: names of `bench.report.TABLES`; all of them, if empty.
     expected: what the arithmetic says, in words. arithmetic: rows of a table, computed from the entries of the
-    results. notes: what the figures do not say themselves. timeline: on CUDA, record when copies and kernels ran.
+    results. model: seconds by contender and value of `x`, as theory has them, drawn as dashed lines. notes: what the
+    figures do not say themselves. timeline: on CUDA, record when copies and kernels ran.
     """
 
     name: str
@@ -62,6 +72,7 @@ class Case:
     x: str = ""
     shows: Sequence[str] = ()
     arithmetic: Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]] | None = None
+    model: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Mapping[Any, float]]] | None = None
     notes: str = ""
     timeline: bool = False
 

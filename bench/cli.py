@@ -42,6 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--resume", action="store_true", help="do not measure again what DIR holds of this commit")
     threads = torch.get_num_threads()
     run.add_argument("--threads", type=int, default=threads, help="of each contender (default %(default)s)")
+    run.add_argument("--rounds", type=int, metavar="N", help="time every contender so many times, at most")
     run.add_argument("--limit", type=float, metavar="SECONDS", help="for a contender to compile and see every batch")
     folder: dict[str, Any] = {
         "type": Path,
@@ -59,8 +60,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"there is no case {unknown[0]!r}; cases: {', '.join(CASES)}")
         if wrong := next((text for text in given.only if "=" not in text), None):
             parser.error(f"--only is {wrong!r}; it takes KEY=VALUE, such as layers=8")
-        if given.threads < 1:
-            parser.error(f"--threads is {given.threads}; it takes a number from 1")
+        for option in ("threads", "rounds"):
+            if (value := getattr(given, option)) is not None and value < 1:
+                parser.error(f"--{option} is {value}; it takes a number from 1")
         if given.device == "cuda" and not torch.cuda.is_available():
             parser.error("--device is cuda, but PyTorch finds no CUDA device")
     return given
@@ -76,8 +78,8 @@ def show_cases() -> None:
 
 def run(given: argparse.Namespace) -> None:
     settings = (Settings.quick if given.quick else Settings)(given.device, given.threads)
-    if given.limit:
-        settings = dataclasses.replace(settings, limit_s=given.limit)
+    chosen = {"limit_s": given.limit, "rounds": given.rounds}
+    settings = dataclasses.replace(settings, **{key: value for key, value in chosen.items() if value})
     for name in given.cases or CASES:
         case = only(load(name), given.only)
         fresh = results.new(case.name, given.device, given.quick, given.threads)

@@ -56,6 +56,7 @@ def times(case: Case, entries: Sequence[Mapping[str, Any]], file: Path) -> bool:
     if not parts:
         return False
     names = [contender.name for contender in case.contenders]
+    model = case.model(entries) if case.model else {}
     with figure(file, len(parts), 3.2) as axes:
         for axis, (title, part) in zip(axes, parts.items(), strict=True):
             for colour, name in enumerate(names):
@@ -68,6 +69,9 @@ def times(case: Case, entries: Sequence[Mapping[str, Any]], file: Path) -> bool:
                     axis.errorbar(
                         x, y, [below, above], label=name, color=f"C{colour}", marker="o", ms=3, capsize=2, lw=1
                     )
+                if line := model.get(name):
+                    predicted = [1e3 * line[value] for value in sorted(line)]
+                    axis.plot(sorted(line), predicted, color=f"C{colour}", ls="--", lw=1, label=f"{name}, model")
             axis.set_title(title)
             axis.set_yscale("log")
             if case.x:

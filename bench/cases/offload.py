@@ -1,4 +1,4 @@
-"""Case 4: a checkpointed decoder whose activations leave memory between forward and backward."""
+"""Case 4a: a checkpointed decoder whose activations leave memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -132,7 +132,6 @@ CASE = Case(
         "all. What leaves memory is L activations of tokens × hidden numbers; the memory of a step falls by no more."
     ),
     notes=(
-        "The sweep over the ratio of c to g is a program of its own, where this version has it (bench/offload.py). "
         "On a machine without an accelerator the tier is the disk, and the memory is the resident set of the process."
     ),
     timeline=True,

@@ -220,7 +220,7 @@ def test_the_vision_tower_of_qwen2_vl_runs(
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     vision = transformers.Qwen2VLConfig(
-        vision_config={"depth": 3, "embed_dim": 32, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
     ).vision_config
     tower = Qwen2VisionTransformerPretrainedModel._from_config(vision, attn_implementation="sdpa").train()
     if checkpointed:

@@ -126,8 +126,8 @@ def test_the_caches_key_covers_options_and_the_users_partitioner():
 
 
 @pytest.mark.slow
-def test_a_users_partitioner_runs_first(monkeypatch):
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)  # a warm one partitions nothing
+@torch._functorch.config.patch(enable_autograd_cache=False)  # a warm one partitions nothing
+def test_a_users_partitioner_runs_first():
     mine = Users()
     options = {
         "fastpack.strict": True,
