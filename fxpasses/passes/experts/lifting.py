@@ -128,7 +128,8 @@ class Lifting:
         selection = self.masks.selection_of(mask, spread)
         if self.selection is None:
             raise Unknown("a query in a loop over parts", mask.nodes[0])
-        if (selection.ids, selection.axes) != (self.selection.ids, self.selection.axes):
+        asked, sorted_by = ((one.ids, one.axes, one.scores) for one in (selection, self.selection))
+        if asked != sorted_by:
             raise Unknown("the loop asks for tokens in several orders", mask.nodes[0])
         if (selection.first, selection.step) != (self.selection.first, self.selection.step):
             raise Unknown("a branch asks for the tokens of two experts", mask.nodes[0])

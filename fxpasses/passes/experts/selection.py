@@ -10,6 +10,7 @@ the other.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,8 @@ class Selection:
     branches' expert ids are first + step * branch, with step 1 or -1. choices: how many experts there are to choose
     from, if the ids are known to be below that. distinct: whether the ids along the last axis differ from each other.
     slots: of one-dimensional ids, how many in a row (from a multiple of it on) differ from each other. flat: whether
-    the mask's `dims` dimensions were laid flat, into one.
+    the mask's `dims` dimensions were laid flat, into one. scores: a matrix [T, E] made by scattering the pairs' scores;
+    those alone are pairs whose score passes the tests.
     """
 
     ids: Node
@@ -77,6 +79,7 @@ class Selection:
     distinct: bool
     slots: int = 1
     flat: bool = False
+    scores: Columns | None = None
 
     @property
     def covers(self) -> bool:
@@ -115,11 +118,13 @@ class Masks:
         ids, axes, dims, flat = read[0].ids, read[0].axes, read[0].dims, read[0].flat
         if any((mask.ids, mask.axes, mask.dims, mask.flat) != (ids, axes, dims, flat) for mask in read):
             raise Unknown("the routing differs between the experts", masks.nodes[0])
-        if isinstance(ids, Columns):
-            raise Unknown(
-                "how many tokens the experts have together is not known, nor bounded by a number of slots", ids.matrix
-            )
         first, step = progression(Constants(tuple(mask.expert for mask in read)))
+        if isinstance(ids, Columns):
+            chosen = self._scattered_scores(ids)
+            if chosen is None or axes != (0, 1):
+                text = "how many tokens the experts have together is not known, nor bounded by a number of slots"
+                raise Unknown(text, ids.matrix)
+            return Selection(chosen, axes, dims, first, step, len(read), None, distinct=True, scores=ids)
         choices, distinct = self.chooses_among(ids), self.is_topk_index(ids)
         return Selection(ids, axes, dims, first, step, len(read), choices, distinct, self._slots_laid_flat(ids), flat)
 
@@ -275,35 +280,40 @@ class Masks:
             rest = (*rest, *(a for a in range(ids.meta["example_value"].ndim) if a not in rest))
         return Mask(ids, rest, dims, expert)
 
-    def _scattered(self, node: Node) -> Node | None:
-        """The ids [T, k] of `zeros.scatter(1, ids, 1)`, [T, E], or of zeros that nothing was done to before `scatter_`.
+    def _scattered_scores(self, columns: Columns) -> Node | None:
+        """The ids [T, k] of `zeros.scatter(1, ids, scores)`, where a pair with a score of zero fails the tests."""
+        value: Any = 0.0
+        for test, number in columns.tests:
+            value = getattr(operator, getattr(test, "__name__", test).strip("_"))(value, number)
+        scattered = self._scattered(columns.matrix) if columns.dim == 1 and not value else None
+        return self.canonical(scattered[0]) if scattered is not None else None
 
-        It is a one-hot mask that is summed over the slots, if an expert is in no two of them.
+    def _scattered(self, node: Node) -> tuple[Node, Any] | None:
+        """(ids, value) of `zeros.scatter(1, ids, value)`, [T, E], or of zeros that only `scatter_` is done to.
+
+        No pair writes over another one: ids [T, k] are of a `topk`.
         """
-        scatter: Any = node if operator_of(node) == "scatter" else min(node.users, default=node)
+        scatter: Any = node if operator_of(node) in ("scatter", "scatter_") else min(node.users, default=node)
         is_filled = operator_of(scatter) in ("scatter", "scatter_") and len(scatter.args) == 4 and not scatter.kwargs
-        if not is_filled or (operator_of(scatter) == "scatter_" and scatter.args[0] is not node):
+        if not is_filled or (operator_of(scatter) == "scatter_" and node not in (scatter, scatter.args[0])):
             return None
         zeros, dim, ids, value = scatter.args
-        if (
-            operator_of(zeros) not in ("zeros", "new_zeros")
-            or not isinstance(ids, Node)
-            or not self.is_constant(scatter)
-        ):
+        makes_zeros = isinstance(zeros, Node) and operator_of(zeros) in ("zeros", "new_zeros", "zeros_like")
+        if not makes_zeros or not isinstance(ids, Node) or not self.is_constant(scatter):
             return None
-        if scatter is node and not self.is_constant(zeros):
+        if not (self.is_constant(zeros) if operator_of(scatter) == "scatter" else scatter is min(zeros.users)):
             return None
         shapes = [[expression(size) for size in part.meta["example_value"].shape] for part in (zeros, ids)]
         fits = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][0] == shapes[1][0]
-        return ids if fits and dim in (1, -1) and value == 1 and self.is_topk_index(ids) else None
+        return (ids, value) if fits and dim in (1, -1) and self.is_topk_index(ids) else None
 
     def one_hot(self, node: Node) -> tuple[Node, list[int | None]]:
         """The ids that a one-hot tensor was made of, and what its axes are: axes of the ids, None for the experts'."""
         name = operator_of(node)
         source = node.args[0] if node.args else None
         scattered = self._scattered(node)
-        if scattered is not None:
-            return self.canonical(scattered), [0, None]
+        if scattered is not None and type(scattered[1]) in (int, float) and scattered[1] == 1:
+            return self.canonical(scattered[0]), [0, None]
         if not isinstance(source, Node) or not self.is_constant(node):
             raise Unknown("a mask that is no `one_hot`, or one that is written to", node)
         if node.target is F.one_hot or name == "one_hot":

@@ -30,7 +30,7 @@ from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.memory import Memory
 from fxpasses.passes.experts.selection import Columns, Mask, Masks, Unknown, is_spread
-from fxpasses.passes.experts.sorting import coordinates, sort_by_branch
+from fxpasses.passes.experts.sorting import coordinates, passed, sort_by_branch
 from fxpasses.passes.experts.words import described, query_in_words
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal
@@ -304,12 +304,7 @@ class Slicing:
         ids = self.queries[0].meaning.ids
         if not isinstance(ids, Columns):
             return ids
-        chosen = ids.matrix
-        for test, number in ids.tests:
-            chosen = emit(test, (chosen, number))
-        example = ids.matrix.meta["example_value"]
-        if chosen.meta["example_value"].dtype is not torch.bool:
-            chosen = emit(operator.ne, (chosen, 0))
+        chosen, example = passed(emit, ids, ids.matrix), ids.matrix.meta["example_value"]
         experts = example.shape[ids.dim]
         if not isinstance(experts, int):
             raise Unknown("a matrix of an unknown number of experts", ids.matrix)

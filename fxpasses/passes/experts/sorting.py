@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fxpasses.passes.experts.cuts import Cut
 from fxpasses.passes.experts.lifted import Order
-from fxpasses.passes.experts.selection import Selection
+from fxpasses.passes.experts.selection import Columns, Selection
 
 Emit = Callable[..., Node]
 
@@ -20,7 +20,8 @@ def sorted_pairs(emit: Emit, selection: Selection) -> Order:
     """Sort the pairs by expert, in the order of the loop."""
     first, step, count = selection.first, selection.step, selection.count
     covers = selection.covers
-    flat, in_order, places = sort_by_branch(emit, selection.ids, selection.axes, (first, step, count), (), covers)
+    ids = selection.ids if selection.scores is None else _with_scores(emit, selection.ids, selection.scores)
+    flat, in_order, places = sort_by_branch(emit, ids, selection.axes, (first, step, count), (), covers)
     example = flat.meta["example_value"]
     wanted = emit(torch.arange, (count,), {"device": example.device, "dtype": example.dtype})
     offsets = emit(torch.searchsorted, (in_order, wanted), {"right": True, "out_int32": True})
@@ -28,11 +29,24 @@ def sorted_pairs(emit: Emit, selection: Selection) -> Order:
     size = rows if isinstance(rows, int) else emit(torch.ops.aten.sym_size.int, (flat, 0))
     valid = None
     if not covers:
-        valid, places, in_order, offsets = _filled(emit, places, in_order, offsets, size)
+        valid, places, in_order, offsets = _filled(emit, places, in_order, offsets, size, count)
     by_row = in_order
     if (first, step) != (0, 1):
         by_row = emit(operator.add, (in_order, first)) if step == 1 else emit(operator.sub, (first, in_order))
     return Order(places, by_row, offsets, size, valid)
+
+
+def _with_scores(emit: Emit, ids: Node, scores: Columns) -> Node:
+    """The ids, and -1 for a pair whose score does not pass the tests: it is of no expert."""
+    return emit(torch.where, (passed(emit, scores, emit("gather", (scores.matrix, 1, ids))), ids, -1))
+
+
+def passed(emit: Emit, columns: Columns, elements: Node) -> Node:
+    """Whether elements of the matrix pass the tests."""
+    for test, number in columns.tests:
+        elements = emit(test, (elements, number))
+    is_answer = elements.meta["example_value"].dtype is torch.bool
+    return elements if is_answer else emit(operator.ne, (elements, 0))
 
 
 def sort_by_branch(
@@ -81,8 +95,10 @@ def coordinates(emit: Emit, ids: Node, axes: Sequence[int], places: Node) -> lis
     return [rest, *reversed(found)]
 
 
-def _filled(emit: Emit, places: Node, in_order: Node, offsets: Node, size: Any) -> tuple[Node, Node, Node, Node]:
-    """Which rows are of an expert, and the others as copies of the last one that is.
+def _filled(
+    emit: Emit, places: Node, in_order: Node, offsets: Node, size: Any, count: int
+) -> tuple[Node, Node, Node, Node]:
+    """Which rows are of an expert, and the others as copies of the last one that is; of the first row, if none is.
 
     A copy is as finite as a row of the loop; a row of zeros is not, where the program divides by its norm, and a
     NaN gets through any mask on its way back.
@@ -93,7 +109,8 @@ def _filled(emit: Emit, places: Node, in_order: Node, offsets: Node, size: Any) 
     last = emit("clamp", (emit(operator.sub, (total, 1)),), {"min": 0})
     filled = [emit(torch.where, (valid, n, emit("index_select", (n, 0, last)))) for n in (places, in_order)]
     ends = emit(torch.where, (emit(operator.eq, (offsets, total)), size, offsets))
-    return valid, filled[0], filled[1], emit("to", (ends, torch.int32))
+    existing = emit("clamp", (filled[1],), {"max": count - 1})
+    return valid, filled[0], existing, emit("to", (ends, torch.int32))
 
 
 def cut_rows(emit: Emit, cut: Cut) -> Order:
