@@ -256,12 +256,11 @@ def run_case(
         save()
         done()
 
-    for number, parameters in enumerate(case.groups(settings.device, results["quick"])):
+    for parameters in case.groups(settings.device, results["quick"]):
         names = [c.name for c in case.contenders if find(results["entries"], parameters, c.name) is None]
         for _ in range(len(case.contenders) - len(names)):
             done()
         if names:
             label = " ".join(f"{key}={value}" for key, value in parameters.items())
             group = Group(case, parameters, settings, record, lambda text: note(f"{label}: {text}"), start)  # noqa: B023
-            # A quick run compiles a second time in the first group alone.
-            group.measure(names, warm=not results["quick"] or number == 0)
+            group.measure(names, warm=not results["quick"])

@@ -46,7 +46,7 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     sizes = {"tokens": 1024, "hidden": 256, "width": 512, "top": 2}
     if device == "cuda":
         sizes = {"tokens": 8192, "hidden": 2048, "width": 768, "top": 8}
-    forms = [(8, "where", "float32"), (8, "mask", "bfloat16")]
+    forms = [(8, "where", "float32")]
     if not quick:
         forms = [(e, loop, dtype) for dtype in ("float32", "bfloat16") for loop in FORMS for e in (8, 32, 128)]
     return [{"experts": e, "loop": loop, "dtype": dtype, **sizes} for e, loop, dtype in forms]
