@@ -251,7 +251,7 @@ class _Diff:
         return (
             self.to[number] >= 0
             and self.back[other] >= 0
-            and self.before.value[number] == self.after.value[other]
+            and self.before.value[number] == self.after.value[other] == self.after.value[self.to[number]]
             and self.before.use[number] == self.after.use[other]
         )
 
