@@ -6,9 +6,8 @@ import copy
 import random
 import time
 
-from hypothesis import example
+from hypothesis import example, settings
 from hypothesis import given as holds_for
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from fxpasses.inspect.changes import Kind, diff
