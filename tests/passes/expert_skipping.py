@@ -1,0 +1,181 @@
+"""Loops that pass over experts without tokens, whose bodies do nothing without any."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EXPERTS, HIDDEN, TOKENS = 4, 8, 12
+
+
+class State:
+    """What a program may change besides tensors."""
+
+    def __init__(self) -> None:
+        self.visited: list[int] = []
+        self.count = 0
+        self.by_expert: dict[int, int] = {}
+
+
+Program = Callable[[Tensor, Tensor, Tensor, Tensor, State], Any]
+
+
+def same(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        if tok.numel() >= 1:
+            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
+def functional(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        if tok.shape[0] == 0:
+            continue
+        out = out.index_add(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
+def rebound(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        if len(tok):
+            out = out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
+def temporaries(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """What the body makes for itself may change: lists, dicts, and variables that nobody reads later."""
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        mask = F.one_hot(idx, EXPERTS).permute(2, 1, 0)[e]
+        if not mask.any():
+            continue
+        parts = []
+        slot, tok = torch.where(mask)
+        for half in (x[tok] @ w[e]).chunk(2, dim=-1):
+            parts.append(half * 2)
+        found = {"y": torch.cat(parts, dim=-1)}
+        found["y"] = found["y"] * weights[tok, slot, None]
+        out.index_add_(0, tok, found["y"])
+    return out
+
+
+def padded_hits(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out = torch.zeros_like(x)
+    mask = F.one_hot(idx, EXPERTS + 1).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        e = e[0]
+        if e == EXPERTS:
+            continue
+        slot, tok = torch.where(mask[e])
+        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
+def hits_by_where(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out = torch.zeros_like(x)
+    for e in torch.where(torch.bincount(idx.flatten(), minlength=EXPERTS) > 0)[0]:
+        tok, slot = torch.where(idx == e)
+        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
+def written(kind: str, text: str, source: str) -> Program:
+    """The program that `source` defines as NAME; it is called after its kind and what sets it apart."""
+    name = kind + "_" + "".join(letter if letter.isalnum() else "_" for letter in text)
+    namespace: dict[str, Any] = {"torch": torch, "F": F, "random": random, "EXPERTS": EXPERTS, "TOKENS": TOKENS}
+    exec(compile(source.replace("NAME", name), f"<{name}>", "exec"), namespace)
+    return namespace[name]
+
+
+def cutting(counts: str, loop: str) -> Program:
+    """A loop over rows that are sorted and cut by counts, given as source; `out`, `outputs` and `start` go on."""
+    source = f"""
+def NAME(x, idx, weights, w, state):
+    flat = idx.view(-1)
+    order = flat.argsort(stable=True)
+    tok, rows = order // 2, x[order // 2]
+    {FILLED if "hot" in counts else "pass"}
+    tensor = {counts}
+    counts, ends, more = tensor.cpu().numpy(), tensor.cpu().numpy().cumsum(0), None
+    out, outputs, pairs, start = torch.zeros_like(x), [], [], 0
+    {loop}
+    return out, start, more
+"""
+    return written("cuts", f"{counts} {loop}", source)
+
+
+FILLED = "hot = idx.new_zeros((TOKENS, EXPERTS)); hot.scatter_(1, idx, 1)"
+BINCOUNT, SCATTERED = "torch.bincount(flat, minlength=EXPERTS)", "hot.sum(0)"
+ADD = "out.index_add_(0, tok[start:end], rows[start:end] @ w[e]); start = end"
+
+
+def by_counts(body: str = ADD, condition: str = "count == 0", before: str = "pass") -> str:
+    return f"""
+    for e, count in enumerate(counts):
+        end = start + count
+        {before}
+        if {condition}:
+            continue
+        {body}
+    start = None"""
+
+
+def by_ends(condition: str, body: str = "") -> str:
+    return f"""
+    for e, end in enumerate(ends):
+        start = 0 if e == 0 else ends[e - 1]
+        if {condition}:
+            continue
+        out.index_add_(0, tok[start:end], rows[start:end] @ w[e])
+        {body}
+    start = None"""
+
+
+CUT = [
+    cutting(SCATTERED, by_counts()),
+    cutting(BINCOUNT, by_counts(condition="not count > 0")),
+    cutting(BINCOUNT, by_ends("end - start == 0")),
+    cutting(SCATTERED, by_ends("end <= start")),
+    cutting(f"{BINCOUNT}.to(torch.int32)", by_ends("start == end")),
+]
+
+JOINED = "outputs.append(rows[start:end] @ w[e]); start = end"
+
+
+def joining(after: str, body: str = JOINED, before: str = "pass") -> Program:
+    return cutting(SCATTERED, by_counts(body, before=before) + f"\n    {after}")
+
+
+def asking(condition: str) -> Program:
+    """A loop that passes over an expert on a condition, given as source."""
+    source = f"""
+def NAME(x, idx, weights, w, state):
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        if {condition}:
+            continue
+        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+"""
+    return written("asks", condition, source)
+
+
+CONDITIONS = [
+    "tok.nelement() == 0", "tok.size(0) == 0", "not tok.numel()", "len(tok) < 1", "0 >= tok.shape[0]",
+    "(idx == e).sum().item() == 0", "int((idx == e).sum()) == 0", "not torch.any(idx == e)",
+    "not (idx == e).any().item()", "not bool((idx == e).any())", "(idx == e).nonzero().numel() == 0",
+    "torch.count_nonzero(idx == e) == 0", "x[tok].numel() == 0",
+]  # fmt: skip
+GROUPED = [*CUT, same, functional, rebound, temporaries, padded_hits, hits_by_where, *map(asking, CONDITIONS)]
