@@ -3,9 +3,11 @@
     round 0:  eager  Inductor  fastpack      one figure each, by `torch.utils.benchmark.Timer`
     round 1:  Inductor  fastpack  eager      another order, so that none always follows the same
     ...
+    and the second half of the rounds in new processes, with the compile caches that the first ones filled
 
-Ratios are taken within a round, so that what slows the machine down for a while slows all contenders. A contender is
-timed only if its values are the baseline's; one that fails or takes too long has an entry that says so.
+Ratios are taken within a round, so that what slows the machine down for a while slows all contenders. One process is
+faster than the next by some per cent, for where its memory happens to lie: hence the second one. A contender is timed
+only if its values are the baseline's; one that fails or takes too long has an entry that says so.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from bench.peer import Peer, PeerFailed, PeerTooSlow
 from bench.results import Entry, find, spread
 
 ROUNDS_AT_LEAST = 3
+FIGURES = ("rounds_s", "q1_s", "median_s", "q3_s", "against")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """rounds: at most. round_s: how long a contender is timed in each. group_s: for all rounds of a group.
+    """rounds: at most, over all processes. round_s: how long a contender is timed in each. group_s: for all rounds.
 
-    limit_s: for a contender to build, compile and see every batch once.
+    limit_s: for a contender to build, compile and see every batch once. processes: of each contender, one after the
+    other; the first has empty compile caches.
     """
 
     device: str
@@ -38,10 +42,11 @@ class Settings:
     round_s: float = 1.0
     group_s: float = 240.0
     limit_s: float = 900.0
+    processes: int = 2
 
     @classmethod
     def quick(cls, device: str, threads: int) -> Settings:
-        return cls(device, threads, rounds=5, round_s=0.2, group_s=10.0, limit_s=120.0)
+        return cls(device, threads, rounds=5, round_s=0.2, group_s=10.0, limit_s=120.0, processes=1)
 
 
 class Group:
@@ -66,75 +71,84 @@ class Group:
         self.entries: dict[str, Entry] = {}
         self.values: Mapping[str, float] | None = None
 
-    def measure(self, names: list[str], warm: bool = True) -> None:
+    def measure(self, names: list[str]) -> None:
         """Measure the contenders of these names beside the baseline, which gets no second entry if it has one."""
         self.repeated = {self.case.baseline} - set(names)
         order = [self.case.baseline, *(name for name in names if name != self.case.baseline)]
+        last = self.settings.processes - 1
         with tempfile.TemporaryDirectory(prefix="fxpasses-bench-", ignore_cleanup_errors=True) as folder:
             caches = {name: Path(folder) / str(number) for number, name in enumerate(order)}
-            try:
-                for name in order:
-                    self._prepare(name, caches[name])
-                if self.peers:
-                    self._rounds()
-                    self._look()
-                    self._explain_losses()
-            finally:
-                for peer in self.peers.values():
-                    peer.close()
-            for name in list(self.peers):
-                if warm and self.case.contender(name).compiles:
-                    self._compile_again(name, caches[name])
-                self._record(self.entries[name])
+            for process in range(last + 1):
+                try:
+                    for name in order:
+                        if process > 0 or self._takes_part(name):
+                            self._prepare(name, caches[name], "cold" if process == 0 else "warm")
+                    self._rounds(process)
+                    order = list(self.peers)
+                    if process == last:
+                        self._compare()
+                        self._look()
+                        self._explain_losses()
+                finally:
+                    for name in list(self.peers):
+                        self.peers.pop(name).close()
+        for entry in self.entries.values():
+            if entry["outcome"] == "measured":
+                self._record(entry)
 
     # One contender
 
-    def _prepare(self, name: str, cache: Path) -> None:
-        contender, settings = self.case.contender(name), self.settings
-        entry: Entry = {"parameters": dict(self.parameters), "contender": name, "ours": contender.ours, "why": ""}
-        self.note(f"{name}: build and compile")
-        missing = contender.unavailable(self.parameters, settings.device)
+    def _takes_part(self, name: str) -> bool:
+        contender = self.case.contender(name)
+        self.entries[name] = {"parameters": dict(self.parameters), "contender": name, "ours": contender.ours, "why": ""}
+        missing = contender.unavailable(self.parameters, self.settings.device)
         if not missing and self.values is None and name != self.case.baseline:
             missing = f"there are no values of {self.case.baseline} to check it by"
         if missing:
-            self._without_figures(entry, "unavailable", missing)
-            return
+            self._drop(name, "unavailable", missing)
+        return not missing
+
+    def _prepare(self, name: str, cache: Path, caches: str) -> None:
+        """In a new process. caches: whether what the compilers keep is "cold" or "warm"."""
+        self.note(f"{name}: build and compile, {caches} caches")
         peer = self.peers[name] = self._new_peer(name, cache)
-        self.entries[name] = entry
+        entry = self.entries[name]
         try:
-            found = peer.ask("prepare", settings.limit_s)
+            found = peer.ask("prepare", self.settings.limit_s)
         except PeerFailed as error:
-            self._drop(name, error)
+            self._failed(name, error)
             return
-        if name == self.case.baseline:
+        if self.values is None:  # the baseline comes first
             self.values = found["values"]
-        difference = disagreement(self.values or {}, found["values"])
+        difference, where = disagreement(self.values, found["values"])
         allowed = tolerance(self.parameters)
-        if not difference[0] <= allowed:
-            self.peers.pop(name).close()
-            text = f"{difference[1]}: relative difference {difference[0]:.2g} to {self.case.baseline}, tolerance "
-            self._without_figures(entry | found, "wrong", text + f"{allowed:.2g}")
+        if not difference <= allowed:
+            text = f"{where}: relative difference {difference:.2g} to {self.case.baseline}, tolerance {allowed:.2g}"
+            self._drop(name, "wrong", text)
             return
-        cold = {"compile_cold_s": found.pop("compile_s"), "compile_peak_bytes": peer.peak_bytes()}
-        self.entries[name] = entry | found | cold | {"difference": difference[0], "outcome": "measured"}
+        entry[f"compile_{caches}_s"] = found.pop("compile_s")
+        if caches == "cold":
+            state = {"compile_peak_bytes": peer.peak_bytes(), "difference": difference, "outcome": "measured"}
+            entry |= found | state | {"rounds_s": []}
 
     def _new_peer(self, name: str, cache: Path) -> Any:
         settings = self.settings
         return self.start(self.case.name, name, dict(self.parameters), settings.device, settings.threads, cache)
 
-    def _without_figures(self, entry: Entry, outcome: str, why: str) -> None:
-        entry |= {"outcome": outcome, "why": why}
-        self.entries[entry["contender"]] = entry
-        self._record(entry)
-
     def _record(self, entry: Entry) -> None:
         if entry["contender"] not in self.repeated:
             self.recorded(entry)
 
-    def _drop(self, name: str, error: PeerFailed) -> None:
-        self.peers.pop(name).close()
-        entry = {key: value for key, value in self.entries[name].items() if key != "rounds_s"}
-        self._without_figures(entry, "too slow" if isinstance(error, PeerTooSlow) else "failed", str(error))
+    def _drop(self, name: str, outcome: str, why: str) -> None:
+        """It takes no further part; what it had been timed at goes."""
+        if name in self.peers:
+            self.peers.pop(name).close()
+        self.entries[name] = entry = {key: value for key, value in self.entries[name].items() if key not in FIGURES}
+        entry |= {"outcome": outcome, "why": why}
+        self._record(entry)
+
+    def _failed(self, name: str, error: PeerFailed) -> None:
+        self._drop(name, "too slow" if isinstance(error, PeerTooSlow) else "failed", str(error))
 
     def _limit(self, name: str, steps: float) -> float:
         """Generously more time than that many steps take."""
@@ -142,23 +156,27 @@ class Group:
 
     # All of them
 
-    def _rounds(self) -> None:
+    def _rounds(self, process: int) -> None:
+        """This process's share of the rounds."""
+        if not self.peers:
+            return
         settings = self.settings
         numbers = {name: max(1, round(settings.round_s / self.entries[name]["step_s"])) for name in self.peers}
         # Two more: `Timer.timeit` warms up with two steps.
         cost = sum((number + 2) * self.entries[name]["step_s"] for name, number in numbers.items())
         rounds = min(settings.rounds, max(ROUNDS_AT_LEAST, int(settings.group_s / cost)))
-        for name in self.peers:
-            self.entries[name]["rounds_s"] = []
-        for turn in range(rounds):
+        for turn in range(process, rounds, settings.processes):
             names = list(self.peers)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            first = turn % max(1, len(names))
+            for name in names[first:] + names[:first]:
                 self.note(f"{name}: round {turn + 1} of {rounds}")
                 try:
                     answer = self.peers[name].ask("time", self._limit(name, numbers[name] + 2), number=numbers[name])
                     self.entries[name]["rounds_s"].append(answer["seconds"])
                 except PeerFailed as error:
-                    self._drop(name, error)
+                    self._failed(name, error)
+
+    def _compare(self) -> None:
         for name in self.peers:
             entry = self.entries[name]
             entry["q1_s"], entry["median_s"], entry["q3_s"] = spread(entry["rounds_s"])
@@ -178,7 +196,7 @@ class Group:
                 if self.case.timeline and self.settings.device == "cuda":
                     entry["timeline"] = peer.ask("timeline", self._limit(name, 100))["spans"]
             except PeerFailed as error:
-                self._drop(name, error)
+                self._failed(name, error)
 
     def _memory(self, name: str, peer: Any) -> dict[str, int]:
         peer.ask("rest", self._limit(name, 1))
@@ -203,18 +221,6 @@ class Group:
             self.note(f"{name}: profile")
             with contextlib.suppress(PeerFailed):  # it has its figures all the same
                 self.entries[name]["top"] = self.peers[name].ask("profile", self._limit(name, 100))["top"]
-
-    def _compile_again(self, name: str, cache: Path) -> None:
-        """In a second process, with the caches that the first one filled."""
-        self.note(f"{name}: compile with filled caches")
-        peer = self._new_peer(name, cache)
-        try:
-            found = peer.ask("prepare", self.settings.limit_s)
-            self.entries[name]["compile_warm_s"] = found["compile_s"]
-        except PeerFailed as error:
-            self.entries[name]["warm_why"] = str(error)
-        finally:
-            peer.close()
 
 
 def ratios(entry: Entry, other: Entry) -> list[float]:
@@ -263,4 +269,4 @@ def run_case(
         if names:
             label = " ".join(f"{key}={value}" for key, value in parameters.items())
             group = Group(case, parameters, settings, record, lambda text: note(f"{label}: {text}"), start)  # noqa: B023
-            group.measure(names, warm=not results["quick"])
+            group.measure(names)

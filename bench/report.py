@@ -53,10 +53,10 @@ INTRODUCTION = """\
 # Results
 
 Written by `python -m bench report` from the JSON files that it links to; `bench/README.md` says how to measure again.
-Each contender runs in a process of its own; they are timed in turns, so a ratio is that of neighbours in time. A cell
-is the median of the rounds; `±` is half the distance of the quartiles. A contender is timed only if its loss and the
-norm of its gradients are those of the baseline. A step is forward and backward, without an optimizer, on a batch of
-new tensors.
+Each contender runs in a process of its own; in a full run in two, one after the other, each with half of the rounds.
+All are timed in turns, so a ratio is that of neighbours in time. A cell is the median of the rounds; `±` is half the
+distance of the quartiles. A contender is timed only if its loss and the norm of its gradients are those of the
+baseline. A step is forward and backward, without an optimizer, on a batch of new tensors.
 """
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bench.case import Case, Parameters, Program, scale
-from bench.cases.compilers import EAGER, Compiler, ours, usual
-from bench.cases.offload import MIN_BYTES
+from bench.cases.compilers import EAGER, Compiler, usual
+from bench.cases.offload import to_disk, to_host
 
 
 def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
@@ -33,8 +33,8 @@ CASE = Case(
     groups=groups,
     contenders=[
         *usual(build),
-        ours("fastpack, to host", build, offload="host", offload__min_bytes=MIN_BYTES),
-        ours("fastpack, to disk", build, offload="disk", offload__min_bytes=MIN_BYTES),
+        to_host("fastpack, to host", build),
+        to_disk("fastpack, to disk", build),
     ],
     baseline=EAGER,
     x="layers",

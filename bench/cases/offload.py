@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.case import Case, Contender, Parameters, Program, scale
-from bench.cases.compilers import EAGER, OURS, STOCK, Compiler, contender, eager, inductor, ours
+from bench.cases.compilers import EAGER, OURS, STOCK, Build, Compiler, contender, eager, inductor, ours
 
 MIN_BYTES = 1 << 18  # at the reduced width, what a checkpoint keeps of a layer is not much larger
 
@@ -56,7 +56,7 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     sizes = {"model": "llama", "checkpointed": True, **scale(device)}
     if device == "cuda":
         return [{**sizes, "layers": 16, "tokens": 4096}]
-    layers = [4] if quick else [8, 16]
+    layers = [2] if quick else [8, 16]
     return [{**sizes, "layers": n, "tokens": 1024 if quick else 2048} for n in layers]
 
 
@@ -97,14 +97,14 @@ def in_eager(name: str, around: str, missing: Callable[[Parameters, str], str]) 
     return contender(name, functools.partial(build, around=around), eager, unavailable=missing)
 
 
-def to_host(name: str, **options: Any) -> Contender:
+def to_host(name: str, build: Build, **options: Any) -> Contender:
     found = ours(name, build, offload="host", offload__min_bytes=MIN_BYTES, **options)
     return dataclasses.replace(
         found, unavailable=lambda p, device: only_on_cuda(p, device) or found.unavailable(p, device)
     )
 
 
-def to_disk(name: str, **options: Any) -> Contender:
+def to_disk(name: str, build: Build, **options: Any) -> Contender:
     return ours(name, build, offload="disk", offload__min_bytes=MIN_BYTES, **options)
 
 
@@ -119,10 +119,10 @@ CASE = Case(
         contender(STOCK, build, inductor),
         contender("Inductor, PyTorch's offloading", build, pytorchs_offloading, unavailable=only_on_cuda),
         ours(OURS, build),
-        to_host("fastpack, to host"),
-        to_host("fastpack, to host, 1 buffer", offload__buffers=1),
-        to_disk("fastpack, to disk"),
-        to_disk("fastpack, to disk, 1 buffer", offload__buffers=1),
+        to_host("fastpack, to host", build),
+        to_host("fastpack, to host, 1 buffer", build, offload__buffers=1),
+        to_disk("fastpack, to disk", build),
+        to_disk("fastpack, to disk, 1 buffer", build, offload__buffers=1),
     ],
     baseline=EAGER,
     x="layers",

@@ -67,7 +67,7 @@ def expert_graph(experts: int) -> tuple[Any, list[Any]]:
 
 
 def groups(device: str, quick: bool) -> list[dict[str, Any]]:
-    nodes, experts = ((1_000, 2_000), (8,)) if quick else ((1_000, 5_000, 10_000, 50_000), (8, 32, 128))
+    nodes, experts = ((1_000,), (8,)) if quick else ((1_000, 5_000, 10_000, 50_000), (8, 32, 128))
     decoders = [{"graph": "decoder", "size": size} for size in nodes]
     return decoders + [{"graph": "experts", "size": size} for size in experts]
 

@@ -26,8 +26,9 @@ from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.graph.wording import comparison, describe
 from fxpasses.prologue_program import Check, Output, Program
 
-# A compiler takes some seconds. This many elements (about 10 ms on a CPU core) must be saved a batch to be worth them.
-WORTH_COMPILING = 1 << 24
+# A compiler takes some seconds, and a run some thousand batches. This many elements (about 2.5 ms on a CPU core) must
+# be saved in each to be worth it.
+WORTH_COMPILING = 1 << 22
 _LARGE = 1 << 16  # elements; a smaller tensor is not worth a loop of its own
 
 

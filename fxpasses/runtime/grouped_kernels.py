@@ -37,12 +37,11 @@ def matmul(
         return out.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= ends[-1]).unsqueeze(1), 0)
     sizes = _sizes(offsets, rows.shape[0])
     out = rows.new_empty(rows.shape[0], width)
-    matrices = weights.unbind(0) if isinstance(weights, torch.Tensor) else weights
+    matrices = _matrices(weights, transposed)
     groups = zip(sizes, _parts(rows, sizes), matrices, out.split(sizes), strict=False)  # the last size has no weight
-    for group, (size, part, weight, target) in enumerate(groups):
+    for group, (size, part, matrix, target) in enumerate(groups):
         if size == 0:
             continue
-        matrix = weight.t() if transposed else weight
         if bias is None:
             _write(target, torch.mm, part, matrix)
         else:
@@ -95,6 +94,12 @@ def expand(values: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tens
     """`values[e]` for each row of group e, zeros for the rows after the last: [E, M] -> [size, M]."""
     padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
     return padded.index_select(0, row_groups(offsets.to(values.device), size))
+
+
+def _matrices(weights: Weights, transposed: bool) -> Sequence[torch.Tensor]:
+    if isinstance(weights, torch.Tensor):  # transposed at once: a call for each of many experts adds up
+        return (weights.mT if transposed else weights).unbind(0)
+    return [weight.t() for weight in weights] if transposed else weights
 
 
 def _sizes(offsets: torch.Tensor, size: int) -> list[int]:
