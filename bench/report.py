@@ -61,23 +61,34 @@ baseline. A step is forward and backward, without an optimizer, on a batch of ne
 
 
 def in_short(measured: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
-    """How ours compares in each case: the range of the groups' median ratios."""
+    """How each contender of ours compares in each case: the range of the groups' median ratios."""
     rows = []
     for (name, device), found in measured.items():
         case, entries = load(name), found["entries"]
-        theirs = {entry["contender"] for entry in entries if not entry["ours"]}
-        mine = [entry["against"] for entry in entries if entry["ours"] and "against" in entry]
-        to_baseline = [ratios[case.baseline]["median"] for ratios in mine if case.baseline in ratios]
-        to_best = [max(ratios[other]["median"] for other in theirs & ratios.keys()) for ratios in mine]
-        if to_baseline:
-            row = {"case": name.rsplit(".", 1)[-1], "device": device, "baseline": case.baseline}
-            row |= {"ours to the baseline": extent(to_baseline), "to the fastest that is not ours": extent(to_best)}
-            rows.append(row)
+        theirs = {contender.name for contender in case.contenders if not contender.ours}
+        for contender in case.contenders:
+            mine = [e["against"] for e in entries if e["contender"] == contender.name and "against" in e]
+            if not contender.ours or not any(theirs & ratios.keys() for ratios in mine):
+                continue
+            to_baseline = [ratios[case.baseline]["median"] for ratios in mine if case.baseline in ratios]
+            to_best = [max(ratios[other]["median"] for other in theirs & ratios.keys()) for ratios in mine]
+            rows.append(
+                {
+                    "case": case.name.rsplit(".", 1)[-1],
+                    "device": device,
+                    "ours": contender.name,
+                    "baseline": case.baseline,
+                    "to the baseline": extent(to_baseline),
+                    "to the fastest that is not ours": extent(to_best),
+                }
+            )
     text = "In short: how many times as long a step of ours takes, over all groups\n\n"
     return [text + markdown(rows) + "\n"] if rows else []
 
 
 def extent(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else NOTHING
     return f"{min(values):.2f} to {max(values):.2f}"
 
 

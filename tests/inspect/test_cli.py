@@ -48,6 +48,28 @@ def test_errors_take_one_line(arguments, tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["no.such", "no_such", "with_a_folder", "with_a_folder.no_such"])
+def test_a_module_that_is_not_there_is_an_error_of_one_line(name, tmp_path, capsys, monkeypatch):
+    (tmp_path / "with_a_folder").mkdir()
+    (tmp_path / "with_a_folder" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    assert main(["inspect", "-m", name]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"fxpasses: {name}") and "no such module" in told and len(told.splitlines()) == 1
+
+
+def test_what_a_module_fails_to_import_is_its_own_error(tmp_path, capsys, monkeypatch):
+    (tmp_path / "imports_too_much.py").write_text("import no_such_thing\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    assert main(["inspect", "-m", "imports_too_much"]) == 1
+    told = capsys.readouterr().err
+    assert "ModuleNotFoundError: No module named 'no_such_thing'" in told and "imports_too_much.py" in told
+
+
 def test_inspect_runs_a_script_with_its_arguments(tmp_path, capsys, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import runpy
@@ -63,12 +64,10 @@ def run(given: argparse.Namespace) -> int:
 def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
     """The exit code and the record of a program that runs in this process, as `python SCRIPT ARGS` would run it."""
     from fxpasses import inspect
-    from fxpasses.inspect.cli.main import Failure
 
-    if not given.module and not Path(given.script).is_file():
-        raise Failure(f"{given.script}: there is no such file")
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = os.getcwd() if given.module else str(Path(given.script).resolve().parent)
+    _check_is_there(given.script, given.module)
     with inspect.record() as record:
         record.program = " ".join(sys.argv)
         try:
@@ -87,6 +86,26 @@ def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
             traceback.print_exc()
             code = 1
     return code, record
+
+
+def _check_is_there(script: str, module: bool) -> None:
+    from fxpasses.inspect.cli.main import Failure
+
+    if not module:
+        if not Path(script).is_file():
+            raise Failure(f"{script}: there is no such file")
+        return
+    try:
+        found = importlib.util.find_spec(script)
+        if found is not None and found.submodule_search_locations is not None:  # a package runs its __main__
+            script += ".__main__"
+            found = importlib.util.find_spec(script)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{script}.".startswith(f"{error.name}."):
+            raise  # it is there, and what it imports is not
+        found = None
+    if found is None:
+        raise Failure(f"{script}: there is no such module; the current folder and the installed packages were searched")
 
 
 def _show(record: Record, given: argparse.Namespace, count: int) -> None:
