@@ -385,7 +385,7 @@ class _Cut:
         if built > len(tensors):
             parts.append(f"{built} tensors built in layers became {len(tensors)}")
         elif tensors:
-            parts.append(f"{len(tensors)} tensors moved to the prologue")
+            parts.append(f"{len(tensors)} tensor{'s' * (len(tensors) > 1)} moved to the prologue")
         self.report.summary = ", ".join(parts) + ", once per batch"
         for entry in entries:
             place = where(entry.node)

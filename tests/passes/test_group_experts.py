@@ -15,7 +15,7 @@ from fxpasses.capture import flags
 from fxpasses.inspect import Record
 from tests.passes.expert_models import HIDDEN, LoraLinears
 from tests.passes.expert_spellings import DECOYS, SPELLINGS, Moe, cases, name_of
-from tests.support import compiled, events
+from tests.support import assert_same, compiled, events, reports_of
 
 TOKENS = 24
 # Not grouped: the branches differ.
@@ -90,6 +90,22 @@ def test_decoys_are_not_grouped(case: Any) -> None:
     asks_one_routing = case[0].name not in ("overlapping", "reroutes")
     figures = record.figures("group_experts")  # of several graphs, where autograd asks for an expert's number of tokens
     assert set(figures) == ({"loops_sliced"} if asks_one_routing else set()), record
+
+
+def test_what_builds_a_mask_is_no_loop_over_experts() -> None:
+    """A reader of the report of a dense model has nothing to look up."""
+
+    def attention(x: Tensor, lengths: Tensor) -> Tensor:
+        mask, start = torch.full((TOKENS, TOKENS), float("-inf")), 0
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        for length in lengths.tolist():
+            mask[start : start + length, start : start + length] = 0
+            start += length
+        return (mask.softmax(-1) @ x) * positions[: TOKENS // 2].sum()
+
+    batch = (torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.tensor([5, 12, 7]))
+    report = reports_of(assert_same(attention, [batch]), "group_experts")[0]
+    assert not report.changes and not report.refusals
 
 
 BASIC = [case for case in GROUPED if name_of(case) in (

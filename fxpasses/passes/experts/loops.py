@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fxpasses.graph.effects import leaves
 from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import is_unbacked
 
@@ -99,12 +100,18 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
             if merge is not None:
                 kind = "setadd" if merge.parts else "assign"
                 buffers[node.args[0], kind].append(merge)
-    for (buffer, name), merges in buffers.items():
-        if len(merges) > 1:
-            yield Loop(name, tuple(merges), buffer)
+    found = [Loop(name, tuple(merges), buffer) for (buffer, name), merges in buffers.items() if len(merges) > 1]
     for group in _made_together(lists):
         branches: Any = zip(*(node.args[0] for node in group), strict=True)
-        yield Loop("cat", tuple(Merge(group[0], values) for values in branches), None, tuple(group))
+        found.append(Loop("cat", tuple(Merge(group[0], values) for values in branches), None, tuple(group)))
+    yield from filter(_merges_numbers, found)
+
+
+def _merges_numbers(loop: Loop) -> bool:
+    """Whether a branch gives floating-point numbers, as experts do; what builds a mask part by part does not."""
+    values = (leaf for merge in loop.merges for leaf in leaves(merge.values) if isinstance(leaf, Node))
+    examples = (value.meta.get("example_value") for value in values)
+    return any(isinstance(example, torch.Tensor) and example.dtype.is_floating_point for example in examples)
 
 
 def _made_together(lists: list[Node]) -> list[list[Node]]:
