@@ -125,6 +125,24 @@ def dropped_by_rank(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Te
     return out
 
 
+def torchtitan(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    """Scores before the experts, counts by `histc` that also go into a buffer, rows padded behind the last expert."""
+    flat = idx.view(-1)
+    counts = torch.histc(flat.float(), bins=EXPERTS, min=0, max=EXPERTS)
+    load = torch.zeros(EXPERTS)
+    with torch.no_grad():
+        load.add_(counts)
+    order = torch.argsort(flat, stable=True)
+    places = (order // 2).reshape(-1, 1).expand(-1, WIDTH)
+    rows = (torch.gather(x, dim=0, index=places).float() * weights.view(-1)[order].reshape(-1, 1)).to(x.dtype)
+    sizes = counts.long().tolist()
+    padding = rows.shape[0] - sum(sizes)
+    parts = torch.split(rows[: sum(sizes)], split_size_or_sections=sizes, dim=0)
+    y = torch.cat([F.silu(part @ layer.w[e]) for e, part in enumerate(parts)], dim=0)
+    y = torch.vstack((y, y.new_zeros((padding, y.shape[-1]))))
+    return torch.zeros_like(x).scatter_add(dim=0, index=places, src=y) * load.sum()
+
+
 def megatron(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
     """Permute, a part for each expert, and back by `index_copy_`."""
     flat = idx.view(-1)
@@ -137,7 +155,7 @@ def megatron(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
 
 GROUPED = [
     qwen2_moe, gpt_oss, make_moe, of_a_batch, switch, switch_argmax, idle_dropout, onto_a_base, balanced,
-    dropped_by_rank, megatron,
+    dropped_by_rank, megatron, torchtitan,
 ]  # fmt: skip
 
 

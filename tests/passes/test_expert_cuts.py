@@ -207,10 +207,20 @@ def padded(counts_of: Callable[[Tensor], Tensor]) -> Any:
     return loop
 
 
+def histogram(idx: Tensor, bins: int, low: float = 0, high: float | None = None) -> Tensor:
+    """Counts as torchtitan takes them; on CUDA devices `histc` takes integers, too."""
+    return torch.histc(idx.flatten().float(), bins=bins, min=low, max=bins if high is None else high).to(torch.int64)
+
+
 PREFIXES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "all tokens": (counted, 2),
     "the first tokens": (lambda idx: counted(idx[:3]), 2),
     "not known": (lambda idx: counted(idx) // 2, 0),
+    "a histogram": (lambda idx: histogram(idx, EXPERTS), 2),
+    "a histogram of the first tokens": (lambda idx: histogram(idx[:3], EXPERTS), 2),
+    "a histogram that leaves ids out": (lambda idx: histogram(idx, EXPERTS, 0, EXPERTS - 2), 0),
+    "a histogram from below 0": (lambda idx: histogram(idx, EXPERTS, -1), 0),
+    "a histogram of other numbers": (lambda idx: histogram(idx / 2, EXPERTS), 0),
 }
 
 

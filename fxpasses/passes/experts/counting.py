@@ -18,6 +18,7 @@ from fxpasses.passes.experts.selection import Masks, Unknown
 
 _KEEPS = frozenset({"contiguous", "detach", "cpu", "cuda", "to", "long", "int", "type"})
 _WIDE = (torch.int32, torch.int64)
+_EXACT_FLOATS = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # and up to where they count
 
 
 def total_of(counts: Node, running: bool, is_constant: Callable[[Node], bool]) -> Any:
@@ -40,8 +41,12 @@ def _counted(counts: Node, is_constant: Callable[[Node], bool]) -> Node | None:
     name, source = operator_of(counts), counts.args[0] if counts.args else None
     if not isinstance(source, Node) or not is_constant(counts) or counts.meta["example_value"].dtype not in _WIDE:
         return None
+    if name in _KEEPS and source.meta["example_value"].dtype in _EXACT_FLOATS:
+        return _histogram(source, is_constant)
     if name in _KEEPS:
         return _counted(source, is_constant)
+    if name == "histc":
+        return _histogram(counts, is_constant)
     if name == "bincount" and len(counts.args) == 1 and not set(counts.kwargs) - {"minlength"}:
         return source
     if name == "scatter_add" and len(counts.args) == 4:
@@ -67,6 +72,25 @@ def _ones_added(counts: Node, is_constant: Callable[[Node], bool]) -> Node | Non
     if dim != 0 or made[0] not in ("zeros", "new_zeros") or made[1] not in ("ones_like", "ones", "new_ones"):
         return None
     return ids if isinstance(ids, Node) and ids.meta["example_value"].ndim == 1 else None
+
+
+def _histogram(counts: Node, is_constant: Callable[[Node], bool]) -> Node | None:
+    """The ids of `torch.histc(ids, bins=E, min=0, max=E)`; on the CPU it takes floats, on CUDA devices integers too."""
+    if operator_of(counts) != "histc" or not is_constant(counts):
+        return None
+    named = dict(zip(("self", "bins", "min", "max"), counts.args, strict=False)) | counts.kwargs
+    values = named.get("self", named.get("input"))
+    bins = named.get("bins", 100)
+    if not isinstance(values, Node) or not is_constant(values) or (named.get("min"), named.get("max")) != (0, bins):
+        return None
+    dtype = values.meta["example_value"].dtype
+    if dtype in _WIDE:
+        return values
+    number = expression(values.meta["example_value"].numel())
+    if dtype not in _EXACT_FLOATS or not isinstance(number, int) or number > _EXACT_FLOATS[dtype]:
+        return None
+    ids = values.args[0] if operator_of(values) in ("float", "double", "to", "type") else None
+    return ids if isinstance(ids, Node) and ids.meta["example_value"].dtype in _WIDE else None
 
 
 def _searched(ends: Node, is_constant: Callable[[Node], bool]) -> Node | None:
