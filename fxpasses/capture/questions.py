@@ -26,6 +26,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses import fake_impls
 
 from fxpasses.capture.hints import hints_for, run_node_with_hints
+from fxpasses.capture.recorded_outputs import recording_patches
 from fxpasses.capture.skip_patches import (
     asks_for_tokens,
     counted,
@@ -45,6 +46,7 @@ Patch = tuple[Any, Any, Any]  # where (an object, a list or a dict), under which
 def patches() -> Iterator[Patch]:
     """What is put into Dynamo for the time of a trace. Raises where torch lacks a name."""
     yield from skip_patches()
+    yield from recording_patches()
     yield utils, "run_node", run_node_with_hints(utils.run_node)
     yield BuiltinVariable, "call_bool", _call_bool(BuiltinVariable.call_bool)
     yield lists, "iter_contains", _iter_contains(lists.iter_contains)
