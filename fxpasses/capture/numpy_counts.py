@@ -6,9 +6,9 @@ are not Python's: they have methods, types of their own, and other arithmetic. S
 `Skip` of the kind "numbers": nothing may ask a number for what sets it apart (`Unprovable`), and a pass must find a
 program without the numbers, else the frame is traced again with arrays as they are.
 
-Private names, checked on torch 2.11 and 2.13: `NumpyNdarrayVariable.call_method`, `TensorVariable
-.unpack_var_sequence`, `SymNodeVariable.call_method` and `.var_getattr`; and that `Tensor.numpy()` is `view_as` of a
-tensor and itself in Dynamo's graph.
+Private names, checked on torch 2.11, 2.13 and 2.15: `NumpyNdarrayVariable.call_method`,
+`TensorVariable.unpack_var_sequence`, `SymNodeVariable.call_method` and `.var_getattr` (in 2.15 `.tp_getattro_impl`);
+and that `Tensor.numpy()` is `view_as` of a tensor and itself in Dynamo's graph.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def skip_patches() -> Iterator[tuple[Any, str, Any]]:
     yield TensorVariable, "unpack_var_sequence", _unpack(TensorVariable.unpack_var_sequence)
     yield NumpyNdarrayVariable, "call_method", _array_method(NumpyNdarrayVariable.call_method)
     yield ListVariable, "call_method", _list_method(ListVariable.call_method)
-    for name in ("call_method", "var_getattr"):
+    reading = "var_getattr" if hasattr(SymNodeVariable, "var_getattr") else "tp_getattro_impl"  # torch 2.15
+    for name in ("call_method", reading):
         yield SymNodeVariable, name, _number_method(getattr(SymNodeVariable, name))
     for mark in (base.ValueMutationNew, base.AttributeMutationNew):
         yield mark, "__init__", stamped(mark.__init__)
