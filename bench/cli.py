@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from bench import results
 from bench.case import CASES, Case, Parameters, load
-from bench.measuring import Settings, run_case
+from bench.measuring import Settings, processes_of, run_case
 
 EXAMPLES = """examples:
   python -m bench run --quick                       every case, small, in about 15 minutes on 2 cores
@@ -82,7 +82,7 @@ def run(given: argparse.Namespace) -> None:
     settings = dataclasses.replace(settings, **{key: value for key, value in chosen.items() if value})
     for name in given.cases or CASES:
         case = only(load(name), given.only)
-        fresh = results.new(case.name, given.device, given.quick, given.threads)
+        fresh = results.new(case.name, given.device, given.quick, given.threads, processes_of(case, settings))
         file = results.path(given.out, case.name, given.device)
         found, why = results.begin(file, fresh, given.resume)
         if why:

@@ -49,6 +49,11 @@ class Settings:
         return cls(device, threads, rounds=5, round_s=0.2, group_s=10.0, limit_s=120.0, processes=1)
 
 
+def processes_of(case: Case, settings: Settings) -> int:
+    """One where nothing is compiled: there are no caches to fill."""
+    return settings.processes if any(contender.compiles for contender in case.contenders) else 1
+
+
 class Group:
     """Contenders of a case on one set of parameters.
 
@@ -75,7 +80,7 @@ class Group:
         """Measure the contenders of these names beside the baseline, which gets no second entry if it has one."""
         self.repeated = {self.case.baseline} - set(names)
         order = [self.case.baseline, *(name for name in names if name != self.case.baseline)]
-        last = self.settings.processes - 1
+        last = processes_of(self.case, self.settings) - 1
         with tempfile.TemporaryDirectory(prefix="fxpasses-bench-", ignore_cleanup_errors=True) as folder:
             caches = {name: Path(folder) / str(number) for number, name in enumerate(order)}
             for process in range(last + 1):
@@ -165,7 +170,7 @@ class Group:
         # Two more: `Timer.timeit` warms up with two steps.
         cost = sum((number + 2) * self.entries[name]["step_s"] for name, number in numbers.items())
         rounds = min(settings.rounds, max(ROUNDS_AT_LEAST, int(settings.group_s / cost)))
-        for turn in range(process, rounds, settings.processes):
+        for turn in range(process, rounds, processes_of(self.case, settings)):
             names = list(self.peers)
             first = turn % max(1, len(names))
             for name in names[first:] + names[:first]:

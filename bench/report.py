@@ -53,8 +53,8 @@ INTRODUCTION = """\
 # Results
 
 Written by `python -m bench report` from the JSON files that it links to; `bench/README.md` says how to measure again.
-Each contender runs in a process of its own; in a full run in two, one after the other, each with half of the rounds.
-All are timed in turns, so a ratio is that of neighbours in time. A cell is the median of the rounds; `±` is half the
+Each contender runs in a process of its own, or in two, one after the other, each with half of the rounds. All are
+timed in turns, so a ratio is that of neighbours in time. A cell is the median of the rounds; `±` is half the
 distance of the quartiles. A contender is timed only if its loss and the norm of its gradients are those of the
 baseline. A step is forward and backward, without an optimizer, on a batch of new tensors.
 """
@@ -117,10 +117,15 @@ def origin(found: Mapping[str, Any], file: Path, base: Path) -> str:
     groups = ", ".join(f"{key} {found['entries'][0]['parameters'][key]}" for key in fixed)
     return (
         f"{'Quick run' if found['quick'] else 'Full run'} of {found['started'][:10]} at commit {found['commit']}: "
-        f"{machine['processor']}, {machine['cores']} cores{memory}{accelerator}; {found['threads']} threads; "
+        f"{machine['processor']}, {machine['cores']} cores{memory}{accelerator}; "
+        f"{counted(found['threads'], 'thread')}, {counted(found.get('processes', 1), 'process')} of each contender; "
         f"torch {versions['torch']}, transformers {versions['transformers']}, fxpasses {versions['fxpasses']}, "
         f"Python {versions['python']}{'; ' + groups if groups else ''}. [{file.name}]({file.relative_to(base)})\n"
     )
+
+
+def counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}{'e' * thing.endswith('s')}s"
 
 
 # Cells: the text for an entry, or "" where it has no such figure

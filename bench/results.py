@@ -28,7 +28,8 @@ FOLDER = ROOT / "bench" / "results"
 IDENTITY = ("case", "device", "quick", "threads", "machine", "versions", "commit")
 
 
-def new(case: str, device: str, quick: bool, threads: int) -> dict[str, Any]:
+def new(case: str, device: str, quick: bool, threads: int, processes: int = 1) -> dict[str, Any]:
+    """processes: of each contender, one after the other."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     import fxpasses
 
@@ -37,6 +38,7 @@ def new(case: str, device: str, quick: bool, threads: int) -> dict[str, Any]:
         "device": device,
         "quick": quick,
         "threads": threads,
+        "processes": processes,
         "machine": machine(device),
         "versions": {"python": platform.python_version(), **versions, "fxpasses": fxpasses.__version__},
         "commit": commit(),
