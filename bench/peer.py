@@ -41,6 +41,9 @@ class Peer:
             "TRITON_CACHE_DIR": str(folder / "triton"),
             "OMP_WAIT_POLICY": "PASSIVE",  # a contender whose turn is over must not spin
             "OMP_NUM_THREADS": str(threads),
+            # glibc may give freed memory back after each step, as it happens to lie: thousands of page faults.
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
             "KINETO_LOG_LEVEL": "6",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         }

@@ -170,6 +170,7 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "peak_bytes": ("Largest memory during steps, MiB (on a CPU: of the whole process)", plain("peak_bytes", MIB)),
     "compile_peak_bytes": ("Largest memory of the process while it compiles, MiB", plain("compile_peak_bytes", MIB)),
     "host_reads": ("Host reads in a step", plain("host_reads")),
+    "page_faults": ("Page faults in a step", plain("page_faults")),
     "operators": ("ATen operators in a step", plain("operators")),
     "launches": ("Kernel launches in a step", plain("launches")),
     "waits": ("Waits for the device in a step", plain("waits")),

@@ -51,7 +51,10 @@ class Worker:
         return {"seconds": self.timer.timeit(number).median}
 
     def count(self) -> dict[str, Any]:
-        return {**counting.counts(self.program.step), "figures": dict(self.program.figures())}
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        self.program.step()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return {"page_faults": faults, **counting.counts(self.program.step), "figures": dict(self.program.figures())}
 
     def profile(self) -> dict[str, Any]:
         return {"top": counting.top_operators(self.program.step)}
