@@ -102,6 +102,10 @@ CASE = Case(
     arithmetic=arithmetic,
     notes=(
         "Loops: `where` is `torch.where(idx == e)` and `index_add_`; `one_hot` a permuted one-hot mask and "
-        "`torch.where`; `mask` a boolean mask as an index on both sides. All forms have the same weights and router."
+        "`torch.where`; `mask` a boolean mask as an index on both sides. All forms have the same weights and router. "
+        "Without a loop, all call the same products, and the profiles show as much time in `aten::mm`. Where fastpack "
+        "is behind one of them on a CPU, it is by calls from Python, one for each expert (the own time of "
+        "`fxpasses::grouped_mm` and `grouped_outer`), which a loop in C++ would make cheaper, and by page faults where "
+        "the C library gives memory back after a step."
     ),
 )
