@@ -71,6 +71,7 @@ class Group:
     ) -> None:
         self.case, self.parameters, self.settings = case, parameters, settings
         self.recorded, self.note, self.start = recorded, note, start
+        self.processes = processes_of(case, settings)
         self.repeated: set[str] = set()
         self.peers: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
@@ -80,17 +81,16 @@ class Group:
         """Measure the contenders of these names beside the baseline, which gets no second entry if it has one."""
         self.repeated = {self.case.baseline} - set(names)
         order = [self.case.baseline, *(name for name in names if name != self.case.baseline)]
-        last = processes_of(self.case, self.settings) - 1
         with tempfile.TemporaryDirectory(prefix="fxpasses-bench-", ignore_cleanup_errors=True) as folder:
             caches = {name: Path(folder) / str(number) for number, name in enumerate(order)}
-            for process in range(last + 1):
+            for process in range(self.processes):
                 try:
                     for name in order:
                         if process > 0 or self._takes_part(name):
                             self._prepare(name, caches[name], "cold" if process == 0 else "warm")
                     self._rounds(process)
                     order = list(self.peers)
-                    if process == last:
+                    if process == self.processes - 1:
                         self._compare()
                         self._look()
                         self._explain_losses()
@@ -170,7 +170,7 @@ class Group:
         # Two more: `Timer.timeit` warms up with two steps.
         cost = sum((number + 2) * self.entries[name]["step_s"] for name, number in numbers.items())
         rounds = min(settings.rounds, max(ROUNDS_AT_LEAST, int(settings.group_s / cost)))
-        for turn in range(process, rounds, processes_of(self.case, settings)):
+        for turn in range(process, rounds, self.processes):
             names = list(self.peers)
             first = turn % max(1, len(names))
             for name in names[first:] + names[:first]:

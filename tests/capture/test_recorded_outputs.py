@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpasses.inspect
 from fxpasses.capture import flags
+from tests.end_to_end.test_hf_experts import batch, model_of
 from tests.support import compiled, reports_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 
 both_kinds = pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 
@@ -39,10 +39,6 @@ def pair(model: Any, checkpointed: bool) -> tuple[Any, Any]:
         if checkpointed:
             one.activation_checkpointing_enable({"use_reentrant": False})
     return models
-
-
-def batch(number: int) -> Tensor:
-    return torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(number))
 
 
 def assert_same_step(eager: Any, program: Any, model: Any, ids: Tensor, loss_of: Any, **arguments: Any) -> Any:
@@ -65,10 +61,9 @@ def assert_same_step(eager: Any, program: Any, model: Any, ids: Tensor, loss_of:
 
 @both_kinds
 def test_router_logits_for_the_loss_that_balances_experts(checkpointed: bool) -> None:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES | EXPERTS, output_router_logits=True)
-    config._experts_implementation = "eager"
-    eager, model = pair(Qwen3MoeForCausalLM(config), checkpointed)
+    model: Any = model_of("qwen3_moe", layers=2)
+    model.config.output_router_logits = True
+    eager, model = pair(model, checkpointed)
     with fxpasses.inspect.record() as record:
         program = compiled(model, "aot_eager")
         for number in range(2):

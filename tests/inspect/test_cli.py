@@ -70,6 +70,16 @@ def test_what_a_module_fails_to_import_is_its_own_error(tmp_path, capsys, monkey
     assert "ModuleNotFoundError: No module named 'no_such_thing'" in told and "imports_too_much.py" in told
 
 
+def test_a_package_that_fails_when_it_is_imported_shows_its_own_error(tmp_path, capsys, monkeypatch):
+    (tmp_path / "failing_package").mkdir()
+    (tmp_path / "failing_package" / "__init__.py").write_text("raise RuntimeError('not today')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    assert main(["inspect", "-m", "failing_package.train"]) == 1
+    assert "RuntimeError: not today" in capsys.readouterr().err
+
+
 def test_inspect_runs_a_script_with_its_arguments(tmp_path, capsys, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text(

@@ -64,13 +64,14 @@ def run(given: argparse.Namespace) -> int:
 def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
     """The exit code and the record of a program that runs in this process, as `python SCRIPT ARGS` would run it."""
     from fxpasses import inspect
+    from fxpasses.inspect.cli.main import Failure
 
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = os.getcwd() if given.module else str(Path(given.script).resolve().parent)
-    _check_is_there(given.script, given.module)
     with inspect.record() as record:
         record.program = " ".join(sys.argv)
         try:
+            _check_is_there(given.script, given.module)  # may import the package that the module is in
             if given.module:
                 runpy.run_module(given.script, run_name="__main__", alter_sys=True)
             else:
@@ -82,6 +83,8 @@ def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except KeyboardInterrupt:
             code = 130
+        except Failure:
+            raise
         except Exception:  # the user's program: its traceback is what they want to see, and the report all the same
             traceback.print_exc()
             code = 1
