@@ -15,7 +15,7 @@ IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm pytest pytest-timeout pytest-xdist hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-quick bench-report compat clean
+.PHONY: help demo test test-slow lint format bench bench-quick bench-report compat clean
 
 help: ## list the targets
 	@echo "make TARGET [ARGS='...']"
@@ -24,8 +24,11 @@ help: ## list the targets
 demo: $(INSTALLED) ## run examples/packed_training.py; ARGS= adds arguments
 	@$(BIN)/python examples/packed_training.py $(ARGS)
 
-test: $(INSTALLED) ## run the test suite; gpu tests skip themselves without CUDA; ARGS= adds pytest arguments
-	@$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
+test: $(INSTALLED) ## run the tests but the slow ones; gpu tests skip themselves without CUDA; ARGS= adds pytest arguments
+	@$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS)
+
+test-slow: $(INSTALLED) ## run the slow tests: more seeds, more arrangements, whole programs under Inductor
+	@$(BIN)/python -m pytest $(IN_PARALLEL) -m slow $(ARGS)
 
 lint: $(INSTALLED) ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .
