@@ -170,6 +170,7 @@ class _TraceFrameInSteps:
         self._signature = inspect.signature(names.trace_frame)
         self._passed_on = names.passed_on
         self._restart = names.restart
+        self._restart_kind = names.passed_on[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = self._signature.bind(*args, **kwargs).arguments
@@ -178,13 +179,20 @@ class _TraceFrameInSteps:
                 return self.original(*args, **kwargs)
         forget_leftovers()
         if frame["one_graph"]:
-            return self._trace(frame, args, kwargs)
+            return self._trace(frame, args, kwargs, lambda error: False)
         attempts = frame["speculation_log"]
         values, *fewer = getattr(attempts, _STEPS, None) or _steps_from(flags.wanted())
         token = _is_reason_to_retrace.set(is_data_dependent if fewer else None)
+
+        def gives_up(error: Exception) -> bool:
+            reads_are_captured_next = bool(fewer) and fewer[0].scalar_outputs and is_data_dependent(error)
+            return not isinstance(error, self._restart_kind) and not reads_are_captured_next
+
         try:
             with flags.held_at(values):
-                return self._trace(frame, args, kwargs) if values.scalar_outputs else self.original(*args, **kwargs)
+                if not values.scalar_outputs:
+                    return self.original(*args, **kwargs)
+                return self._trace(frame, args, kwargs, gives_up)
         except self._passed_on:
             raise
         except Exception as error:
@@ -197,7 +205,14 @@ class _TraceFrameInSteps:
         finally:
             _is_reason_to_retrace.reset(token)
 
-    def _trace(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _trace(
+        self,
+        frame: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        gives_up: Callable[[Exception], bool],
+    ) -> Any:
+        """One attempt with hints. gives_up: whether an error means that the frame's reads stay uncaptured."""
         attempts = frame["speculation_log"]
         if option(frame["compiler_fn"], "capture") == "off" or getattr(attempts, _NO_HINTS, False):
             return self.original(*args, **kwargs)
@@ -207,14 +222,17 @@ class _TraceFrameInSteps:
                 result = self.original(*args, **kwargs)
                 check_skips()
             except Exception as error:
-                if not tracing.unproved_skips() or isinstance(error, self._passed_on):
-                    raise
-                self._take_back(frame, error)
+                if tracing.unproved_skips() and not isinstance(error, self._passed_on):
+                    self._take_back(frame, error)
+                if hints is not None and gives_up(error):
+                    tracing.warn_given_up(hints, frame["code"], _first_line(error))
+                raise
             try:
                 if hints is not None:
                     tracing.finish(hints, result.output_graph, frame["code"])
             except Exception as error:  # a graph whose assumptions cannot be guarded must not run
-                log.warning("%s is traced again without hints: %s", _where(frame["code"]), _first_line(error))
+                assert hints is not None
+                tracing.warn_given_up(hints, frame["code"], _first_line(error))
                 log.debug("the guard could not be made", exc_info=error)
                 attempts.clear()
                 setattr(attempts, _NO_HINTS, True)

@@ -65,6 +65,7 @@ class Hints:
         self.skipping = skipping
         self.companions: list[str] = []  # sources of what the graph's prologue brings to the host
         self.operators = 0  # that run on fake tensors now, one inside the other
+        self.has_read = False  # a number, since the last question
         self.autocast = autocast_state()
         self._answering = True
 
@@ -88,6 +89,19 @@ class Hints:
             shape_env.real_tensor_prop_unbacked_vals = {}
             del shape_env._log_real_tensor_propagation
             self.metadata = None
+
+    def catch_up(self) -> None:
+        """Note what the trace has read. A body that fails is gone with its tracer before `numbers_found` is asked."""
+        if self.has_read and self.metadata is not None:
+            self.metadata.walk_on()
+            self.has_read = False
+
+    def numbers_found(self) -> int:
+        """How many different numbers of the batch the trace has captured so far, read once or in every layer."""
+        if self.metadata is None:
+            return 0
+        self.close()
+        return len({extra for extra in self.metadata.walk.numbers.values() if extra.dimension is None})
 
     def is_about(self, output: Any) -> bool:
         return self.metadata is None or self.metadata.output is output
@@ -192,14 +206,16 @@ def hints_for(output: Any) -> Hints | None:
 def run_node_with_hints(original: Any) -> Any:
     """Wrap `torch._dynamo.utils.run_node(tracer, node, ...)`, which runs every operator on fake tensors."""
 
-    def run_node(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_node(tracer: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
         found = hints_for(tracer)
         if found is None:
-            return original(tracer, *args, **kwargs)
+            return original(tracer, node, *args, **kwargs)
+        found.catch_up()
         found.operators += 1
         try:
-            return original(tracer, *args, **kwargs)
+            return original(tracer, node, *args, **kwargs)
         finally:
             found.operators -= 1
+            found.has_read |= node.op == "call_method" and node.target == "item"
 
     return run_node

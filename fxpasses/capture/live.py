@@ -52,18 +52,18 @@ class LiveMetadata:
 
     def close(self) -> None:
         """The capture is over: what Dynamo does to its graph from now on, such as removing what is dead, is no news."""
-        self._advance()
+        self.walk_on()
         self._over = True
 
     # Asking
 
     def is_metadata(self, node: Node) -> bool:
-        self._advance()
+        self.walk_on()
         return isinstance(self.walk.values.get(node), (Scalar, Tensor))
 
     def extra(self, found: Any) -> Extra:
         """How a symbol is computed from the inputs; raises `NotKnown`."""
-        self._advance()
+        self.walk_on()
         try:
             return self.walk.numbers[found]
         except KeyError:
@@ -116,7 +116,7 @@ class LiveMetadata:
 
     # Walking
 
-    def _advance(self) -> None:
+    def walk_on(self) -> None:
         """Walk what Dynamo has written since the last question. Questions that the walk asks find it as it is."""
         if self.is_walking or self._over:
             return

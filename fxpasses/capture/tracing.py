@@ -90,6 +90,20 @@ def finish(hints: Hints, output: Any, code: CodeType) -> None:
         )
 
 
+def warn_given_up(hints: Hints, code: CodeType, reason: str) -> None:
+    """Say once for a frame that its capture was given up, if the failed trace had read numbers of the batch."""
+    many = hints.numbers_found()
+    if not many or code in _given_up:
+        return
+    _given_up.add(code)
+    warnings.warn(
+        f"fxpasses: capture was given up for {code.co_name} ({code.co_filename}:{code.co_firstlineno}), which reads "
+        f"{many} {'numbers' if many > 1 else 'number'} of its batch: {reason}. The reads stay in every layer, as under "
+        "stock PyTorch. TORCH_LOGS=graph_breaks shows the place.",
+        stacklevel=2,
+    )
+
+
 def report() -> Report | None:
     """What the running trace assumes of its batch, for the record; None where it assumes nothing."""
     hints = current.get()
@@ -235,3 +249,4 @@ def _put(owner: Any, name: Any, value: Any) -> None:
 
 _patched = _Patched()
 _variants: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
+_given_up: weakref.WeakSet[CodeType] = weakref.WeakSet()  # frames whose user was told
