@@ -15,6 +15,7 @@ Parameters = Mapping[str, Any]  # of one group: strings, numbers and bools, as t
 # In the order of the report.
 CASES = (
     "packed_metadata",
+    "packed_attention",
     "flash_path",
     "experts",
     "offload",

@@ -1,0 +1,148 @@
+"""Attention over packed, windowed and padded batches: the pairs of tokens that the mask rules out are most of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.case import Case, Parameters, Program
+from bench.cases.compilers import (
+    EAGER,
+    OURS,
+    STOCK,
+    STOCK_FLAGS,
+    Compiler,
+    contender,
+    eager,
+    inductor,
+    inductor_with_flags,
+    ours,
+)
+from bench.results import find
+
+DENSE, FLASH = "fastpack, dense", "eager, flash path"
+BATCHES = 4
+WINDOW = 512
+ROWS = 8  # of the padded batch, half of which is padding
+SIZES: dict[str, dict[str, int]] = {
+    "reduced": {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "full": {  # of Llama-3.2-1B, but for the vocabulary
+        "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+VOCABULARY = 512
+
+
+def build(compiler: Compiler, parameters: Parameters, device: str, attention: str = "sdpa") -> Program:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    from bench.cases.training import training_program
+
+    if attention == "flash":
+        from examples.varlen_attention import install
+
+        attention = install()
+    windowed = parameters["mask"] == "window"
+    kind, config = (MistralForCausalLM, MistralConfig) if windowed else (LlamaForCausalLM, LlamaConfig)
+    sizes = SIZES[parameters["width"]] | {"num_hidden_layers": parameters["layers"], "vocab_size": VOCABULARY}
+    more = {"sliding_window": WINDOW} if windowed else {}
+    model = kind(
+        config(**sizes, **more, max_position_embeddings=1 << 15, use_cache=False, attn_implementation=attention)
+    )
+    model = model.to(device, getattr(torch, parameters["dtype"])).train()
+    compiled = compiler(model)
+    return training_program(model, lambda batch: compiled(**batch).loss, batches(parameters, device))
+
+
+def batches(parameters: Parameters, device: str) -> list[dict[str, Any]]:
+    """input_ids, labels: int64 [1, tokens], or [ROWS, tokens / ROWS] where padded; position_ids or attention_mask."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    tokens, mask = parameters["tokens"], parameters["mask"]
+    found = []
+    for _ in range(BATCHES):
+        shape = (ROWS, tokens // ROWS) if mask == "padded" else (1, tokens)
+        ids = torch.randint(VOCABULARY, shape, generator=generator)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if mask == "padded":
+            lengths = torch.linspace(0.1, 0.9, ROWS).mul(shape[1]).round().long()
+            lengths = lengths[torch.randperm(ROWS, generator=generator)]
+            batch["attention_mask"] = (torch.arange(shape[1]) < lengths[:, None]).long()
+            batch["labels"][batch["attention_mask"] == 0] = -100
+        else:
+            batch["position_ids"] = torch.cat([torch.arange(n) for n in lengths_of(parameters, generator)])[None]
+        found.append({name: value.to(device) for name, value in batch.items()})
+    return found
+
+
+def lengths_of(parameters: Parameters, generator: Any) -> list[int]:
+    """Of the documents: random ones, or all of the same length where the group says so."""
+    import torch
+
+    tokens, documents = parameters["tokens"], parameters["documents"]
+    if parameters["mask"] == "equal documents":
+        return [tokens // documents] * documents
+    cuts = (torch.randperm(tokens - 1, generator=generator)[: documents - 1] + 1).sort().values.tolist()
+    return [stop - start for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True)]
+
+
+def groups(device: str, quick: bool) -> list[dict[str, Any]]:
+    rest = {"layers": 2, "width": "reduced", "dtype": "bfloat16" if device == "cuda" else "float32"}
+    if quick:
+        return [{"mask": "documents", "tokens": 1024, "documents": 6, **rest}]
+    shapes = [("documents", 2048, 8), ("documents", 4096, 12), ("documents", 8192, 16)]
+    shapes += [("one document", 2048, 1), ("one document", 4096, 1), ("window", 4096, 1), ("window", 8192, 1)]
+    shapes += [("padded", 4096, ROWS)]
+    shapes += [("equal documents", tokens, tokens // 512) for tokens in (2048, 4096, 8192, 16384)]
+    found = [{"mask": mask, "tokens": tokens, "documents": documents, **rest} for mask, tokens, documents in shapes]
+    return [*found, {"mask": "documents", "tokens": 2048, "documents": 8, **rest, "layers": 1, "width": "full"}]
+
+
+def too_long(parameters: Parameters, device: str) -> str:
+    """At 16,384 tokens a step with a dense mask takes minutes of a CPU core."""
+    return "not run at 16,384 tokens on a CPU" if device == "cpu" and parameters["tokens"] > 8192 else ""
+
+
+def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Time for a thousand tokens, at documents of 512 tokens: what attention would make grow with the tokens."""
+    rows = []
+    for entry in entries:
+        parameters = entry["parameters"]
+        if entry["contender"] != OURS or parameters["mask"] != "equal documents" or entry["outcome"] != "measured":
+            continue
+        row = {"tokens": parameters["tokens"]}
+        for name in (EAGER, OURS):
+            seconds = (find(entries, parameters, name) or {}).get("median_s")
+            row[f"{name}, ms for 1,000 tokens"] = 1e6 * seconds / parameters["tokens"] if seconds else None
+        rows.append(row)
+    return rows
+
+
+CASE = Case(
+    name="packed_attention",
+    title="Packed attention: documents, windows and padding, of which a mask leaves a part",
+    groups=groups,
+    contenders=[
+        contender(EAGER, build, eager, unavailable=too_long),
+        contender(STOCK, build, inductor, unavailable=too_long),
+        contender(STOCK_FLAGS, build, inductor_with_flags, unavailable=too_long),
+        contender(FLASH, functools.partial(build, attention="flash"), eager, unavailable=too_long),
+        ours(DENSE, build, attention="dense"),
+        ours(OURS, build),
+    ],
+    baseline=EAGER,
+    x="tokens",
+    expected=(
+        "Attention with a dense mask computes T² pairs; documents of n tokens leave n·T / 2 of them, and a window of w "
+        "leaves w·T. The rest of a layer grows with T, so at a fixed length of documents the whole step should, too."
+    ),
+    arithmetic=arithmetic,
+    notes=(
+        "The models are transformers' own, with `sdpa`, and `position_ids` that start again at each document, or a "
+        "padding mask. On a CPU the flash path ends in the operator of examples/varlen_attention.py, which is no "
+        "kernel."
+    ),
+)
