@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from fxpasses import __version__
 from fxpasses.options import Options
 from fxpasses.report import Report
+from fxpasses.saved_order import may_save_objects
 
 if TYPE_CHECKING:
     from fxpasses.partitioner import Partitioner
@@ -35,12 +36,12 @@ def lower(
     if options.lowering == "eager":
         return gm
     hits = _cache_hits()
-    with _partitioner(options) as partitioner:
+    with _partitioner(gm, options) as partitioner:
         if options.lowering == "aot_eager":
             compiled = _aot_eager(gm, example_inputs, partitioner)
         else:
             compiled = inductor(gm, example_inputs, options, salt, partitioner)
-    if partitioner is not None:
+    if partitioner is not None and partitioner.options is not None:
         for report in partitioner.reports:
             told(report)
         if not partitioner.asked:
@@ -61,20 +62,23 @@ def _cache_hits() -> int:
 
 
 @contextlib.contextmanager
-def _partitioner(options: Options) -> Iterator[Partitioner | None]:
+def _partitioner(gm: GraphModule, options: Options) -> Iterator[Partitioner | None]:
     """What partitions the joint graph, where that is not left to PyTorch."""
-    if options.offload.tier == "off" or "offload_activations" not in options.passes:
+    offloads = options.offload.tier != "off" and "offload_activations" in options.passes
+    if not offloads and not may_save_objects(gm):
         yield None
         return
     from fxpasses.partitioner import Partitioner
 
+    inductor: Any = torch._inductor.config
+    inner = options.inductor.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
+    if options.lowering != "inductor":
+        inner = None
     functorch: Any = torch._functorch.config
     # A donated buffer is a saved tensor that backward may write over. Handles must not be: they are mapped files. And
     # with donated buffers no backward can be run twice.
-    with functorch.patch(donated_buffer=False):
-        inductor: Any = torch._inductor.config
-        inner = options.inductor.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
-        yield Partitioner(options.offload, options.strict, inner if options.lowering == "inductor" else None)
+    with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
+        yield Partitioner(options.offload if offloads else None, options.strict, inner)
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: Partitioner | None) -> Compiled:

@@ -1,4 +1,4 @@
-"""The partitioner that compiles with activation offloading: PyTorch's, or the user's, and the pass on its result.
+"""What partitions a joint graph: PyTorch's partitioner, or the user's, and what this package does to its result.
 
 Private names, checked on torch 2.11 and 2.13: `torch._inductor.custom_graph_pass.CustomPartitionerFn`, whose `uuid` is
 part of the caches' keys, and `torch._functorch.partitioners.min_cut_rematerialization_partition`.
@@ -29,20 +29,22 @@ from fxpasses.options import Offload
 from fxpasses.passes.offload.saved import Partition
 from fxpasses.passes.offload_activations import NAME, OffloadActivations
 from fxpasses.report import Report
+from fxpasses.saved_order import order_saved
 
 log = logging.getLogger(__name__)
 
 
 class Partitioner(CustomPartitionerFn):
-    """Partitions a joint graph, then offloads. reports: what the pass said, a report for each partition.
+    """Partitions a joint graph, puts what is saved in order, then offloads.
 
-    inner: the partitioner to start from; None is PyTorch's. A pass that fails leaves the plain partition, with one
-    warning; with `strict` it raises `PassError`.
+    options: None to offload nothing. inner: the partitioner to start from; None is PyTorch's. reports: of the pass, one
+    for each partition. A pass that fails leaves the plain partition, with one warning; with `strict` it raises
+    `PassError`.
     """
 
     name = NAME
 
-    def __init__(self, options: Offload, strict: bool, inner: CustomPartitionerFn | None = None) -> None:
+    def __init__(self, options: Offload | None, strict: bool, inner: CustomPartitionerFn | None = None) -> None:
         self.options, self.strict, self.inner = options, strict, inner
         self.reports: list[Report] = []
         self.asked = False  # whether anything was partitioned: not for inference, nor where a cache had the result
@@ -53,21 +55,25 @@ class Partitioner(CustomPartitionerFn):
         self.asked = True
         partition: Callable[..., tuple[GraphModule, GraphModule]] = self.inner or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        plain = _graphs(forward, backward)
+        order_saved(forward, backward, kwargs["num_fwd_outputs"])
+        if self.options is not None:
+            self._offload(self.options, Partition(forward, backward, kwargs["num_fwd_outputs"]))
+        return forward, backward
+
+    def _offload(self, options: Offload, partition: Partition) -> None:
+        plain = _graphs(partition.forward, partition.backward)
         started = time.perf_counter()
         try:
-            offload = OffloadActivations(self.options, replayed=_replayed())
-            report = offload(Partition(forward, backward, kwargs["num_fwd_outputs"]))
+            report = OffloadActivations(options, replayed=_replayed())(partition)
         except Exception as error:
             if self.strict:
                 raise PassError(f"the pass {NAME} failed: {error}") from error
             _warn_once(error)
-            forward.graph, backward.graph = plain
-            return forward, backward
+            partition.forward.graph, partition.backward.graph = plain
+            return
         report.seconds = time.perf_counter() - started
         log.info("%s (%.3f s)", report, report.seconds)
         self.reports.append(report)
-        return forward, backward
 
     def uuid(self) -> Any | None:
         """For the caches of Inductor and AOTAutograd: options, our own source, and the inner partitioner."""
@@ -102,7 +108,7 @@ def _source() -> str:
 
     digest = hashlib.sha256()
     folders = [Path(inspect.getfile(package)).parent for package in (fxpasses.passes.offload, fxpasses.runtime.offload)]
-    files = [Path(__file__), Path(inspect.getfile(OffloadActivations))]
+    files = [Path(__file__), Path(inspect.getfile(OffloadActivations)), Path(inspect.getfile(order_saved))]
     for file in sorted([*files, *(file for folder in folders for file in folder.glob("*.py"))]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
