@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxpasses import inspect, overrides
-from fxpasses.capture import breaks, recompiles, tracing
+from fxpasses.capture import breaks, leaves, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.skips import SKIPS
@@ -56,6 +56,8 @@ def fastpack_backend(
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     result = run_passes(passes, gm, example_inputs, settings, watch.after_pass)
     recompiles.note_sizes(gm)
+    if settings.offload.tier != "off":
+        leaves.guard(gm, example_inputs)
     if result.program is not None:
         sources = input_sources(gm)
         tracing.note_companions([sources[position] for position in result.program.host_inputs])

@@ -36,7 +36,7 @@ def lower(
     if options.lowering == "eager":
         return gm
     hits = _cache_hits()
-    with _partitioner(gm, options) as partitioner:
+    with _partitioner(gm, example_inputs, options) as partitioner:
         if options.lowering == "aot_eager":
             compiled = _aot_eager(gm, example_inputs, partitioner)
         else:
@@ -62,13 +62,14 @@ def _cache_hits() -> int:
 
 
 @contextlib.contextmanager
-def _partitioner(gm: GraphModule, options: Options) -> Iterator[Partitioner | None]:
+def _partitioner(gm: GraphModule, examples: Sequence[Any], options: Options) -> Iterator[Partitioner | None]:
     """What partitions the joint graph, where that is not left to PyTorch."""
     offloads = options.offload.tier != "off" and "offload_activations" in options.passes
     if not offloads and not may_save_objects(gm):
         yield None
         return
     from fxpasses.partitioner import Partitioner
+    from fxpasses.passes.offload.inputs import activations
 
     inductor: Any = torch._inductor.config
     inner = options.inductor.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
@@ -78,7 +79,7 @@ def _partitioner(gm: GraphModule, options: Options) -> Iterator[Partitioner | No
     # A donated buffer is a saved tensor that backward may write over. Handles must not be: they are mapped files. And
     # with donated buffers no backward can be run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
-        yield Partitioner(options.offload if offloads else None, options.strict, inner)
+        yield Partitioner(options.offload if offloads else None, options.strict, activations(examples), inner)
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: Partitioner | None) -> Compiled:

@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 from fxpasses import __version__
 from fxpasses.errors import PassError
 from fxpasses.options import Offload
+from fxpasses.passes.offload.inputs import movable
 from fxpasses.passes.offload.saved import Partition
 from fxpasses.passes.offload_activations import NAME, OffloadActivations
 from fxpasses.report import Report
@@ -37,15 +38,21 @@ log = logging.getLogger(__name__)
 class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph, puts what is saved in order, then offloads.
 
-    options: None to offload nothing. inner: the partitioner to start from; None is PyTorch's. reports: of the pass, one
-    for each partition. A pass that fails leaves the plain partition, with one warning; with `strict` it raises
-    `PassError`.
+    options: None to offload nothing. activations: positions of those inputs of the captured graph that may be moved.
+    inner: the partitioner to start from; None is PyTorch's. reports: of the pass, one for each partition. A pass that
+    fails leaves the plain partition, with one warning; with `strict` it raises `PassError`.
     """
 
     name = NAME
 
-    def __init__(self, options: Offload | None, strict: bool, inner: CustomPartitionerFn | None = None) -> None:
-        self.options, self.strict, self.inner = options, strict, inner
+    def __init__(
+        self,
+        options: Offload | None,
+        strict: bool,
+        activations: frozenset[int] = frozenset(),
+        inner: CustomPartitionerFn | None = None,
+    ) -> None:
+        self.options, self.strict, self.activations, self.inner = options, strict, activations, inner
         self.reports: list[Report] = []
         self.asked = False  # whether anything was partitioned: not for inference, nor where a cache had the result
 
@@ -54,10 +61,12 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[GraphModule, GraphModule]:
         self.asked = True
         partition: Callable[..., tuple[GraphModule, GraphModule]] = self.inner or min_cut_rematerialization_partition
+        outputs = kwargs["num_fwd_outputs"]
+        inputs = movable(gm, self.activations, outputs)
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        order_saved(forward, backward, kwargs["num_fwd_outputs"])
+        order_saved(forward, backward, outputs)
         if self.options is not None:
-            self._offload(self.options, Partition(forward, backward, kwargs["num_fwd_outputs"]))
+            self._offload(self.options, Partition(forward, backward, outputs, inputs))
         return forward, backward
 
     def _offload(self, options: Offload, partition: Partition) -> None:
@@ -76,11 +85,11 @@ class Partitioner(CustomPartitionerFn):
         self.reports.append(report)
 
     def uuid(self) -> Any | None:
-        """For the caches of Inductor and AOTAutograd: options, our own source, and the inner partitioner."""
+        """For the caches of Inductor and AOTAutograd: options, our source, what is an activation, the inner one's."""
         inner = self.inner.uuid() if self.inner is not None else ""
         if inner is None:
             return None
-        return ("fxpasses", __version__, _source(), repr(self.options), inner)
+        return ("fxpasses", __version__, _source(), repr(self.options), sorted(self.activations), inner)
 
 
 def _replayed() -> bool:

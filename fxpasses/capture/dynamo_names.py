@@ -73,8 +73,8 @@ def asks_for_another_trace() -> tuple[type[Exception], ...]:
     return tuple(exception for exception in found if exception is not None)
 
 
-def add_guard(output: Any, holds: Callable[..., bool], sources: Sequence[str], texts: list[str]) -> None:
-    """Have Dynamo call `holds` with the values of `sources` before it runs the graph of `output`: if not, trace anew.
+def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], texts: list[str]) -> None:
+    """Have Dynamo call `holds` with the values of `sources` before it runs the graph of `guards`: if not, trace anew.
 
     It is asked after all other guards: the values have the types and sizes that they had while tracing. `texts` say in
     Dynamo's logs what does not hold. Raises `MissingName`.
@@ -88,7 +88,7 @@ def add_guard(output: Any, holds: Callable[..., bool], sources: Sequence[str], t
             [call], [f"{call}  # {'; '.join(texts)}"], closure_vars={**closure, "___fxpasses_batch": holds}
         )
 
-    output.guards.add(shape_source().make_guard(FXPASSES_BATCH))
+    guards.add(shape_source().make_guard(FXPASSES_BATCH))
 
 
 def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[], Any]]:

@@ -42,7 +42,7 @@ def guard(output: Any, hints: Hints) -> list[Assumption]:
     found = assumptions_of(hints)
     if found:
         batch_guard = BatchGuard(found, hints)
-        add_guard(output, batch_guard, batch_guard.sources, [str(assumption) for assumption in found])
+        add_guard(output.guards, batch_guard, batch_guard.sources, [str(assumption) for assumption in found])
     return found
 
 

@@ -17,7 +17,8 @@ from fxpasses.options import Offload
 from fxpasses.passes.offload.candidates import candidate, step_of
 from fxpasses.passes.offload.choose import Candidate, Choice, Decision, Limits, choose
 from fxpasses.passes.offload.insert import insert, mark
-from fxpasses.passes.offload.saved import Group, Memory, Partition, groups
+from fxpasses.passes.offload.memory import Memory
+from fxpasses.passes.offload.saved import Group, Partition, groups
 from fxpasses.passes.offload.transfers import transfers
 from fxpasses.report import Reason, Refusal, Report
 from fxpasses.runtime.offload import stats

@@ -12,7 +12,8 @@ from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.symbols import bytes_of
 from fxpasses.passes.offload.choose import Candidate, Step
-from fxpasses.passes.offload.saved import Group, Memory, Partition, storages
+from fxpasses.passes.offload.memory import Memory, storages
+from fxpasses.passes.offload.saved import Group, Partition
 from fxpasses.passes.offload.schedule import Life
 from fxpasses.runtime.offload.calibration import Rates
 from fxpasses.runtime.offload.layout import span
@@ -35,17 +36,29 @@ def candidate(group: Group, partition: Partition, forward: Memory, backward: Mem
         name=lead.name,
         bytes=size,
         made=min(positions[node] for node in forward.sharing(lead)),
-        released=positions[last_use(lead, forward, positions)],
+        released=positions[departure(lead, forward, positions)],
         needed=min(users),
         done=max(last),
         boundary=_begins_checkpoint(lead, forward),
+        given=is_given(lead, forward),
         layer=layer(lead, forward),
         where=where(lead),
     )
 
 
-def last_use(node: Node, memory: Memory, positions: dict[Node, int]) -> Node:
-    """The last node that makes or takes the memory of `node`, returning it aside."""
+def is_given(node: Node, memory: Memory) -> bool:
+    """Whether a tensor is an input of the graph, or a view of one."""
+    return memory.sharing(node)[0].op == "placeholder"
+
+
+def departure(node: Node, memory: Memory, positions: dict[Node, int]) -> Node:
+    """The node after which a tensor's copy may start.
+
+    The last one that makes or takes its memory, returning it aside, because after that the memory is free for others.
+    An input's memory is the caller's: its copy starts at once.
+    """
+    if is_given(node, memory):
+        return max((node, *node.graph.find_nodes(op="placeholder")), key=lambda n: positions[n])
     nodes = {user for alias in memory.sharing(node) for user in (alias, *alias.users) if user.op != "output"}
     return max(nodes, key=lambda n: positions[n])
 

@@ -14,9 +14,9 @@ from fxpasses.report import Reason
 class Candidate:
     """A saved tensor that could be moved. Moments count the nodes of the forward graph, then those of the backward one.
 
-    bytes: what is moved. made, released: when it is made in forward, and last used there. needed, done: when backward
-    first and last uses it. boundary: a checkpoint begins with it, so nothing else of its layer is kept.
-    layer, where: for a person.
+    bytes: what is moved. made, released: when it is made in forward, and when its copy may start there. needed, done:
+    when backward first and last uses it. boundary: a checkpoint begins with it, so nothing else of its layer is kept.
+    given: it is an input of the graph, which the caller holds up to the end of forward. layer, where: for a person.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Candidate:
     needed: int
     done: int
     boundary: bool = False
+    given: bool = False
     layer: str = ""
     where: str = ""
 
@@ -82,12 +83,14 @@ def choose(candidates: Sequence[Candidate], limits: Limits, step: Step) -> Choic
     for candidate in candidates:
         if candidate.bytes < limits.min_bytes:
             kept[candidate.name] = (Reason.SMALL, f"{candidate.bytes} of {limits.min_bytes} bytes")
-    large = sorted((c for c in candidates if c.name not in kept), key=lambda c: c.needed)
-    for candidate in large[: limits.keep_last]:
+    # Backward needs a graph's input when the graphs after it are done: blocks compiled one by one are one graph.
+    large = [c for c in candidates if c.name not in kept]
+    for candidate in _by_need([c for c in large if not c.given])[: limits.keep_last]:
         kept[candidate.name] = (Reason.NEEDED_SOON, f"fastpack.offload.keep_last is {limits.keep_last}")
     model = _Model(step, limits.buffers, candidates)
     # Checkpoint boundaries first, then the large ones; of equals, what backward needs last.
-    free = sorted(large[limits.keep_last :], key=lambda c: (not c.boundary, -c.bytes, -c.needed))
+    free = [c for c in large if c.name not in kept]
+    free.sort(key=lambda c: (not c.boundary, -c.bytes, -c.needed))
     moved = free if limits.device_budget is None else model.cheapest(free, limits.device_budget)
     for candidate in free:
         if candidate not in moved:
@@ -149,7 +152,9 @@ class _Model:
         forward = sorted(moved, key=lambda c: c.released)
         for number, candidate in enumerate(forward):
             waits = number + ahead  # the copy has ended when this one starts
-            freed = forward[waits].released if waits < len(forward) else self.step.forward - 1
+            freed = self.step.forward - 1
+            if waits < len(forward) and not candidate.given:
+                freed = forward[waits].released
             lives.append(Life(candidate.bytes, candidate.made, freed))
         backward = _by_need(moved)
         for number, candidate in enumerate(backward):

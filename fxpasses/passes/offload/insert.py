@@ -10,8 +10,9 @@ from torch.fx import Graph, Node
 
 from fxpasses.graph.flops import flops_of
 from fxpasses.options import Offload
-from fxpasses.passes.offload.candidates import last_use
-from fxpasses.passes.offload.saved import Group, Memory, Partition, storages, whence
+from fxpasses.passes.offload.candidates import departure
+from fxpasses.passes.offload.memory import Memory, storages
+from fxpasses.passes.offload.saved import Group, Partition, whence
 from fxpasses.runtime.offload import layout, operators
 
 MARK = "fxpasses_offload"  # in `node.meta` of what was chosen to be moved
@@ -35,11 +36,11 @@ def insert(partition: Partition, groups: list[Group], options: Offload) -> None:
 
 
 def _insert_offloads(partition: Partition, groups: list[Group], options: Offload) -> dict[str, Node]:
-    """`offload` after the last use of each lead; returns the handles by the lead's name."""
+    """`offload` where each lead's copy may start; returns the handles by the lead's name."""
     graph = partition.forward.graph
     memory = Memory.of(graph.nodes)
     positions = {node: number for number, node in enumerate(graph.nodes)}
-    places = {group.lead: last_use(group.lead, memory, positions) for group in groups}
+    places = {group.lead: departure(group.lead, memory, positions) for group in groups}
     sources = sorted(places, key=lambda lead: positions[places[lead]])
     output, distance = graph.output_node(), options.buffers - 1
     at_end = _last_computed(partition)

@@ -1,8 +1,8 @@
-"""The tensors that a forward graph saves for its backward graph, and who shares memory with whom."""
+"""The tensors that a forward graph saves for its backward graph, and which of them could be moved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxpasses.graph.symbols import bytes_of
+from fxpasses.passes.offload.memory import Memory, storages, written
 from fxpasses.report import Reason
 from fxpasses.runtime.offload import device_copies
 
@@ -20,12 +21,13 @@ class Partition:
     """A forward and a backward graph, as AOTAutograd's partitioners return them.
 
     Of forward's outputs the first `outputs` go to the caller; the others are saved, and are placeholders of the same
-    name in backward.
+    name in backward. inputs: the names of forward's inputs that are activations (`inputs.py`).
     """
 
     forward: GraphModule
     backward: GraphModule
     outputs: int
+    inputs: frozenset[str] = frozenset()
 
     @property
     def returned(self) -> Sequence[object]:
@@ -49,46 +51,11 @@ class Group:
         return [self.lead] * self.lead_is_saved + [view for view, _ in self.views]
 
 
-@dataclass
-class Memory:
-    """Which nodes of a graph share memory. Fake tensors know: a view's fake lies on its base's storage."""
-
-    owners: dict[int, list[Node]]
-
-    @classmethod
-    def of(cls, nodes: Iterable[Node]) -> Memory:
-        owners: dict[int, list[Node]] = {}
-        for node in nodes:
-            for storage in storages(node):
-                owners.setdefault(storage, []).append(node)
-        return cls(owners)
-
-    def sharing(self, node: Node) -> list[Node]:
-        """All nodes on the memory of a tensor, itself among them, in the graph's order."""
-        return self.owners[storages(node)[0]]
-
-
-def storages(node: Node) -> list[int]:
-    """The storages of a node's result, by identity.
-
-    Private name, checked on torch 2.11 and 2.13: `untyped_storage()._cdata`.
-    """
-    values = node.meta.get("val")
-    leaves = values if isinstance(values, (tuple, list)) else [values]
-    return [
-        leaf.untyped_storage()._cdata
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    ]
-
-
 def groups(
     partition: Partition, tier: str, replayed: bool = False
 ) -> tuple[list[Group], list[tuple[Node, Reason, str]]]:
     """What could be moved, and what could not, with the reason. replayed: CUDA graphs will run the two graphs."""
-    given = {
-        s for node in partition.forward.graph.nodes if node.op in ("placeholder", "get_attr") for s in storages(node)
-    }
+    given = _owned(partition)
     returned = {s for node in partition.returned[: partition.outputs] if isinstance(node, Node) for s in storages(node)}
     used = {node.name for node in partition.backward.graph.find_nodes(op="placeholder") if node.users}
     convolves = any("convolution" in str(node.target) for node in partition.forward.graph.nodes)
@@ -120,6 +87,18 @@ def groups(
     return found, refused
 
 
+def _owned(partition: Partition) -> set[int]:
+    """The storages of what forward is given and its owner keeps, or either graph writes to."""
+    found = written(partition.forward.graph)
+    for node in partition.forward.graph.nodes:
+        if node.op in ("placeholder", "get_attr") and node.name not in partition.inputs:
+            found.update(storages(node))
+    changed = written(partition.backward.graph)
+    for node in partition.backward.graph.find_nodes(op="placeholder"):
+        found.update(changed.intersection(storages(node)))
+    return found
+
+
 def _unsupported(node: Node, tier: str, replayed: bool, convolves: bool) -> tuple[Reason, str] | None:
     value = node.meta["val"]
     if type(value) is not torch._subclasses.FakeTensor or value.layout is not torch.strided:
@@ -145,7 +124,7 @@ def _group(members: list[Node], memory: Memory, backward: GraphModule) -> Group 
     if len(members) == 1:
         return Group(members[0])
     first = members[0]
-    around = [node for node in memory.sharing(first) if node not in members and node.op == "call_function"]
+    around = [node for node in memory.sharing(first) if node not in members and node.op != "output"]
     covers = [lead for lead in (*members, *around) if _covers(lead, members, backward)]
     if not covers:
         return None
