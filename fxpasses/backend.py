@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpasses import inspect, overrides
+from fxpasses import ddp_buckets, inspect, overrides
 from fxpasses.capture import breaks, leaves, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.graph.provenance import input_sources
@@ -89,6 +89,10 @@ def _compile(
     attempts.append(Result(gm, list(example_inputs)))
     for attempt in attempts:
         compiled = _try_to_lower(attempt, gm, settings, told)
+        if isinstance(compiled, Exception) and ddp_buckets.wanted() and not settings.strict:
+            _warn("compiling a graph piece by piece, at DDP's buckets,", compiled, "It is compiled whole.")
+            with ddp_buckets.moved_inside(None):
+                compiled = _try_to_lower(attempt, gm, settings, told)
         if not isinstance(compiled, Exception):
             return compiled, "rewritten" if attempt.gm is not gm else "captured"
         failed = compiled
@@ -130,11 +134,21 @@ def _warn(what: str, error: Exception, instead: str) -> None:
 
 def _lower(result: Result, gm: GraphModule, settings: Options, told: Callable[[Report], None]) -> Callable[..., Any]:
     if result.program is None:
-        return lower(result.gm, result.example_inputs, settings, salt="", told=told)
+        return _lower_main(result, settings, "", told)
     compiled = _compile_prologue(result.program, settings, told)
-    prologue = Prologue(result.program, input_sources(gm), compiled=compiled)
-    main = lower(result.gm, result.example_inputs, settings, salt=prologue.key, told=told)
-    return with_prologue(main, prologue, gm.forward)
+    sources = input_sources(gm)
+    prologue = Prologue(result.program, sources, compiled=compiled)
+    main = _lower_main(result, settings, prologue.key, told)
+    return with_prologue(main, prologue, gm.forward, fakes=result.example_inputs[len(sources) :])
+
+
+def _lower_main(result: Result, settings: Options, salt: str, told: Callable[[Report], None]) -> Callable[..., Any]:
+    def lower_piece(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lower(piece, example_inputs, settings, salt, told)
+
+    if settings.lowering == "eager":  # its gradients are ready one by one
+        return lower_piece(result.gm, result.example_inputs)
+    return ddp_buckets.compile_in_buckets(lower_piece, result.gm, result.example_inputs, told)
 
 
 def _compile_prologue(program: Program, settings: Options, told: Callable[[Report], None]) -> Callable[..., Any] | None:

@@ -26,6 +26,7 @@ from contextvars import ContextVar
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
+from fxpasses import ddp_buckets
 from fxpasses.capture import flags, tracing
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
 from fxpasses.capture.flags import Values
@@ -173,10 +174,18 @@ class _TraceFrameInSteps:
         self._restart_kind = names.passed_on[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = self._signature.bind(*args, **kwargs).arguments
+        bound = self._signature.bind(*args, **kwargs)
+        frame = bound.arguments
         if not is_fastpack(frame["compiler_fn"]):
             with tracing.no_hints():
                 return self.original(*args, **kwargs)
+        optimizer = ddp_buckets.optimizer_among(_unwrapped(frame["compiler_fn"]))
+        if optimizer is not None:
+            frame["compiler_fn"] = optimizer.backend_compile_fn
+        with ddp_buckets.moved_inside(optimizer):
+            return self._trace_in_steps(frame, bound.args, bound.kwargs)
+
+    def _trace_in_steps(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forget_leftovers()
         if frame["one_graph"]:
             return self._trace(frame, args, kwargs, lambda error: False)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
+from fxpasses import ddp_buckets
 from fxpasses.inspect import codec
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.report import Report
@@ -217,7 +218,8 @@ class _Recorder(Watch):
         from fxpasses.inspect import trace
 
         self.listener.stop()
-        self.graph.partition = self.listener.found
+        in_pieces = any(stage.name == ddp_buckets.NAME for stage in self.graph.stages)
+        self.graph.partition = None if in_pieces else self.listener.found  # which heard of the last piece
         self.graph.compile_seconds = time.perf_counter() - self.started if self.started else 0.0
         self.graph.outcome = outcome
         if not self.graph.stages or self.graph.stages[0].name != CAPTURED:  # that failed, and a warning said so

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpasses.errors import MetadataError
 from fxpasses.prologue_program import Check, Output, Program
@@ -65,8 +66,13 @@ class Prologue:
 
     def is_valid(self, inputs: Sequence[Any]) -> bool:
         """Whether no input that the main graph writes to shares memory with one that the prologue reads."""
+        if not self.program.written or not self.program.roots:
+            return True
         written = {_storage(inputs[position]) for position in self.program.written}
         return written.isdisjoint(_storage(inputs[position]) for position in self.program.roots)
+
+    def has_fake_root(self, inputs: Sequence[Any]) -> bool:
+        return any(isinstance(inputs[position], FakeTensor) for position in self.program.roots)
 
     def positions(self) -> tuple[int, ...]:
         """The inputs of the main graph that the prologue looks at."""
@@ -161,21 +167,20 @@ def autocast_state() -> AutocastState:
     return tuple((t, torch.get_autocast_dtype(t), True) for t in types if torch.is_autocast_enabled(t))
 
 
-def with_prologue(main: Callable[..., Any], prologue: Prologue, captured: Callable[..., Any]) -> Callable[..., Any]:
+def with_prologue(
+    main: Callable[..., Any], prologue: Prologue, captured: Callable[..., Any], fakes: Sequence[Any]
+) -> Callable[..., Any]:
     """A callable that takes the captured graph's inputs and gives `main` the prologue's outputs besides.
 
-    `captured` runs the graph as it was captured, for inputs for which the prologue is not valid.
+    `captured` runs the graph as it was captured, for inputs for which the prologue is not valid. `fakes` stand for the
+    outputs where the inputs are fake tensors, which have no numbers: DDPOptimizer runs what it compiles once on such.
     """
-    if prologue.program.written:
-
-        def guarded(*inputs: Any) -> Any:
-            if prologue.is_valid(inputs):
-                return main(*inputs, *prologue(inputs))
-            return captured(*inputs)
-
-        return guarded
 
     def compiled(*inputs: Any) -> Any:
+        if prologue.has_fake_root(inputs):
+            return main(*inputs, *fakes)
+        if not prologue.is_valid(inputs):
+            return captured(*inputs)
         return main(*inputs, *prologue(inputs))
 
     return compiled
