@@ -20,6 +20,7 @@ from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
+from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.pipeline import Pass, Result, run_passes
@@ -30,7 +31,11 @@ from fxpasses.runtime.prologue import Prologue, with_prologue
 log = logging.getLogger(__name__)
 
 # Those that work on the captured graph; `offload_activations` works on the partitioned ones, in `lowering`.
-PASSES: Mapping[str, Callable[[], Pass]] = {"group_experts": GroupExperts, "hoist_metadata": HoistMetadata}
+PASSES: Mapping[str, Callable[[], Pass]] = {
+    "group_experts": GroupExperts,
+    "hoist_metadata": HoistMetadata,
+    "coalesce_reads": CoalesceReads,
+}
 
 
 def fastpack_backend(

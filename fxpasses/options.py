@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("group_experts", "hoist_metadata", "offload_activations")
+PASSES = ("group_experts", "hoist_metadata", "coalesce_reads", "offload_activations")
 LOWERINGS = ("inductor", "aot_eager", "eager")
 CAPTURE = ("on", "off")
 EXPERTS = ("auto", "slices", "grouped", "off")

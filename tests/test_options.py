@@ -12,7 +12,7 @@ from fxpasses.options import Options
 def test_defaults():
     options = Options.parse(None)
     assert (options.passes, options.lowering, options.verify, options.strict) == (
-        ("group_experts", "hoist_metadata", "offload_activations"),
+        ("group_experts", "hoist_metadata", "coalesce_reads", "offload_activations"),
         "inductor",
         False,
         False,

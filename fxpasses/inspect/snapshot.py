@@ -23,6 +23,7 @@ from torch.fx.node import _get_qualified_name
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph.flops import flops_of
+from fxpasses.graph.host_copies import copy_read_by, is_copy_to_host, is_read_by_items
 from fxpasses.graph.provenance import module_of, source
 from fxpasses.graph.symbols import bytes_of
 from fxpasses.inspect.model import MAIN, PROLOGUE, Node, Region, Source, TensorValue
@@ -240,9 +241,14 @@ def _source(node: FxNode) -> Source | None:
 
 
 def _is_host_read(node: FxNode, taken: Node) -> bool:
-    """A number read from a tensor, a size that only the data tells, or a copy of a device tensor to the host."""
+    """A number read from a tensor, a size that only the data tells, or a copy of a device tensor to the host.
+
+    A copy to the host of which numbers are read is one wait, however many they are.
+    """
     if taken.binds:
-        return taken.op.startswith("call") and taken.short_target != "getitem"
+        return taken.op.startswith("call") and taken.short_target != "getitem" and copy_read_by(node) is None
+    if is_copy_to_host(node) and is_read_by_items(node):
+        return True
     inputs = [leaf for argument in node.all_input_nodes for leaf in _leaves(_value_of(argument))]
     from_device = any(isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta") for leaf in inputs)
     to_host = bool(taken.values) and all(value.device == "cpu" for value in taken.values)

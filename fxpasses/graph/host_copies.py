@@ -1,0 +1,42 @@
+"""Copies of a tensor to the host, of which numbers are then read without another wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.families import operator_of
+
+_CHAIN = ("getitem", "reshape", "view", "detach")
+
+
+def is_copy_to_host(node: Any) -> bool:
+    """Whether a node is `x.cpu()`, `x.to("cpu")` or `x.to(device="cpu", ...)`."""
+    if not isinstance(node, Node) or not isinstance(node.args[0] if node.args else None, Node):
+        return False
+    if operator_of(node) == "cpu":
+        return True
+    asked = node.kwargs.get("device", node.args[1] if len(node.args) > 1 else None)
+    return operator_of(node) == "to" and isinstance(asked, (str, torch.device)) and torch.device(asked).type == "cpu"
+
+
+def copy_read_by(item: Node) -> Node | None:
+    """The copy to the host that `.item()` reads an element of, if it does."""
+    node: Any = item.args[0] if item.args else None
+    while isinstance(node, Node) and operator_of(node) in _CHAIN:
+        node = node.args[0]
+    return node if is_copy_to_host(node) else None
+
+
+def is_read_by_items(copy: Node) -> bool:
+    """Whether numbers are read from a copy to the host."""
+    waiting = list(copy.users)
+    while waiting:
+        node = waiting.pop()
+        if operator_of(node) == "item":
+            return True
+        if operator_of(node) in _CHAIN:
+            waiting += node.users
+    return False

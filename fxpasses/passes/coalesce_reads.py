@@ -1,0 +1,235 @@
+"""Bring all numbers that the host asks of a layer in one copy.
+
+Before: `counts.tolist()` is one copy to the host in eager mode; Dynamo unrolls it, and the host waits at each element:
+
+    count_0 = counts[0].item();  count_1 = counts[1].item();  total = sums[0].item()
+
+After, in the place of the first:
+
+    host = torch.cat([counts.reshape(-1), sums.reshape(-1)]).to("cpu")
+    count_0 = host[0].item();  count_1 = host[1].item();  total = host[2].item()
+
+Each number keeps its node, and so the unbacked symbol that it binds. Numbers that are computed later than the first of
+a copy start a copy of their own: nothing waits for longer than before, and nothing else moves, collectives least of
+all. An element that is read twice, with no write in between, is one number. What depends on the batch alone is not here
+any more: `hoist_metadata` runs before, and reads it once per batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxpasses.graph.families import operator_of
+from fxpasses.graph.host_copies import is_copy_to_host
+from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.regions import Region
+from fxpasses.graph.symbols import declare_equal
+from fxpasses.passes.experts.emitting import Emitter
+from fxpasses.passes.experts.memory import Memory, storages
+from fxpasses.passes.experts.selection import Unknown
+from fxpasses.pipeline import Context
+from fxpasses.report import Reason, Refusal, Report
+
+# All of them fit into an int64, so that one copy may hold elements of several tensors.
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
+
+
+@dataclass(frozen=True)
+class Read:
+    """`node` is `.item()` of element `place`, counted in row-major order, of what `tensor` holds at the node `at`."""
+
+    node: Node
+    tensor: Node
+    place: int
+    at: Node
+
+
+@dataclass
+class Copy:
+    """Reads that one copy answers, in program order."""
+
+    reads: list[Read] = field(default_factory=list)
+
+    @property
+    def first(self) -> Node:
+        return self.reads[0].node
+
+    @property
+    def waits(self) -> int:
+        """How often the host waits for these numbers: once for each, but once for those of a copy that is there."""
+        return len({read.at for read in self.reads})
+
+    @property
+    def tensors(self) -> list[Node]:
+        return list(dict.fromkeys(read.tensor for read in self.reads))
+
+
+class CoalesceReads:
+    """The pass."""
+
+    name = "coalesce_reads"
+    requires: tuple[str, ...] = ()
+
+    def __call__(self, gm: GraphModule, context: Context) -> Report:
+        report = Report(self.name)
+        shared = {key for node in context.shared_inputs for key in storages(node)}
+        before = after = 0
+        for region in Region(gm).walk():
+            for copy in copies_of(region.gm.graph, context.fake_mode, shared):
+                waits, place = copy.waits, where(copy.first)
+                elements = f"{len(copy.reads)} numbers of {_names(copy.tensors)}"
+                if not context.may_change(copy.first):
+                    reason, text = Reason.LEFT_OUT, ""
+                else:
+                    try:
+                        coalesce(region.gm.graph, copy, context.fake_mode)
+                        before, after = before + waits, after + 1
+                        report.changes.append(f"{elements} at {place} → one copy")
+                        continue
+                    except Unknown as unknown:
+                        reason, text = Reason.UNKNOWN_OPERATOR, str(unknown)
+                report.refusals.append(Refusal(copy.first.name, reason, text, place, module_of(copy.first)[0]))
+            region.gm.recompile()
+        if report.changes:
+            report.changed = True
+            report.figures = {"host_reads_before": before, "host_reads_after": after}
+            report.summary = f"{before} host reads became {after}"
+        return report
+
+
+def copies_of(graph: Graph, fake_mode: Any, inputs_in_one: set[int]) -> list[Copy]:
+    """The copies for which the host waits less often. inputs_in_one: see `Memory`."""
+    items = graph.find_nodes(op="call_method", target="item")
+    if len(items) < 2:
+        return []
+    memory = Memory(graph, fake_mode, inputs_in_one)
+    copies: list[Copy] = []
+    for read in (read for item in items if (read := _read(item, memory)) is not None):
+        copy = next((copy for copy in reversed(copies) if _fits(read, copy, memory)), None)
+        if copy is None:
+            copies.append(copy := Copy())
+        copy.reads.append(read)
+    return [copy for copy in copies if copy.waits > 1]
+
+
+def _fits(read: Read, copy: Copy, memory: Memory) -> bool:
+    """Whether a copy in the place of its first read holds what a later read asks for."""
+    example, other = (node.meta["example_value"] for node in (read.tensor, copy.reads[0].tensor))
+    if memory.positions[read.tensor] > memory.positions[copy.first] or example.device != other.device:
+        return False
+    if read.tensor not in copy.tensors and not {example.dtype, other.dtype} <= _INTEGERS:
+        return False
+    between = sorted((read.at, copy.first), key=memory.positions.__getitem__)
+    return memory.writer(read.tensor, *between) is None
+
+
+def _read(node: Node, memory: Memory) -> Read | None:
+    """What `.item()` reads: an element by constant indices of a tensor of known size, or the only one it has."""
+    if not isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat)) or len(node.args) != 1:
+        return None
+    places: list[int] = []
+    current: Any = node.args[0]
+    while (index := _constant_index(current)) is not None:
+        places = [*index, *places]
+        current = current.args[0]
+    if not _is_dense(current):
+        return None
+    at = node
+    if is_copy_to_host(current):
+        if not _is_plain_copy(current) or any(memory.writer(n, current, node) for n in (current, current.args[0])):
+            return None  # the copy that is there stays, and is waited for once
+        at, current = current, current.args[0]
+    place: int = 0
+    sizes = current.meta["example_value"].shape
+    for size, chosen in zip(sizes, [*places, *[0] * (len(sizes) - len(places))], strict=True):
+        place = place * size + chosen % size
+    return Read(node, current, place, at)
+
+
+def _constant_index(node: Any) -> tuple[int, ...] | None:
+    """The index of `x[1, 2]` and `x.select(0, 1)`; None for anything else, such as a part of a tuple."""
+    index: Any = ()
+    source = node.args[0] if isinstance(node, Node) and node.args else None
+    if not isinstance(source, Node) or isinstance(source.meta.get("example_value"), (tuple, list)):
+        return None
+    if operator_of(node) == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    elif operator_of(node) == "select" and node.args[1:2] == (0,):
+        index = node.args[2:]
+    return index if index and all(type(part) is int for part in index) else None
+
+
+def _is_plain_copy(node: Node) -> bool:
+    """Whether a node brings a tensor to the host as it is."""
+    if not is_copy_to_host(node) or not _is_dense(node.args[0]):
+        return False
+    copied: Any = node.args[0]
+    return bool(copied.meta["example_value"].dtype == node.meta["example_value"].dtype)
+
+
+def _is_dense(node: Any) -> bool:
+    """Whether a node is a plain tensor of known size."""
+    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    if type(example) is not torch._subclasses.FakeTensor or example.layout is not torch.strided:
+        return False
+    return all(isinstance(size, int) and size > 0 for size in example.shape) and not example.dtype.is_complex
+
+
+def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
+    """Write the copy before its first read, and let all read from it; raises `Unknown`, and changes nothing."""
+    emit = Emitter(graph, fake_mode, copy.first)
+    try:
+        with graph.inserting_before(copy.first):
+            host, starts = _copied(emit, copy.tensors)
+        elements: dict[int, Node] = {}
+        for read in copy.reads:
+            place = starts[read.tensor] + read.place
+            if place not in elements:
+                with graph.inserting_before(read.node):
+                    elements[place] = emit(operator.getitem, (host, place))
+    except Unknown:
+        emit.undo()
+        raise
+    numbers: dict[int, Node] = {}
+    for read in copy.reads:
+        place, asked = starts[read.tensor] + read.place, read.node.args[0]
+        number = numbers.setdefault(place, read.node)
+        if number is read.node:
+            number.args = (elements[place],)
+        else:
+            declare_equal(number.meta["example_value"], read.node.meta["example_value"])
+            read.node.replace_all_uses_with(number)
+            graph.erase_node(read.node)
+        _erase_unused(graph, asked, read.tensor)
+
+
+def _copied(emit: Emitter, tensors: list[Node]) -> tuple[Node, dict[Node, int]]:
+    """One tensor on the host with all elements, and where each tensor's begin."""
+    parts, starts, end = [], dict[Node, int](), 0
+    several = len({node.meta["example_value"].dtype for node in tensors}) > 1
+    for node in tensors:
+        example = node.meta["example_value"]
+        part = emit("detach", (node,)) if example.requires_grad else node
+        if several and example.dtype is not torch.int64:
+            part = emit("to", (part, torch.int64))
+        parts.append(emit("reshape", (part, -1)) if example.ndim != 1 else part)
+        starts[node], end = end, end + example.numel()
+    joined = emit(torch.cat, (parts,)) if len(parts) > 1 else parts[0]
+    return emit("to", (joined, "cpu")), starts
+
+
+def _erase_unused(graph: Graph, node: Any, tensor: Node) -> None:
+    """The path from a tensor to its element, where nobody else takes it."""
+    while node is not tensor and not node.users:
+        source = node.args[0]
+        graph.erase_node(node)
+        node = source
+
+
+def _names(nodes: list[Node]) -> str:
+    return ", ".join(f"`{node.name}`" for node in nodes)
