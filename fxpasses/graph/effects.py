@@ -166,7 +166,7 @@ def observe(
     inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     recorder = _Recorder()
     try:
-        with _quiet(fake_mode), _regions(autocast), recorder:
+        with quiet(fake_mode), _regions(autocast), recorder:
             output = call(node, args, kwargs)
     except Refused:
         raise
@@ -203,7 +203,7 @@ def _regions(autocast: Sequence[tuple[Any, ...]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(fake_mode: Any) -> Iterator[None]:
+def quiet(fake_mode: Any) -> Iterator[None]:
     """Fake mode as Dynamo runs it, without gradients, and without leaving new symbols for Dynamo to bind."""
     ignore: Callable[[], Any] = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
     with torch.no_grad(), fake_mode, enable_python_dispatcher(), ignore():
@@ -225,7 +225,7 @@ def touch(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: An
         return Touch(frozenset({0}), frozenset({0}))
     recorder = _Recorder(refuse=False)
     try:
-        with _quiet(fake_mode), recorder:
+        with quiet(fake_mode), recorder:
             output = call(node, args, kwargs)
         storages = [storage_key(t) for t in inputs]
         returned = {storage_key(t) for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)}

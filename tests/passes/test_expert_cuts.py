@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpasses.capture import flags
+from fxpasses.inspect.figures import figures
 from tests.passes.test_expert_hazards import EXPERTS, Layer, check, level_of
 from tests.support import compiled, events
 
@@ -212,22 +213,27 @@ def histogram(idx: Tensor, bins: int, low: float = 0, high: float | None = None)
     return torch.histc(idx.flatten().float(), bins=bins, min=low, max=bins if high is None else high).to(torch.int64)
 
 
+# The counts, and how many numbers the host reads: their sum, where it is not known to be the number of ids.
 PREFIXES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "all tokens": (counted, 2),
-    "the first tokens": (lambda idx: counted(idx[:3]), 2),
-    "not known": (lambda idx: counted(idx) // 2, 0),
-    "a histogram": (lambda idx: histogram(idx, EXPERTS), 2),
-    "a histogram of the first tokens": (lambda idx: histogram(idx[:3], EXPERTS), 2),
-    "a histogram that leaves ids out": (lambda idx: histogram(idx, EXPERTS, 0, EXPERTS - 2), 0),
-    "a histogram from below 0": (lambda idx: histogram(idx, EXPERTS, -1), 0),
-    "a histogram of other numbers": (lambda idx: histogram(idx / 2, EXPERTS), 0),
+    "all tokens": (counted, 0),
+    "the first tokens": (lambda idx: counted(idx[:3]), 0),
+    "not known": (lambda idx: counted(idx) // 2, 1),
+    "none": (lambda idx: counted(idx) * 0, 1),
+    "a histogram": (lambda idx: histogram(idx, EXPERTS), 0),
+    "a histogram of the first tokens": (lambda idx: histogram(idx[:3], EXPERTS), 0),
+    "a histogram that leaves ids out": (lambda idx: histogram(idx, EXPERTS, 0, EXPERTS - 2), 1),
+    "a histogram from below 0": (lambda idx: histogram(idx, EXPERTS, -1), 1),
+    "a histogram of other numbers": (lambda idx: histogram(idx / 2, EXPERTS), 1),
 }
 
 
 @pytest.mark.parametrize("name", PREFIXES)
 def test_part_of_the_rows(name: str) -> None:
-    counts, level = PREFIXES[name]
-    assert level_of(check(padded(counts))) == level
+    counts, reads = PREFIXES[name]
+    record = check(padded(counts))
+    assert level_of(record) == 2
+    last = [stage for stage in record.graphs[0].stages if stage.regions is not None][-1]
+    assert figures(last).host_reads == reads
 
 
 @pytest.mark.parametrize("loop", [assigned(in_order), added(counted)], ids=["assigned", "added"])

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fxpasses.graph import effects
 from fxpasses.graph.families import operator_of
-from fxpasses.graph.symbols import is_symbolic, is_unbacked
+from fxpasses.graph.symbols import is_symbolic, is_unbacked, symbol
 from fxpasses.passes.experts.memory import storages
 from fxpasses.passes.experts.selection import Unknown
 
@@ -49,15 +49,21 @@ class Emitter:
             raise Unknown(f"`{node.name}` cannot be made for all rows: {error}", like or self._origin) from error
         return node
 
-    def read(self, element: Node, number: torch.SymInt, symbol: Any) -> Node:
-        """`element.item()`, which is the number that the graph knows under `symbol`."""
+    def read(self, element: Node, number: torch.SymInt, bound: Any) -> Node:
+        """`element.item()`, which is the number that the graph knows under the symbol `bound`."""
         node = self.graph.create_node("call_method", "item", (element,), {})
         self._note(node, self._origin)
         node.meta["example_value"] = number
-        node.meta["unbacked_bindings"] = {symbol: ()}
+        node.meta["unbacked_bindings"] = {bound: ()}
         return node
 
-    def settle(self, number: Node, known: int) -> None:
+    def ask(self, element: Node) -> Node:
+        """`element.item()`, a number that the graph knows under no symbol yet; of an integer tensor []."""
+        with effects.quiet(self._fake_mode):
+            number: Any = element.meta["example_value"].item()
+        return self.read(element, number, symbol(number))
+
+    def settle(self, number: Node, known: int | Node) -> None:
         """Put in what a symbolic number is known to be, and bring up to date what was made of it."""
         self._bring_up_to_date(_put(number, known), [])
 
@@ -101,7 +107,7 @@ class Emitter:
         node.meta = {key: value for key, value in origin.meta.items() if key in _PROVENANCE}
 
 
-def _put(node: Node, number: int) -> set[Node]:
+def _put(node: Node, number: int | Node) -> set[Node]:
     """Let the users of a node have a number in its place; returns them."""
     users = set(node.users)
     for user in users:

@@ -20,6 +20,7 @@ from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.symbols import constant, expression
 from fxpasses.passes.experts.counting import total_of
 from fxpasses.passes.experts.cuts import Cut, cut_of
+from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.gathering import gather, lift_getitem, lift_index_select
 from fxpasses.passes.experts.lifted import (
     Flat,
@@ -43,13 +44,13 @@ from fxpasses.passes.experts.rows import (
 )
 from fxpasses.passes.experts.rowwise import call, lift_einsum, lift_joined, lift_pointwise, lift_reshaped
 from fxpasses.passes.experts.selection import Masks, Selection, Unknown, asked_by, is_integer, is_query, progression
-from fxpasses.passes.experts.sorting import Emit, cut_rows, sorted_pairs
+from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, sorted_pairs
 
 
 class Lifting:
     """Lifts families into nodes made by `emit(target, args, kwargs)` (a string target is a method)."""
 
-    def __init__(self, emit: Emit, masks: Masks) -> None:
+    def __init__(self, emit: Emitter, masks: Masks) -> None:
         self.emit = emit
         self.masks = masks
         self.order: Order | None = None
@@ -57,6 +58,8 @@ class Lifting:
         self.cut: Cut | None = None
         self.axes_of: dict[Node, tuple[int, ...]] = {}  # of the ids, that a coordinate of the rows tells
         self._lifted: dict[int, Any] = {}
+        self._read: Node | None = None  # what the counts add up to, where the host reads it
+        self._first_rows: dict[Node, Node] = {}
         self._stacks: dict[Weights, Node] = {}
 
     # Queries
@@ -75,16 +78,23 @@ class Lifting:
         if not cut.totals:
             return cut
         total = self.total(cut)
-        rows = self._once((cut.rows, total), operator.getitem, (cut.rows, slice(None, total)))
+        if isinstance(total, int):
+            rows = self._once((cut.rows, total), operator.getitem, (cut.rows, slice(None, total)))
+        elif cut.rows in self._first_rows:
+            rows = self._first_rows[cut.rows]
+        else:
+            rows = self._first_rows[cut.rows] = first_rows(self.emit, cut.rows, total)
         return replace(cut, rows=rows, checks=False, totals=())
 
-    def total(self, cut: Cut) -> int:
-        """What the counts add up to, which must be a number, and no more than there are rows."""
+    def total(self, cut: Cut) -> int | Node:
+        """What the counts add up to: a number that is no more than there are rows, or else one that the host reads."""
         total = total_of(cut.counts, cut.running, self.masks.is_constant)
         size = cut.rows.meta["example_value"].shape[0]
-        if not isinstance(total, int) or not isinstance(size, int) or total > size:
-            raise Unknown("rows that are cut up to a number which is not known", cut.rows)
-        return total
+        if isinstance(total, int) and isinstance(size, int) and total <= size:
+            return total
+        if self._read is None:
+            self._read = read_total(self.emit, cut)
+        return self._read
 
     def parts(self, cut: Cut) -> Rows:
         """Lift the parts of a tensor: they are the tensor. Several may be cut, all at the same places."""
@@ -102,6 +112,8 @@ class Lifting:
         assert self.cut is not None
         size, first = (expression(node.meta["example_value"].shape[0]) for node in (rows, self.cut.rows))
         if checks and self.cut.checks and size == first:
+            return
+        if self._read is not None and size == expression(self._read.meta["example_value"]):
             return
         if size != total_of(self.cut.counts, self.cut.running, self.masks.is_constant):
             raise Unknown("the slices are not known to cover the rows", rows)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpasses.graph.families import operator_of
 from fxpasses.passes.experts.cuts import Cut
+from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.lifted import Order
 from fxpasses.passes.experts.selection import Columns, Selection
 
@@ -126,3 +128,27 @@ def cut_rows(emit: Emit, cut: Cut) -> Order:
     device = {"device": example.device} if counts.meta["example_value"].device != example.device else {}
     offsets = emit("to", (ends,), {"dtype": torch.int32, **device})
     return Order(None, None, offsets, size, None)
+
+
+def read_total(emit: Emitter, cut: Cut) -> Node:
+    """What the counts add up to, read by the host where the program reads the first of them.
+
+    Where one is negative, the program raises an error as it splits; here the device does.
+    """
+    first = min(node for node in cut.nodes if operator_of(node) == "item")
+    with emit.graph.inserting_before(first):
+        positive = emit("all", (emit(operator.ge, (cut.counts, 0)),))
+        emit(torch._assert_async, (positive, "the count of an expert is negative"))
+        total = emit.ask(emit("sum", (cut.counts,)))
+        emit(torch.ops.aten._assert_scalar.default, (emit(operator.ge, (total, 0)), "a negative number of rows"))
+    return total
+
+
+def first_rows(emit: Emitter, rows: Node, total: Node) -> Node:
+    """`rows[:total]`, of which the size is known to be the total."""
+    size = rows.meta["example_value"].shape[0]
+    whole = size if isinstance(size, int) else emit(torch.ops.aten.sym_size.int, (rows, 0))
+    words = "the experts have more rows than there are"
+    emit(torch.ops.aten._assert_scalar.default, (emit(operator.le, (total, whole)), words))
+    parts = emit(torch.split, (rows, [total, emit(operator.sub, (whole, total))]))
+    return emit(operator.getitem, (parts, 0))
