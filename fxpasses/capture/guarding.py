@@ -22,6 +22,7 @@ from fxpasses.capture.hints import Hints
 from fxpasses.errors import AssumptionError
 from fxpasses.graph.provenance import source
 from fxpasses.graph.symbols import symbol
+from fxpasses.runtime.dispatch_modes import unseen
 from fxpasses.runtime.prologue import Prologue
 from fxpasses.runtime.transfers import to_host
 
@@ -107,7 +108,8 @@ class BatchGuard:
     def __call__(self, *inputs: Any) -> bool:
         """For Dynamo, which takes an error for False: the new trace then meets the program's own error."""
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        to_host([tensor for tensor in tensors if not tensor.is_floating_point()], self._prologue.cache)
+        with unseen():
+            to_host([tensor for tensor in tensors if not tensor.is_floating_point()], self._prologue.cache)
         return not self.broken(inputs)
 
     def numbers(self, inputs: Sequence[Any]) -> dict[Any, Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fxpasses
-from tests.support import assert_same, compiled, events, host_reads, reports_of
+from tests.support import assert_same, compiled, events, host_reads, reports_of, results
 
 TOKENS, WIDTH, HEADS = 16, 16, 2
 LENGTHS = ([5, 8, 3], [1, 14, 1], [4, 4, 8])
@@ -226,3 +228,25 @@ def test_what_fails_to_compile_runs_as_captured():
     w, e = torch.randn(4, 3), torch.tensor(2)
     function = torch.compile(program, backend=fxpasses.fastpack_backend, options={"fastpack.lowering": "aot_eager"})
     assert torch.equal(function(w, e), program(w, e))
+
+
+def test_a_compiled_layer_in_a_selective_checkpoint_of_eager_mode():
+    """The checkpoint counts operators: what is computed once per batch is none of the layer's."""
+
+    class Selective(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+        def forward(self, x, lengths):
+            for layer in self.layers:
+                contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+                x = checkpoint(layer, x, lengths, use_reentrant=False, context_fn=contexts)
+            return x
+
+    expected = Selective()
+    actual = copy.deepcopy(expected)
+    for layer in actual.layers:
+        layer.compile(backend="fastpack", options={"fastpack.lowering": "aot_eager", "fastpack.strict": True})
+    for batch in batches():
+        torch.testing.assert_close(results(actual, batch), results(expected, batch), rtol=0, atol=0)

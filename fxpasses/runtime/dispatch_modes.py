@@ -1,0 +1,27 @@
+"""What is computed once per batch is no part of the program, so dispatch modes of the program do not see it.
+
+Selective checkpointing counts the operators of a layer's forward pass, and looks for the same ones when it computes the
+layer again: by then the batch's results are there, and others run.
+
+Private names, checked on torch 2.11 and 2.13: `torch._C._len_torch_dispatch_stack`, `torch._C._get_dispatch_mode`,
+`torch._C._TorchDispatchModeKey` and `torch.utils._python_dispatch._disable_current_modes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def unseen() -> contextlib.AbstractContextManager[object]:
+    """No dispatch modes inside, unless a compiler traces: its modes stay."""
+    if torch._C._len_torch_dispatch_stack() == 0 or _a_compiler_traces():
+        return contextlib.nullcontext()
+    return _disable_current_modes()
+
+
+def _a_compiler_traces() -> bool:
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
