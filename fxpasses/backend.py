@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from fxpasses import ddp_buckets, inspect, overrides
 from fxpasses.capture import breaks, leaves, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
+from fxpasses.eager_checkpoints import uncompiled
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.skips import SKIPS
 from fxpasses.lowering import lower
@@ -108,7 +109,7 @@ def _compile(
     if breaks.may_trace_again(failed, _has_unbacked_symbols(gm)):
         raise breaks.CaptureRejected("the captured graph does not compile with data-dependent values") from failed
     _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.")
-    return gm.forward, "uncompiled"
+    return uncompiled(gm), "uncompiled"
 
 
 def _try_to_lower(
@@ -144,7 +145,7 @@ def _lower(result: Result, gm: GraphModule, settings: Options, told: Callable[[R
     sources = input_sources(gm)
     prologue = Prologue(result.program, sources, compiled=compiled)
     main = _lower_main(result, settings, prologue.key, told)
-    return with_prologue(main, prologue, gm.forward, fakes=result.example_inputs[len(sources) :])
+    return with_prologue(main, prologue, uncompiled(gm), fakes=result.example_inputs[len(sources) :])
 
 
 def _lower_main(result: Result, settings: Options, salt: str, told: Callable[[Report], None]) -> Callable[..., Any]:

@@ -12,11 +12,16 @@ import torch.compiler.config
 from torch.fx import GraphModule
 
 from fxpasses import __version__
+from fxpasses.eager_checkpoints import uncompiled
+from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
+from fxpasses.graph.regions import Region
 from fxpasses.options import Options
 from fxpasses.report import Report
 from fxpasses.saved_order import may_save_objects
 
 if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
     from fxpasses.partitioner import Partitioner
 
 Compiled = Callable[..., Any]
@@ -34,13 +39,13 @@ def lower(
     `told` gets the reports of passes that work on the partitioned graphs, once all is compiled.
     """
     if options.lowering == "eager":
-        return gm
+        return uncompiled(gm)
     hits = _cache_hits()
-    with _partitioner(gm, example_inputs, options) as partitioner:
+    with _partitioners(gm, example_inputs, options) as (partition, partitioner):
         if options.lowering == "aot_eager":
-            compiled = _aot_eager(gm, example_inputs, partitioner)
+            compiled = _aot_eager(gm, example_inputs, partition)
         else:
-            compiled = inductor(gm, example_inputs, options, salt, partitioner)
+            compiled = inductor(gm, example_inputs, options, salt, partition)
     if partitioner is not None and partitioner.options is not None:
         for report in partitioner.reports:
             told(report)
@@ -62,27 +67,47 @@ def _cache_hits() -> int:
 
 
 @contextlib.contextmanager
-def _partitioner(gm: GraphModule, examples: Sequence[Any], options: Options) -> Iterator[Partitioner | None]:
-    """What partitions the joint graph, where that is not left to PyTorch."""
+def _partitioners(
+    gm: GraphModule, examples: Sequence[Any], options: Options
+) -> Iterator[tuple[CustomPartitionerFn | None, Partitioner | None]]:
+    """What partitions the joint graph, None where that is left to PyTorch; and which of it offloads.
+
+    They stand one in another: PyTorch's or the user's, the one that keeps collectives, the one that orders and offloads.
+    """
+    inner = _users_partitioner(options)
+    if spans_ranks():
+        inner = _keeping_collectives(gm, inner)
     offloads = options.offload.tier != "off" and "offload_activations" in options.passes
     if not offloads and not may_save_objects(gm):
-        yield None
+        yield inner if spans_ranks() else None, None
         return
     from fxpasses.partitioner import Partitioner
     from fxpasses.passes.offload.inputs import activations
 
-    inductor: Any = torch._inductor.config
-    inner = options.inductor.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
-    if options.lowering != "inductor":
-        inner = None
     functorch: Any = torch._functorch.config
     # A donated buffer is a saved tensor that backward may write over. Handles must not be: they are mapped files. And
     # with donated buffers no backward can be run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
-        yield Partitioner(options.offload if offloads else None, options.strict, activations(examples), inner)
+        outer = Partitioner(options.offload if offloads else None, options.strict, activations(examples), inner)
+        yield outer, outer
 
 
-def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: Partitioner | None) -> Compiled:
+def _users_partitioner(options: Options) -> CustomPartitionerFn | None:
+    if options.lowering != "inductor":
+        return None
+    inductor: Any = torch._inductor.config
+    return options.inductor.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
+
+
+def _keeping_collectives(gm: GraphModule, inner: CustomPartitionerFn | None) -> CustomPartitionerFn:
+    from fxpasses.collective_partitioner import CollectivePartitioner
+    from fxpasses.eager_backward import eager_sequences
+
+    check_waits(gm)
+    return CollectivePartitioner(eager_sequences(gm) if Region(gm).bodies and communicates(gm) else None, inner)
+
+
+def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn | None) -> Compiled:
     if partitioner is None:
         return torch._dynamo.lookup_backend("aot_eager")(gm, list(example_inputs))
     from torch._dynamo.backends.common import aot_autograd
@@ -100,7 +125,7 @@ def inductor(
     example_inputs: Sequence[Any],
     options: Options,
     salt: str,
-    partitioner: Partitioner | None = None,
+    partitioner: CustomPartitionerFn | None = None,
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiled:
     """Compile with Inductor under the user's options, and under `fixed`, which go before them."""

@@ -1,0 +1,178 @@
+"""The partitioner for processes of several: a compiled graph issues the collectives of eager mode, in its order.
+
+AOTAutograd's partitioners merge equal collectives (common subexpressions), leave out or repeat dead ones, and bring
+those of backward into another order. That is right where all ranks run the same graph. Here each rank may break or give
+up a frame alone, so the partitioner that runs inside is kept from it, and what it returns is checked:
+
+    joint:     r0 = all_reduce(a); r1 = all_reduce(a); ...; s0 = all_reduce(grad)
+    forward:   r0, r1                each once, in this order
+    backward:  s0                    and before it what a checkpoint's recomputation issues again (`eager_backward.py`)
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `torch._inductor.custom_graph_pass.CustomPartitionerFn`;
+`torch._functorch.partitioners.min_cut_rematerialization_partition`; the marks `partitioner_tag` and `recompute` in a
+joint graph's `node.meta`, and placeholders called `tangents`; `torch._functorch.compile_utils.rand_ops`, the operators
+that CSE leaves alone. Without the last, graphs with collectives go without CSE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._functorch import compile_utils
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from fxpasses import __version__
+from fxpasses.eager_backward import Sequences
+from fxpasses.graph.collectives import (
+    KEY,
+    OrderChanged,
+    collectives_of,
+    is_collective,
+    is_wait,
+    issue_in_order,
+    keys_of,
+    may_communicate,
+)
+from fxpasses.recomputed_collectives import Graphs, partition_with_repeats
+
+
+class CollectivePartitioner(CustomPartitionerFn):
+    """Partitions a joint graph; raises `OrderChanged` where eager mode's sequence of collectives cannot be kept.
+
+    eager: what eager mode issues, for a graph with checkpoints. inner: the partitioner inside; None is PyTorch's.
+    """
+
+    def __init__(self, eager: Sequences | None, inner: CustomPartitionerFn | None = None) -> None:
+        self.eager, self.inner = eager, inner
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Graphs:
+        inner: Callable[..., Graphs] = self.inner or min_cut_rematerialization_partition
+
+        def partition(gm: GraphModule) -> Graphs:
+            with _unmerged(gm.graph):
+                return inner(gm, joint_inputs, **kwargs)
+
+        collectives = collectives_of(gm.graph)
+        if not collectives:
+            return inner(gm, joint_inputs, **kwargs)
+        for place, node in enumerate(collectives):
+            node.meta[KEY] = place
+        backward = _of_backward(gm.graph, kwargs["num_fwd_outputs"])
+        forward = [node for node in collectives if node not in backward]
+        gradients = [node for node in collectives if node in backward]
+        for node in collectives:
+            _hold(node, node in backward)
+        if any(_is_checkpointed(node) for node in forward):
+            wanted = _eager_backward(self.eager, forward, gradients)
+            graphs = partition_with_repeats(gm, wanted, partition)
+        else:
+            wanted = [node.meta[KEY] for node in gradients]
+            graphs = partition(gm)
+        _put_in_order(graphs[0], [node.meta[KEY] for node in forward], "forward")
+        _put_in_order(graphs[1], wanted, "backward")
+        return graphs
+
+    def uuid(self) -> Any | None:
+        """For the caches of Inductor and AOTAutograd."""
+        inner = self.inner.uuid() if self.inner is not None else ""
+        return None if inner is None else ("fxpasses", __version__, "collectives", repr(self.eager), inner)
+
+
+def _eager_backward(eager: Sequences | None, forward: list[Node], gradients: list[Node]) -> list[int]:
+    """The keys of what backward issues, in eager mode's order; of forward's, those that it repeats."""
+    if eager is None:
+        raise OrderChanged("it is not known which collectives a checkpoint's recomputation issues")
+    of_gradients = [issued.operator for issued in eager.backward if issued.again is None]
+    if eager.forward != [str(node.target) for node in forward] or of_gradients != [str(n.target) for n in gradients]:
+        raise OrderChanged("the joint graph has other collectives than eager mode")
+    remaining = iter(gradients)
+    nodes = [forward[issued.again] if issued.again is not None else next(remaining) for issued in eager.backward]
+    return [node.meta[KEY] for node in nodes]
+
+
+def _of_backward(graph: Graph, num_fwd_outputs: int) -> set[Node]:
+    """The collectives of backward: computed from a gradient, marked so, or written down among such nodes.
+
+    Raises `OrderChanged` for one that stands between forward and backward and may belong to either.
+    """
+    behind: set[Node] = set()
+    last_forward = first_backward = -1
+    outputs = pytree.arg_tree_leaves(*graph.output_node().args)[:num_fwd_outputs]
+    needed = _ancestors([output for output in outputs if isinstance(output, Node)])
+    for place, node in enumerate(graph.nodes):
+        mark = str(node.meta.get("partitioner_tag"))
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or mark.endswith("backward") or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+            if first_backward < 0 and node.op != "placeholder":
+                first_backward = place
+        elif node in needed or mark.endswith("forward"):
+            needed.add(node)
+            last_forward = place
+    found = set()
+    for place, node in enumerate(graph.nodes):
+        if not is_collective(node.target) or node in needed or (place < last_forward and node not in behind):
+            continue
+        if node not in behind and not 0 <= first_backward < place:
+            raise OrderChanged(f"`{node.name}` may belong to forward or to backward")
+        found.add(node)
+    return found
+
+
+def _ancestors(nodes: list[Node]) -> set[Node]:
+    found: set[Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found.add(node)
+            nodes += node.all_input_nodes
+    return found
+
+
+def _hold(node: Node, is_backward: bool) -> None:
+    """Let a collective, and the wait for it, run in the one graph alone, where its result is dead too."""
+    if _is_checkpointed(node):
+        return  # backward may issue it again
+    for held in (node, *(user for user in node.users if is_wait(user))):
+        held.meta["partitioner_tag"] = "must_be_in_backward" if is_backward else "must_be_in_forward"
+
+
+def _is_checkpointed(node: Node) -> bool:
+    return "ac_graph_id" in node.meta or "recompute" in node.meta
+
+
+def _put_in_order(gm: GraphModule, keys: Sequence[int], name: str) -> None:
+    found = {node.meta.get(KEY): node for node in collectives_of(gm.graph)}
+    if Counter(keys_of(gm.graph)) != Counter(keys):
+        raise OrderChanged(f"the compiled {name} would issue other collectives than eager mode")
+    issue_in_order(gm.graph, [found[key] for key in keys])
+    gm.recompile()
+
+
+_patching = threading.RLock()
+
+
+@contextlib.contextmanager
+def _unmerged(graph: Graph) -> Iterator[None]:
+    """Common subexpressions are merged inside, but for collectives, and for operators that are not PyTorch's own."""
+    kept = {node.target.overloadpacket for node in graph.nodes if may_communicate(node.target)}
+    known: Any = getattr(compile_utils, "rand_ops", None)
+    if not isinstance(known, list):
+        functorch: Any = torch._functorch.config
+        with functorch.patch(cse=False):
+            yield
+        return
+    with _patching:
+        compile_utils.rand_ops = [*known, *kept]
+        try:
+            yield
+        finally:
+            compile_utils.rand_ops = known

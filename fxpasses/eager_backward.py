@@ -1,0 +1,133 @@
+"""What eager mode issues for a captured graph, forward and backward, found out by running it on fake tensors.
+
+The joint graph of AOTAutograd shows the collectives of forward and those of the gradients. It does not show what a
+checkpoint's recomputation issues again: that is all up to the last tensor that backward needs, at the first tensor that
+it asks for. Autograd knows, so it is run: no data, and no other rank.
+
+    forward:   all_gather, reduce_scatter
+    backward:  (reduce_scatter)' , again all_gather, (all_gather)'
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fxpasses.eager_checkpoints import AS_WRITTEN, run_checkpoint
+from fxpasses.graph.collectives import OrderChanged, is_collective
+from fxpasses.graph.regions import CHECKPOINT
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective. again: the place of the one in forward that a recomputation repeats; None for one of a gradient."""
+
+    operator: str
+    again: int | None = None
+
+
+@dataclass
+class Sequences:
+    forward: list[str] = field(default_factory=list)
+    backward: list[Issued] = field(default_factory=list)
+
+
+def eager_sequences(gm: GraphModule) -> Sequences:
+    """The collectives of a graph that Dynamo captured, whose placeholders have fake examples.
+
+    Raises what running it on these raises, and `OrderChanged` where two calls run one body. To be called before the
+    graph is lowered: AOTAutograd switches checkpoints' hooks off while it compiles.
+    """
+    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    fake_mode = next(e.fake_mode for e in map(_local, examples) if isinstance(e, torch._subclasses.FakeTensor))
+    with _as_in_eager_mode(fake_mode), _Log() as log:
+        results = _Recorder(gm, log).run(*map(_leaf, examples))
+        outputs = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor) and t.requires_grad]
+        log.is_backward = True
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    return log.sequences
+
+
+@contextlib.contextmanager
+def _as_in_eager_mode(fake_mode: Any) -> Iterator[None]:
+    """Gradients are noted, backward runs in this thread, and new symbols are of no interest to Dynamo."""
+    ignore: Any = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
+    with (
+        _disable_current_modes(),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+        fake_mode,
+        ignore(),
+    ):
+        yield
+
+
+class _Log(TorchDispatchMode):
+    """Notes the collectives that run, and for the node that an interpreter is at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequences = Sequences()
+        self.is_backward = False
+        self.node: Node | None = None
+        self._count = 0  # of the node's collectives
+        self._places: dict[tuple[Node, int], int] = {}
+
+    @contextlib.contextmanager
+    def at(self, node: Node) -> Iterator[None]:
+        before, self.node, self._count = self.node, node, 0
+        try:
+            yield
+        finally:
+            self.node = before
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if is_collective(func):
+            self._note(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, operator: str) -> None:
+        key = (self.node, self._count) if self.node is not None else None
+        self._count += 1
+        if self.is_backward:
+            self.sequences.backward.append(Issued(operator, self._places.get(key) if key is not None else None))
+            return
+        if key is None or key in self._places:
+            raise OrderChanged("a graph runs one body twice")
+        self._places[key] = len(self.sequences.forward)
+        self.sequences.forward.append(operator)
+
+
+class _Recorder(PropagateUnbackedSymInts):
+    """Runs a graph, and tells the log where it is; also when a checkpoint runs its body again."""
+
+    def __init__(self, gm: GraphModule, log: _Log) -> None:
+        super().__init__(gm)
+        self.log = log
+
+    def run_node(self, n: Node) -> Any:
+        with self.log.at(n):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not CHECKPOINT:
+            return super().call_function(AS_WRITTEN.get(target, target), args, kwargs)
+        body, log = args[0], self.log
+        return run_checkpoint(*args, run=lambda *operands: _Recorder(body, log).run(*operands), **kwargs)
+
+
+def _leaf(example: Any) -> Any:
+    return example.detach().requires_grad_(example.requires_grad) if isinstance(example, torch.Tensor) else example
+
+
+def _local(example: Any) -> Any:
+    return getattr(example, "_local_tensor", example)

@@ -1,0 +1,89 @@
+"""A captured graph run without a compiler, as eager mode runs the program: the same tensors saved at the same places.
+
+Eager mode stops a checkpoint's recomputation at the last tensor that backward needs: no collective behind it is issued.
+Run as they are, Dynamo's operators recompute to the end, and hide from a checkpoint what a function of the user saves:
+
+    before:  out = tag_activation_checkpoint(body, x, use_reentrant=False)
+             out = autograd_function_apply(forward, backward, x, saved_for_backward_idx=[0], ...)
+    after:   out = run_checkpoint(body, x, use_reentrant=False)
+             out = run_function(forward, backward, x, saved_for_backward_idx=[0], ...)
+
+Checked on torch 2.11 and 2.13: the first operator takes checkpoint's own keyword arguments, and `context_fn` stands in
+`body.meta["_checkpoint_context_fn"]`; the keyword arguments of the second that `run_function` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
+
+from fxpasses.graph.collectives import communicates
+from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.regions import CHECKPOINT, Region
+
+FUNCTION = torch.ops.higher_order.autograd_function_apply
+
+
+def uncompiled(gm: GraphModule) -> Callable[..., Any]:
+    """What runs a captured graph without a compiler, and issues the collectives that eager mode issues."""
+    if not communicates(gm) or not Region(gm).bodies:
+        return gm.forward
+    copy = copy_graph_module(gm)
+    for region in Region(copy).walk():
+        for node in region.gm.graph.nodes:
+            if node.op == "call_function":
+                node.target = AS_WRITTEN.get(node.target, node.target)
+        region.gm.recompile()
+    return copy
+
+
+def run_checkpoint(body: GraphModule, *operands: Any, run: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Run a captured checkpoint as `torch.utils.checkpoint` does; `run` stands in for the body."""
+    if "_checkpoint_context_fn" in body.meta:
+        options["context_fn"] = body.meta["_checkpoint_context_fn"]
+    if _has_transforms(body):  # stopped early, it would leave them open
+        options["early_stop"] = False
+    return checkpoint(run or body, *operands, **options)
+
+
+def run_function(
+    forward_body: GraphModule,
+    backward_body: GraphModule,
+    *operands: Any,
+    saved_for_backward_idx: Sequence[int],
+    non_differentiable_idx: Sequence[int],
+    dirty_idx: Sequence[int] = (),
+    **_: Any,
+) -> Any:
+    """Run a captured `torch.autograd.Function`, which saves by `ctx.save_for_backward` what the user's did."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output, kept = forward_body(*inputs)
+            ctx.save_for_backward(*(kept[place] for place in saved_for_backward_idx))
+            ctx.others = [None if place in saved_for_backward_idx else value for place, value in enumerate(kept)]
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
+            ctx.mark_dirty(*(outputs[place] for place in dirty_idx))
+            ctx.mark_non_differentiable(*(outputs[place] for place in non_differentiable_idx))
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            kept = list(ctx.others)
+            for place, tensor in zip(saved_for_backward_idx, ctx.saved_tensors, strict=True):
+                kept[place] = tensor
+            return backward_body(*gradients, *kept)
+
+    return Function.apply(*operands)
+
+
+AS_WRITTEN: dict[Any, Callable[..., Any]] = {CHECKPOINT: run_checkpoint, FUNCTION: run_function}
+
+
+def _has_transforms(body: GraphModule) -> bool:
+    return any(getattr(node.target, "__name__", "").endswith("increment_nesting") for node in body.graph.nodes)

@@ -1,0 +1,111 @@
+"""Partition a joint graph so that backward issues again what eager mode issues again in a checkpoint's recomputation.
+
+A partitioner recomputes what backward needs the result of. Eager mode recomputes all up to the last tensor that
+backward needs: also what only a size came from, which is saved, and what nobody looks at. Before the partition:
+
+    wait = wait_tensor(all_reduce(a))            in a checkpoint; a size that was read from it is saved
+    return (y, ..., grad)
+
+After, where eager mode issues it again and the partitioner would not:
+
+    wait = wait_tensor(all_reduce(a))            saved, if anything
+    again = wait_tensor(all_reduce(a))           in backward alone, and dead there
+    return (y, ..., grad, again)                 the partition's backward returns `grad` alone
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxpasses.graph.collectives import KEY, collectives_of, is_wait, keys_of
+
+Graphs = tuple[GraphModule, GraphModule]
+_MOST_ATTEMPTS = 4
+
+
+def partition_with_repeats(
+    gm: GraphModule, wanted: Sequence[int], partition: Callable[[GraphModule], Graphs]
+) -> Graphs:
+    """`partition(gm)` with the collectives of the keys `wanted` in backward, in whatever order, if that can be had."""
+    saved: set[int] = set()
+    repeated: set[int] = set()
+    for _ in range(_MOST_ATTEMPTS):
+        copy = GraphModule(gm, _copy(gm.graph))
+        added = _prepare(copy.graph, saved, repeated)
+        graphs = partition(copy)
+        _return_less(graphs[1].graph, added)
+        have, want = Counter(keys_of(graphs[1].graph)), Counter(wanted)
+        if have == want:
+            break
+        repeated |= (want - have).keys()
+        saved |= (have - want).keys() | repeated
+    return graphs
+
+
+def _prepare(graph: Graph, saved: set[int], repeated: set[int]) -> int:
+    """Mark what is not to be recomputed, and write down what is to be issued again; returns for how many outputs."""
+    added: list[Node] = []
+    for node in collectives_of(graph):
+        key = node.meta[KEY]
+        if key in saved:
+            for held in (node, *_results(node)):
+                held.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if key in repeated:
+            added += _repeat(graph, node)
+    output = graph.output_node()
+    outputs, descriptions = pytree.arg_tree_leaves(*output.args), output.meta.get("desc")
+    output.args = ([*outputs, *added],)
+    if descriptions is not None:
+        leaves = pytree.arg_tree_leaves(*descriptions) if isinstance(descriptions, (tuple, list)) else [descriptions]
+        output.meta["desc"] = [*leaves, *leaves[-1:] * len(added)]
+    graph.lint()
+    return len(added)
+
+
+def _results(collective: Node) -> list[Node]:
+    """The nodes that take a collective's results apart and wait for them."""
+    found: list[Node] = []
+    for user in collective.users:
+        if user.target is operator.getitem:
+            found += [user, *_results(user)]
+        elif is_wait(user):
+            found.append(user)
+    return found
+
+
+def _repeat(graph: Graph, collective: Node) -> list[Node]:
+    """Copies of a collective and the waits for it, for backward alone; returns the last ones."""
+    copies: dict[Node, Node] = {}
+    chain = [collective, *_results(collective)]
+    place = max(chain, key=list(graph.nodes).index)
+    for node in chain:
+        with graph.inserting_after(place):
+            place = copies[node] = graph.node_copy(node, lambda operand: copies.get(operand, operand))
+        place.meta["partitioner_tag"] = "must_be_in_backward"
+        place.meta.pop("recompute", None)
+    return [copy for copy in copies.values() if not copy.users]
+
+
+def _return_less(graph: Graph, count: int) -> None:
+    """Drop the last outputs, which were there to have them computed."""
+    if not count:
+        return
+    output = graph.output_node()
+    output.args = (tuple(pytree.arg_tree_leaves(*output.args)[:-count]),)
+    for name in ("desc", "output_stack_traces"):
+        if isinstance(output.meta.get(name), (list, tuple)):
+            output.meta[name] = list(output.meta[name])[:-count]
+
+
+def _copy(graph: Graph) -> Graph:
+    copy = Graph()
+    nodes: dict[Node, Node] = {}
+    returned = copy.graph_copy(graph, nodes)
+    copy.output(returned).meta = dict(graph.output_node().meta)
+    return copy

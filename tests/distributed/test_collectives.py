@@ -1,0 +1,131 @@
+"""Each way of running a program issues eager mode's collectives, in its order: captured, broken, given up, recomputed.
+
+Ranks choose among these ways alone, so a difference pairs one rank's collective with another one of the other rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpasses.collective_partitioner import CollectivePartitioner
+from fxpasses.eager_backward import Sequences
+from tests.distributed.collective_programs import PROGRAMS, Program, gathered, reduced, twice
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.recorded_group import Call, RecordedGroup, assert_same_calls, recorded_group
+from tests.support import compiled
+
+X = torch.tensor([0.5, -1.0, 2.0, 0.3])
+LENGTHS = torch.tensor([2, 3])
+
+
+@pytest.fixture
+def group() -> Iterator[RecordedGroup]:
+    with recorded_group(rank=0) as group:
+        yield group
+
+
+def run(group: RecordedGroup, program: Program, lengths: Tensor = LENGTHS) -> tuple[list[Call], list[Tensor]]:
+    """One training step: what it issues, the end of forward among it, and its numbers."""
+    x, lengths = X.clone().requires_grad_(), lengths.clone()
+    group.calls.clear()
+    outputs = program(x, lengths)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    group.calls.append(("end of forward", []))
+    outputs[0].sum().backward()
+    assert x.grad is not None
+    return list(group.calls), [*(output.detach() for output in outputs), x.grad, lengths]
+
+
+def assert_same_step(group: RecordedGroup, actual: Program, expected: Program, lengths: Tensor = LENGTHS) -> None:
+    calls, numbers = run(group, actual, lengths)
+    wanted_calls, wanted = run(group, expected, lengths)
+    assert_same_calls(calls, wanted_calls)
+    torch.testing.assert_close(numbers, wanted)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_captured_program_issues_what_eager_mode_issues(group: RecordedGroup, name: str, lowering: str) -> None:
+    actual = compiled(PROGRAMS[name], lowering)
+    for _ in range(2):
+        assert_same_step(group, actual, PROGRAMS[name])
+
+
+def test_inductor_issues_what_eager_mode_issues(group: RecordedGroup) -> None:
+    names = ["equal_in_each_layer", "checkpoint_with_a_result_that_is_not_used"]
+
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        return sum(PROGRAMS[name](x, lengths) for name in names)
+
+    assert_same_step(group, compiled(program, "inductor"), program)
+
+
+def asks_in_each_layer(x: Tensor, lengths: Tensor) -> Tensor:
+    for _ in range(3):
+        for step in range(lengths.max().item()):
+            x = x + 0.1 * step
+        x = torch.tanh(x * reduced(lengths.max()) / 100)
+    return x
+
+
+def test_all_variants_of_a_frame_and_what_follows_the_last_issue_the_same(group: RecordedGroup) -> None:
+    actual = compiled(asks_in_each_layer, "aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        for longest in range(3, 12):
+            assert_same_step(group, actual, asks_in_each_layer, torch.tensor([2, longest]))
+    assert any("was compiled 6 times" in str(warning.message) for warning in caught)  # and so it is given up
+
+
+def nobody_waits(x: Tensor, lengths: Tensor) -> Tensor:
+    torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+    return x.sin()
+
+
+def checkpoint_in_a_checkpoint(x: Tensor, lengths: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
+        y = gathered(x.sin())[2:6]
+        reduced(y.detach().sum())
+        return y.cos()
+
+    return twice(lambda x: twice(inner, x).sin() * x, x)
+
+
+@pytest.mark.parametrize("program", [nobody_waits, checkpoint_in_a_checkpoint])
+def test_a_graph_whose_order_cannot_be_kept_runs_uncompiled(group: RecordedGroup, program: Program) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="OrderChanged"):
+        compiled(program, "aot_eager")(X.clone().requires_grad_(), LENGTHS)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="OrderChanged"):
+        assert_same_step(group, compiled(program, "aot_eager", strict=False), program)
+
+
+def train(program: Program, rank: int) -> list[Tensor]:
+    x = X.clone().requires_grad_()
+    losses = []
+    for step in range(8):
+        loss = program(x, torch.tensor([1, 2 + step if rank == 0 else 2])).sum()
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, x.grad]
+
+
+def train_both_ways(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(asks_in_each_layer, rank), train(compiled(asks_in_each_layer, "aot_eager"), rank)
+
+
+def test_a_rank_that_gives_up_stays_in_step_with_one_that_does_not() -> None:
+    for expected, actual in run_on_ranks(train_both_ways, seconds=100):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_the_caches_key_tells_graphs_apart_whose_recomputation_differs() -> None:
+    plain, other = CollectivePartitioner(None), CollectivePartitioner(Sequences(["all_reduce"]))
+    assert plain.uuid() == CollectivePartitioner(None).uuid() != other.uuid()
