@@ -72,7 +72,7 @@ def _partitioners(
 ) -> Iterator[tuple[CustomPartitionerFn | None, Partitioner | None]]:
     """What partitions the joint graph, None where that is left to PyTorch; and which of it offloads.
 
-    They stand one in another: PyTorch's or the user's, the one that keeps collectives, the one that orders and offloads.
+    One calls the next: what orders and offloads, what keeps collectives, the user's or PyTorch's.
     """
     inner = _users_partitioner(options)
     if spans_ranks():
