@@ -106,3 +106,23 @@ def test_offload_to_disk():
     done = run("offload_to_disk.py")
     assert done.returncode == 0, done.stderr
     assert "tensors_out=7, bytes_out=58720256, tensors_in=7" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "tp", "ep"])
+def test_training_over_two_processes(parallel):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples" / "distributed_training.py"), "--parallel", parallel, "--layers", "2"]
+    command += ["--steps", "3", "--lowering", "aot_eager"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    table = figures(done.stdout)
+    assert table["loss, last step"][0] == table["loss, last step"][1]
+    assert table["masks built per step"] == ["4", "1"]
+    assert table["graphs compiled"][1] == "1" and table["graph breaks"][1] == "0"
+
+
+def test_training_over_processes_says_how_it_is_started():
+    done = run("distributed_training.py")
+    assert done.returncode == 2
+    assert "start it with torchrun: torchrun --nproc-per-node 2" in done.stderr.splitlines()[-1]
