@@ -11,7 +11,7 @@ it asks for. Autograd knows, so it is run: no data, and no other rank.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 
 from fxpasses.eager_checkpoints import AS_WRITTEN, run_checkpoint
 from fxpasses.graph.collectives import OrderChanged, is_collective
@@ -40,8 +41,11 @@ class Sequences:
     backward: list[Issued] = field(default_factory=list)
 
 
-def eager_sequences(gm: GraphModule) -> Sequences:
+def eager_sequences(gm: GraphModule, asked: Collection[int] | None = None, in_checkpoint: bool = False) -> Sequences:
     """The collectives of a graph that Dynamo captured, whose placeholders have fake examples.
+
+    asked: the places of the outputs that backward starts from; None for all. in_checkpoint: whether a checkpoint runs
+    the graph.
 
     Raises what running it on these raises, and `OrderChanged` where two calls run one body. To be called before the
     graph is lowered: AOTAutograd switches checkpoints' hooks off while it compiles.
@@ -49,8 +53,14 @@ def eager_sequences(gm: GraphModule) -> Sequences:
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     fake_mode = next(e.fake_mode for e in map(_local, examples) if isinstance(e, torch._subclasses.FakeTensor))
     with _as_in_eager_mode(fake_mode), _Log() as log:
-        results = _Recorder(gm, log).run(*map(_leaf, examples))
-        outputs = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor) and t.requires_grad]
+        inputs = [_leaf(example) for example in examples]
+        run = _Recorder(gm, log).run
+        results = checkpoint(run, *inputs, use_reentrant=False) if in_checkpoint else run(*inputs)
+        outputs = [
+            output
+            for place, output in enumerate(pytree.tree_leaves(results))
+            if isinstance(output, torch.Tensor) and output.requires_grad and (asked is None or place in asked)
+        ]
         log.is_backward = True
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
@@ -59,12 +69,16 @@ def eager_sequences(gm: GraphModule) -> Sequences:
 
 @contextlib.contextmanager
 def _as_in_eager_mode(fake_mode: Any) -> Iterator[None]:
-    """Gradients are noted, backward runs in this thread, and new symbols are of no interest to Dynamo."""
+    """Gradients are noted, backward runs in this thread, and new symbols are of no interest to Dynamo.
+
+    Nor is any of it of interest to a checkpoint around the graph: only the innermost hooks on saved tensors are called.
+    """
     ignore: Any = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
     with (
         _disable_current_modes(),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         fake_mode,
         ignore(),
     ):

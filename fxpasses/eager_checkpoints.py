@@ -9,7 +9,8 @@ Run as they are, Dynamo's operators recompute to the end, and hide from a checkp
              out = run_function(forward, backward, x, saved_for_backward_idx=[0], ...)
 
 Checked on torch 2.11 and 2.13: the first operator takes checkpoint's own keyword arguments, and `context_fn` stands in
-`body.meta["_checkpoint_context_fn"]`; the keyword arguments of the second that `run_function` names.
+`body.meta["_checkpoint_context_fn"]`; the keyword arguments of the second that `run_function` names; and
+`torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)`, the innermost hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from fxpasses.graph.collectives import communicates
@@ -30,15 +31,24 @@ FUNCTION = torch.ops.higher_order.autograd_function_apply
 
 def uncompiled(gm: GraphModule) -> Callable[..., Any]:
     """What runs a captured graph without a compiler, and issues the collectives that eager mode issues."""
-    if not communicates(gm) or not Region(gm).bodies:
+    if not communicates(gm) or not any(_written_otherwise(region) for region in Region(gm).walk()):
         return gm.forward
     copy = copy_graph_module(gm)
     for region in Region(copy).walk():
-        for node in region.gm.graph.nodes:
-            if node.op == "call_function":
-                node.target = AS_WRITTEN.get(node.target, node.target)
+        for node in _written_otherwise(region):
+            node.target = AS_WRITTEN[node.target]
         region.gm.recompile()
     return copy
+
+
+def _written_otherwise(region: Region) -> list[Node]:
+    return [node for node in region.gm.graph.nodes if node.op == "call_function" and node.target in AS_WRITTEN]
+
+
+def is_in_checkpoint() -> bool:
+    """Whether a checkpoint of eager mode runs its body now, for the first time or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def run_checkpoint(body: GraphModule, *operands: Any, run: Callable[..., Any] | None = None, **options: Any) -> Any:

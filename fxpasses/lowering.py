@@ -51,7 +51,7 @@ def lower(
             told(report)
         if not partitioner.asked:
             told(Report(partitioner.name, summary=_FROM_CACHE if _cache_hits() > hits else _FOR_INFERENCE))
-    return compiled
+    return _as_in_eager_mode(gm, compiled) if spans_ranks() else compiled
 
 
 _FROM_CACHE = (
@@ -97,6 +97,14 @@ def _users_partitioner(options: Options) -> CustomPartitionerFn | None:
         return None
     inductor: Any = torch._inductor.config
     return options.inductor.get("custom_partitioner_fn", inductor.custom_partitioner_fn)
+
+
+def _as_in_eager_mode(gm: GraphModule, compiled: Compiled) -> Compiled:
+    """`compiled`, and `gm` itself where that would issue other collectives than eager mode."""
+    from fxpasses.asked_gradients import with_asked_gradients
+    from fxpasses.compiled_in_checkpoints import with_checkpoints_around
+
+    return with_checkpoints_around(gm, with_asked_gradients(gm, compiled))
 
 
 def _keeping_collectives(gm: GraphModule, inner: CustomPartitionerFn | None) -> CustomPartitionerFn:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from fxpasses import overrides
 from fxpasses.errors import PassError
+from fxpasses.graph.collectives import sequence
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.options import Options
 from fxpasses.prologue_program import Program
@@ -97,6 +98,8 @@ def run_passes(
             if report.changed:
                 gm.graph.lint()
                 gm.recompile()
+                if sequence(gm) != sequence(result.gm):
+                    raise PassError("it changes which collectives the graph issues, or their order")
                 if options.verify:
                     _verify(graph_pass.name, result, gm, context)
         except Exception as error:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from fxpasses.graph.collectives import communicates
 from fxpasses.prologue_program import Program
 from fxpasses.runtime.batch_cache import BatchCache
 from fxpasses.runtime.prologue import Prologue
@@ -24,9 +25,10 @@ def compare(
     """The first difference in outputs, written inputs or gradients, in words; "" where there is none.
 
     `inputs` are those of the captured graph, real values; where they are fake (a graph that was split after capture)
-    nothing can be run, and nothing is compared. Random numbers start from the same state in both runs.
+    nothing can be run, and nothing is compared; nor where the graph issues collectives, which the other ranks would not
+    answer. Random numbers start from the same state in both runs.
     """
-    if any(isinstance(value, torch._subclasses.FakeTensor) for value in inputs):
+    if communicates(before) or any(isinstance(value, torch._subclasses.FakeTensor) for value in inputs):
         return ""
     expected = _run(before, program_before, inputs)
     actual = _run(after, program_after, inputs)

@@ -150,6 +150,18 @@ def gradients_of_branches_across_breaks(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 @program
+def output_that_is_not_trained_on(x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    return x.cos(), gathered(x.sin())
+
+
+@program
+def use_that_is_not_trained_on(x: Tensor, lengths: Tensor) -> Tensor:
+    a, b = gathered(x.sin()), x.cos()
+    torch._dynamo.graph_break()
+    return b * a.detach().sum()
+
+
+@program
 def functions_of_the_user(x: Tensor, lengths: Tensor) -> Tensor:
     return ReducedGradient.apply(ReducedGradient.apply(x).sin()) * 2
 
@@ -267,6 +279,15 @@ def checkpoint_with_functions_of_the_user(x: Tensor, lengths: Tensor) -> Tensor:
 
 def functions_of_the_user_in_a_body(x: Tensor) -> Tensor:
     return ReducedGradient.apply(ReducedGradient.apply(x).sin()) * 2
+
+
+@program
+def checkpoint_of_the_older_kind(x: Tensor, lengths: Tensor) -> Tensor:
+    def body(x: Tensor) -> Tensor:
+        y = gathered(x.sin())[2:6].sin()
+        return (y * reduced(y.detach().sum())).cos() + reduced(y.detach())
+
+    return checkpoint(body, checkpoint(body, x, use_reentrant=True), use_reentrant=True)
 
 
 @program

@@ -6,7 +6,7 @@ Ranks choose among these ways alone, so a difference pairs one rank's collective
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -103,6 +103,37 @@ def test_a_graph_whose_order_cannot_be_kept_runs_uncompiled(group: RecordedGroup
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="OrderChanged"):
         assert_same_step(group, compiled(program, "aot_eager", strict=False), program)
+
+
+def stops_before_its_end(x: Tensor) -> Tensor:
+    y = gathered(x.sin())[2:6].cos()
+    return y + reduced(y.detach().sum())
+
+
+def recomputes_to_its_end(x: Tensor) -> Tensor:
+    return (gathered(x.sin())[2:6] * reduced(x.detach().sum())).cos()
+
+
+@pytest.mark.parametrize("body", [stops_before_its_end, recomputes_to_its_end])
+@pytest.mark.filterwarnings("ignore:fxpasses")
+def test_a_compiled_body_of_an_eager_checkpoint_issues_the_same(
+    group: RecordedGroup, body: Callable[[Tensor], Tensor]
+) -> None:
+    actual = compiled(body, "aot_eager")
+    for _ in range(2):
+        assert_same_step(group, lambda x, lengths: twice(actual, x), lambda x, lengths: twice(body, x))
+
+
+def test_a_program_that_comes_to_train_on_fewer_outputs_gets_an_error(group: RecordedGroup) -> None:
+    actual = compiled(lambda x: (x.cos(), gathered(x.sin())), "aot_eager")
+    for _ in range(2):
+        y, both = actual(X.clone().requires_grad_())
+        (y.sum() + both.sum()).backward()
+    y, _ = actual(X.clone().requires_grad_())
+    group.calls.clear()
+    with pytest.raises(RuntimeError, match="trains on fewer outputs"):
+        y.sum().backward()
+    assert not group.calls
 
 
 def train(program: Program, rank: int) -> list[Tensor]:

@@ -1,0 +1,96 @@
+"""A compiled graph runs all of its backward, as soon as the gradient of one output is asked for; eager mode does not.
+
+    gathered = all_gather(x);  y = x.cos();  return gathered, y          the program trains on `y` alone
+    eager mode's backward:     nothing of `gathered`
+    compiled:                  reduce_scatter of zeros, then the gradient of `y`
+
+Which gradients are asked for follows from the program behind the graph. So a graph for which it makes a difference runs
+uncompiled until it is known; then compiled, where all of its collectives are asked for, else uncompiled for good.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxpasses.eager_backward import Issued, eager_sequences
+from fxpasses.eager_checkpoints import uncompiled
+from fxpasses.graph.collectives import OrderChanged, communicates
+from fxpasses.graph.effects import leaves
+
+
+def with_asked_gradients(gm: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, which was made of `gm`, so that backward issues the collectives of what is asked for alone."""
+    places = _differentiable(gm)
+    if len(places) < 2 or not communicates(gm):
+        return compiled
+    every = eager_sequences(gm).backward
+    if all(eager_sequences(gm, [place]).backward == every for place in places):
+        return compiled
+    return _Chooser(gm, compiled, every)
+
+
+def _differentiable(gm: GraphModule) -> list[int]:
+    """The places of the outputs that have a gradient."""
+    outputs = leaves(gm.graph.output_node().args)
+    examples = [node.meta.get("example_value") if isinstance(node, Node) else None for node in outputs]
+    return [place for place, example in enumerate(examples) if getattr(example, "requires_grad", False)]
+
+
+class _Chooser:
+    """asked: the places of the outputs whose gradient was asked for while the graph ran uncompiled."""
+
+    def __init__(self, gm: GraphModule, compiled: Callable[..., Any], every: list[Issued]) -> None:
+        self.gm, self.compiled, self.every = gm, compiled, every
+        self.uncompiled = uncompiled(gm)
+        self.asked: set[int] = set()
+        self.is_compiled: bool | None = None  # None: not known yet
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.compiled(*inputs)
+        if self.is_compiled is None and self.asked:
+            self._decide()
+        results = self.compiled(*inputs) if self.is_compiled else self.uncompiled(*inputs)
+        if self.is_compiled is not False:
+            outputs = {p: t for p, t in enumerate(results) if isinstance(t, torch.Tensor) and t.requires_grad}
+            self._check(outputs) if self.is_compiled else self._watch(outputs)
+        return results
+
+    def _decide(self) -> None:
+        self.is_compiled = self._are_all_asked_for(self.asked)
+        if not self.is_compiled:
+            warnings.warn(
+                "fxpasses: a graph with collectives runs uncompiled: the program does not train on all of its outputs, "
+                "and compiled, its backward would issue collectives that eager mode does not. Detach what is not "
+                "trained on.",
+                stacklevel=3,
+            )
+
+    def _are_all_asked_for(self, places: Collection[int]) -> bool:
+        return eager_sequences(self.gm, places).backward == self.every
+
+    def _watch(self, outputs: dict[int, torch.Tensor]) -> None:
+        for place, output in outputs.items():
+            output.register_hook(lambda gradient, place=place: self.asked.add(place))
+
+    def _check(self, outputs: dict[int, torch.Tensor]) -> None:
+        """Raise in backward, before it issues anything, where less is asked for than before."""
+        nodes = {output.grad_fn for output in outputs.values() if output.grad_fn is not None}
+        if len(nodes) != 1:
+            raise OrderChanged("outputs of a compiled graph are views, and what is trained on cannot be watched")
+        places = {output.output_nr: place for place, output in outputs.items()}
+
+        def check(gradients: tuple[Any, ...]) -> None:
+            given = {place for number, place in places.items() if gradients[number] is not None}
+            if not self.asked <= given and not self._are_all_asked_for(given):
+                raise OrderChanged(
+                    "the program trains on fewer outputs of a compiled graph than before, and its backward would issue "
+                    "collectives that eager mode does not; detach what is not trained on"
+                )
+
+        nodes.pop().register_prehook(check)
