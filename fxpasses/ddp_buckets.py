@@ -7,9 +7,10 @@ backend, which then sees pieces: metadata is computed once in each, and cuts go 
     before:  Dynamo → DDPOptimizer → for each piece: passes, prologue, lowering
     after:   Dynamo → passes, prologue → DDPOptimizer → for each piece: lowering
 
-PyTorch's optimizer does the cutting, with two corrections. It orders pieces by what they take from each other, so one
+PyTorch's optimizer does the cutting, with three corrections. It orders pieces by what they take from each other, so one
 may run before another that writes to memory it reads, or that draws random numbers before it: here they keep their
-order. And it overlooks parameters that an operator takes in a list, as grouped products take those of experts.
+order. It overlooks parameters that an operator takes in a list, as grouped products take those of experts. And it hands
+numbers from piece to piece, although AOTAutograd takes no floats: here each piece makes them anew from the inputs.
 
 Private names, checked on torch 2.13: the constructor, methods and attributes of DDPOptimizer that are listed below,
 `TracingContext.ddp_optimizer_ctx` and `fakify_first_call`. Where the class lacks one, it stays outside.
@@ -23,12 +24,12 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._guards import TracingContext
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from fxpasses.graph.copying import copy_graph_module
 from fxpasses.report import Report
 
 NAME = "ddp_buckets"  # in the record
@@ -36,6 +37,7 @@ NAME = "ddp_buckets"  # in the record
 Compiled = Callable[..., Any]
 Lower = Callable[[GraphModule, Sequence[Any]], Compiled]
 
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _METHODS = ("compile_fn", "add_param_args", "add_param", "_ignore_parameter")
 _ATTRIBUTES = ("backend_compile_fn", "bucket_bytes_cap", "first_bucket_cap")
 
@@ -75,8 +77,9 @@ def compile_in_buckets(
     if outer is None:
         return lower(gm, example_inputs)
     optimizer = _class()(outer.bucket_bytes_cap, lower, outer.first_bucket_cap)
+    gm = copy_graph_module(gm)
     try:
-        with _in_order():
+        with _cut_by_split(gm):
             compiled = optimizer.compile_fn(gm, list(example_inputs))
     except Exception:
         _forget_pieces()
@@ -103,11 +106,74 @@ def _class() -> Any:
     return Optimizer
 
 
-def _in_order() -> contextlib.AbstractContextManager[Any]:
-    """Have DDPOptimizer keep the order of pieces; entered under Dynamo's compile lock."""
+@contextlib.contextmanager
+def _cut_by_split(gm: GraphModule) -> Iterator[None]:
+    """Have DDPOptimizer cut `gm`, and nothing else, by `_split`; entered under Dynamo's compile lock."""
     module: Any = importlib.import_module("torch.fx.passes.split_module")
-    in_order = functools.partial(module.split_module, keep_original_order=True)
-    return mock.patch.object(module, "split_module", in_order)
+    original = module.split_module
+
+    @functools.wraps(original)
+    def split_module(cut: GraphModule, root: Any, piece_of: Callable[[Node], int], *args: Any, **kwargs: Any) -> Any:
+        return _split(original, cut, piece_of) if cut is gm else original(cut, root, piece_of, *args, **kwargs)
+
+    module.split_module = split_module
+    try:
+        yield
+    finally:
+        module.split_module = original
+
+
+def _split(split_module: Callable[..., Any], gm: GraphModule, piece_of: Callable[[Node], int]) -> Any:
+    """PyTorch's `split_module`, with the pieces in order. `gm` is changed."""
+    pieces = {node: piece_of(node) for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
+    _repeat_numbers(gm.graph, pieces)
+    return split_module(gm, None, pieces.__getitem__, keep_original_order=True)
+
+
+def _repeat_numbers(graph: Graph, pieces: dict[Node, int]) -> None:
+    """Compute what is made of the graph's numbers in each piece that uses it; adds the new nodes to `pieces`."""
+    repeatable: set[Node] = set()
+    copies: dict[tuple[int, Node], Node] = {}
+    for user in list(graph.nodes):
+        if user not in pieces:
+            continue
+        if _is_made_of_numbers(user, repeatable):
+            repeatable.add(user)
+        piece = pieces[user]
+        for number in user.all_input_nodes:
+            if number in repeatable and pieces[number] != piece:
+                user.replace_input_with(number, _repeated(number, piece, user, repeatable, copies))
+    pieces.update({copy: piece for (piece, _), copy in copies.items()})
+
+
+def _is_made_of_numbers(node: Node, repeatable: set[Node]) -> bool:
+    if not _is_number(node) or not node.all_input_nodes:
+        return False
+    if node.op == "call_method" and node.target == "item":
+        return all(getattr(operand, "_dynamo_source", "") is None for operand in node.all_input_nodes)  # a packed float
+    return all(n in repeatable or (n.op == "placeholder" and _is_number(n)) for n in node.all_input_nodes)
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), _NUMBERS)
+
+
+def _repeated(
+    number: Node, piece: int, user: Node, repeatable: set[Node], copies: dict[tuple[int, Node], Node]
+) -> Node:
+    """`number`, computed in `piece` before `user`, the first one there that needs it."""
+    waiting = [number]
+    while waiting:
+        node = waiting[-1]
+        missing = [n for n in node.all_input_nodes if n in repeatable and (piece, n) not in copies]
+        if missing:
+            waiting += missing
+            continue
+        waiting.pop()
+        if (piece, node) not in copies:
+            with node.graph.inserting_before(user):
+                copies[piece, node] = node.graph.node_copy(node, lambda n: copies.get((piece, n), n))
+    return copies[piece, number]
 
 
 def _forget_pieces() -> None:

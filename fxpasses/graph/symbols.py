@@ -1,7 +1,8 @@
 """Symbolic sizes: what the passes ask of PyTorch's shape environment.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` and
-`constrain_unify`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the attribute `SymInt.node.expr`.
+`constrain_unify`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the attribute `SymInt.node.expr`;
+`ShapeEnv._replacements_version_counter`, which 2.13 has.
 """
 
 from __future__ import annotations
@@ -80,8 +81,15 @@ def declare_equal(first: Any, second: Any) -> None:
         return
     if symbol(first) is not None and symbol(second) is not None:
         constrain_unify(first, second)
+        _forget_expressions(first.node.shape_env)
     else:
         torch._check(first == second)
+
+
+def _forget_expressions(shape_env: Any) -> None:
+    """Symbolic numbers keep their expression until this counter moves, and `constrain_unify` does not move it."""
+    if hasattr(shape_env, "_replacements_version_counter"):
+        shape_env._replacements_version_counter += 1
 
 
 def scalar_tensor(number: torch.SymFloat) -> torch.Tensor:
