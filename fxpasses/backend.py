@@ -69,7 +69,7 @@ def fastpack_backend(
         tracing.note_companions([sources[position] for position in result.program.host_inputs])
     watch.lowering()
     try:
-        breaks.check_skips()
+        breaks.check_captured(gm)
         compiled, outcome = _compile(result, gm, example_inputs, settings, watch.after_partition)
     except Exception as error:
         watch.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
@@ -81,7 +81,7 @@ def fastpack_backend(
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how capture/ knows for whom Dynamo traces
 
 
-_RETRACED = (*asks_for_another_trace(), breaks.CaptureRejected, breaks.SkipsRejected)
+_RETRACED = (*asks_for_another_trace(), breaks.CaptureRejected, breaks.SkipsRejected, breaks.StoresRejected)
 
 
 def _compile(

@@ -26,6 +26,8 @@ from contextvars import ContextVar
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
+from torch.fx import GraphModule
+
 from fxpasses import ddp_buckets
 from fxpasses.capture import flags, tracing
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
@@ -40,6 +42,7 @@ _STEPS = "_fxpasses_steps"  # those left, on the speculation log: it lives as lo
 _NO_HINTS = "_fxpasses_no_hints"  # likewise
 _NO_SKIPS = "_fxpasses_no_skips"  # likewise
 _NO_NUMBERS = "_fxpasses_no_numbers"  # likewise
+_NO_STORES = "_fxpasses_no_stores"  # likewise
 _MAX_WRAPPERS = 16
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
@@ -54,11 +57,17 @@ class SkipsRejected(RuntimeError):
     """Raised for a graph in which a loop passes over experts, and no pass proved that this makes no difference."""
 
 
-def check_skips() -> None:
-    """Raise `SkipsRejected` where the running trace has a skip that is not proved."""
+class StoresRejected(RuntimeError):
+    """Raised for a graph in which a checkpoint stores a number outside, and a recomputation would be seen."""
+
+
+def check_captured(gm: GraphModule | None = None) -> None:
+    """Raise `SkipsRejected` where the running trace has a skip that is not proved, and `StoresRejected` for a store."""
     unproved = tracing.unproved_skips()
     if unproved:
         raise SkipsRejected(f"the body at {unproved[0].where} is not known to do nothing without tokens")
+    if in_the_way := tracing.store_in_the_way(gm):
+        raise StoresRejected(in_the_way)
 
 
 # While a frame is traced that could be traced with fewer flags: what tells the errors for which it would be.
@@ -225,13 +234,14 @@ class _TraceFrameInSteps:
         attempts = frame["speculation_log"]
         if option(frame["compiler_fn"], "capture") == "off" or getattr(attempts, _NO_HINTS, False):
             return self.original(*args, **kwargs)
-        skips, numbers = (not getattr(attempts, flag, False) for flag in (_NO_SKIPS, _NO_NUMBERS))
-        with tracing.hints_while_tracing(frame["code"], skips, numbers) as hints:
+        may = [not getattr(attempts, flag, False) for flag in (_NO_SKIPS, _NO_NUMBERS, _NO_STORES)]
+        with tracing.hints_while_tracing(frame["code"], *may) as hints:
             try:
                 result = self.original(*args, **kwargs)
-                check_skips()
+                check_captured()
             except Exception as error:
-                if tracing.unproved_skips() and not isinstance(error, self._passed_on):
+                rejected = tracing.unproved_skips() or isinstance(_backend_error(error), StoresRejected)
+                if rejected and not isinstance(error, self._passed_on):
                     self._take_back(frame, error)
                 if hints is not None and gives_up(error):
                     tracing.warn_given_up(hints, frame["code"], _first_line(error))
@@ -252,6 +262,8 @@ class _TraceFrameInSteps:
         """Trace again, without skips; first without those that count by NumPy's arrays alone, where there are some."""
         attempts, uses_numbers = frame["speculation_log"], any(skip.kind == "numbers" for skip in tracing.skips())
         flag, words = (_NO_NUMBERS, "NumPy's numbers") if uses_numbers else (_NO_SKIPS, "skips")
+        if isinstance(_backend_error(error), StoresRejected):
+            flag, words = _NO_STORES, "stores in checkpoints"
         log.info("%s is traced again without %s: %s", _where(frame["code"]), words, _first_line(error))
         attempts.clear()
         setattr(attempts, flag, True)
@@ -267,6 +279,11 @@ class _TraceFrameInSteps:
 def _steps_from(start: Values) -> list[Values]:
     """From `start` to both off, each step once: dict keeps the order and drops repetitions."""
     return list(dict.fromkeys([start, start._replace(dynamic_output_shapes=False), Values(False, False)]))
+
+
+def _backend_error(error: BaseException) -> BaseException:
+    """What the backend raised, where Dynamo has wrapped it."""
+    return getattr(error, "inner_exception", None) or error
 
 
 def _where(code: CodeType) -> str:

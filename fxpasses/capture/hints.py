@@ -63,6 +63,7 @@ class Hints:
         self.metadata: LiveMetadata | None = None
         self.definitions: dict[Any, Definition] = {}
         self.skipping = skipping
+        self.stores: Any = None  # what checkpoints store outside (`capture/stored_numbers.py`), where that may be
         self.companions: list[str] = []  # sources of what the graph's prologue brings to the host
         self.operators = 0  # that run on fake tensors now, one inside the other
         self.has_read = False  # a number, since the last question

@@ -38,6 +38,7 @@ from fxpasses.capture.skip_patches import (
     truth_if_experts_have_tokens,
 )
 from fxpasses.capture.slices import slice_with_hints
+from fxpasses.capture.stored_numbers import storing_patches
 from fxpasses.graph.symbols import is_unbacked
 
 Patch = tuple[Any, Any, Any]  # where (an object, a list or a dict), under which name or index, and what instead
@@ -47,6 +48,7 @@ def patches() -> Iterator[Patch]:
     """What is put into Dynamo for the time of a trace. Raises where torch lacks a name."""
     yield from skip_patches()
     yield from recording_patches()
+    yield from storing_patches()
     yield utils, "run_node", run_node_with_hints(utils.run_node)
     yield BuiltinVariable, "call_bool", _call_bool(BuiltinVariable.call_bool)
     yield lists, "iter_contains", _iter_contains(lists.iter_contains)

@@ -23,6 +23,8 @@ from fxpasses.capture import guarding
 from fxpasses.capture.assumptions import assumptions_of
 from fxpasses.capture.hints import Hints, current
 from fxpasses.capture.skipping import Skipping
+from fxpasses.capture.stored_numbers import StoredNumbers, is_part_of_frame, traces_what_was_given
+from fxpasses.graph.regions import CHECKPOINT
 from fxpasses.graph.skips import Skip
 from fxpasses.report import Report
 
@@ -34,17 +36,19 @@ _MOST_VARIANTS = 6
 
 
 @contextmanager
-def hints_while_tracing(code: CodeType, skips: bool, numbers: bool) -> Iterator[Hints | None]:
+def hints_while_tracing(code: CodeType, skips: bool, numbers: bool, stores: bool) -> Iterator[Hints | None]:
     """Hints for the trace inside; None where this torch lacks a private name, or the frame has too many variants.
 
     skips: whether loops that pass over experts without tokens may be captured (`capture/skipping.py`).
     numbers: whether they may count by numbers from NumPy's arrays (`capture/numpy_counts.py`).
+    stores: whether checkpoints may store numbers outside (`capture/stored_numbers.py`).
     """
     if _variants.get(code, 0) >= _MOST_VARIANTS or not _patched.enter():
         with no_hints():
             yield None
         return
     hints = Hints(Skipping(numbers) if skips else None)
+    hints.stores = StoredNumbers() if stores and traces_what_was_given() else None
     token = current.set(hints)
     try:
         with _config.patch(ignore_logging_functions=_config.ignore_logging_functions | _said_once()):
@@ -136,6 +140,19 @@ def unproved_skips() -> list[Skip]:
     """Those that no pass has proved."""
     hints = current.get()
     return hints.skipping.unproved if hints is not None and hints.skipping is not None else []
+
+
+def store_in_the_way(gm: GraphModule | None = None) -> str:
+    """Why a store in a checkpoint, which was captured, would show; "" if it would not. gm: the graph, once written."""
+    hints = current.get()
+    if hints is None or hints.stores is None or not hints.stores.any:
+        return ""
+    calls = gm.graph.find_nodes(op="call_function", target=CHECKPOINT) if gm is not None else []
+    if any(call.kwargs.get("preserve_rng_state") is False for call in calls):
+        return "a recomputation draws other random numbers"
+    if gm is not None and (hints.metadata is None or is_part_of_frame(hints.metadata.output)):
+        return "the graph breaks in the frame"
+    return next(iter(hints.stores.conflicts), "")
 
 
 def note_companions(sources: Sequence[str]) -> None:

@@ -1,0 +1,188 @@
+"""Numbers that a checkpointed layer stores on an object outside, in one graph: `self.splits = counts.tolist()`.
+
+torchtitan's expert parallel notes in a layer how many rows it sent to each process. Under a checkpoint Dynamo breaks
+the graph there ("HOP: Unsafe side effect"), because eager mode repeats the store in the recomputation and compiled code
+does not. Nobody can tell, where a repeated store leaves what is there:
+
+- The attribute is stored once, in the body of one checkpoint of the frame, and nobody stores to it later. (Of two
+  stores in one body the recomputation may make the first alone: it stops where it has all that backward needs.)
+- No body reads it before it is stored, so that the recomputation finds nothing else than forward found. What the same
+  body reads later, or the frame, is the stored number.
+- What is stored is numbers: integers, constants, lists and tuples of them, that nobody changes later. With the random
+  state preserved, which is the default, the recomputation computes the same.
+
+- The frame is what `torch.compile` was given, and captured as a whole. Of one that is compiled by itself, because the
+  graph broke in its caller, or of a part of one, nobody knows what the rest stores.
+
+Everything else breaks the graph as under stock PyTorch. What is found out too late (a second store) has the frame
+traced again without this. After a step the attribute holds what the last forward pass stored. Eager mode has there what
+the last recomputation stored, which is the same number, unless the program around the compiled one stores to the same
+attribute between forward and backward, or goes backward through several forward passes from the first to the last.
+
+Private names, checked on torch 2.13: `SideEffects.store_attr`, `SideEffects.mutation` and what they take,
+`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns what was stored,
+`UserDefinedObjectVariable.var_getattr`, `OutputGraph.compile_subgraph_reason`, and that compiled code is called by a
+function of `torch/_dynamo/eval_frame.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import side_effects
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import AttributeMutationExisting
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+import fxpasses
+from fxpasses.capture.hints import hints_for
+
+_CHECKPOINT = "torch.utils.checkpoint.checkpoint"
+_ALL = "__dict__"
+
+_DYNAMO = os.path.dirname(torch._dynamo.__file__)
+_MACHINERY = (_DYNAMO, os.path.dirname(fxpasses.__file__), os.path.dirname(os.__file__) + os.sep + "contextlib.py")
+_CALLER, _CALLED = os.path.join(_DYNAMO, "eval_frame.py"), os.path.join(_DYNAMO, "external_utils.py")
+
+Key = tuple[int, str]  # an object, by identity, and the name of its attribute
+
+
+class StoredNumbers:
+    """What the bodies of one trace store and read. conflicts: what makes a store that was allowed visible."""
+
+    def __init__(self) -> None:
+        self._by: dict[Key, Any] = {}  # the body that stored it
+        self._read: set[Key] = set()
+        self._lists: dict[int, tuple[Any, Any]] = {}  # those stored, and by which body
+        self.conflicts: list[str] = []
+
+    @property
+    def any(self) -> bool:
+        return bool(self._by)
+
+    def read(self, key: Key, body: Any) -> None:
+        if self._by.get(key) is not body:
+            self._read.add(key)
+
+    def stored(self, key: Key) -> None:
+        """Somebody stores to an attribute, a body or the frame; the recomputation of an earlier body would undo it."""
+        if key in self._by:
+            self.conflicts.append(f"`{key[1]}` is stored again")
+
+    def changed(self, value: Any, body: Any) -> None:
+        if id(value) in self._lists and self._lists[id(value)][1] is not body:
+            self.conflicts.append("a list that was stored is changed")
+
+    def allow(self, key: Key, value: Any, body: Any) -> bool:
+        """Whether a body may store a value."""
+        lists = list(_lists_in(value))
+        if {key, (key[0], _ALL)} & self._read or key in self._by or None in lists:
+            return False
+        self._by[key] = body
+        self._lists |= {id(found): (found, body) for found in lists}
+        return True
+
+
+def is_part_of_frame(output: Any) -> bool:
+    """Whether the graph of Dynamo's `OutputGraph`, which is written, ends where it breaks."""
+    reason = output.compile_subgraph_reason
+    return reason is None or reason.graph_break
+
+
+def traces_what_was_given() -> bool:
+    """Whether the frame that is traced is what `torch.compile` was given, and not one that such a frame has called."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != _CALLER:
+        name = frame.f_code.co_filename
+        if name == _CALLED or not (name.startswith(_MACHINERY) or name.endswith("_utils_internal.py")):
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def storing_patches() -> Iterator[tuple[Any, str, Any]]:
+    """What is put into Dynamo for the time of a trace. Raises where torch lacks a name."""
+    allowed = side_effects.allow_externally_visible_side_effects_in_subtracer
+    yield SideEffects, "store_attr", _store(SideEffects.store_attr, allowed)
+    yield SideEffects, "mutation", _mutation(SideEffects.mutation)
+    yield UserDefinedObjectVariable, "var_getattr", _read(UserDefinedObjectVariable.var_getattr)
+
+
+def _store(original: Callable[..., Any], allowed: Callable[[Any], Any]) -> Callable[..., Any]:
+    def store_attr(self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        stores, tx = _stores_of(self)
+        existing = isinstance(item, UserDefinedObjectVariable) and isinstance(
+            item.mutation_type, AttributeMutationExisting
+        )
+        if stores is None or not existing:
+            return original(self, item, name, value, *args, **kwargs)
+        key, body = (id(item.value), name), _body(tx)
+        stores.stored(key)
+        if body is not None and not side_effects.is_side_effect_safe(item.mutation_type):
+            if stores.allow(key, value, body):
+                with allowed(tx):
+                    return original(self, item, name, value, *args, **kwargs)
+        return original(self, item, name, value, *args, **kwargs)
+
+    return store_attr
+
+
+def _mutation(original: Callable[..., Any]) -> Callable[..., Any]:
+    def mutation(self: Any, var: Any) -> Any:
+        stores, tx = _stores_of(self)
+        if stores is not None:
+            stores.changed(var, _body(tx))
+        return original(self, var)
+
+    return mutation
+
+
+def _read(original: Callable[..., Any]) -> Callable[..., Any]:
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        hints = hints_for(tx.output)
+        stores, body = hints.stores if hints is not None else None, _body(tx)
+        if stores is not None and body is not None and not (name == _ALL and _is_of_module(tx)):
+            stores.read((id(self.value), name), body)
+        return original(self, tx, name)
+
+    return var_getattr
+
+
+def _stores_of(effects: Any) -> tuple[StoredNumbers | None, Any]:
+    output = effects.output_graph_weakref()
+    hints = hints_for(output) if output is not None else None
+    return (hints.stores, output.current_tx) if hints is not None else (None, None)
+
+
+def _body(tx: Any) -> Any:
+    """The tracer of the checkpoint's body that is traced, by what is called in it as well; None outside of one."""
+    tracer = tx.output.current_tracer
+    if getattr(tracer, "description", None) != _CHECKPOINT or tracer.parent is None or tracer.parent.parent is not None:
+        return None
+    return tracer
+
+
+def _is_of_module(tx: Any) -> bool:
+    """Whether `nn.Module` itself looks for a parameter of a name in its `__dict__`."""
+    return tx.f_code in (nn.Module.__setattr__.__code__, nn.Module.__getattr__.__code__)
+
+
+def _lists_in(value: Any) -> Iterator[Any]:
+    """The lists and tuples that a value is made of; None where there is anything in them but numbers and constants."""
+    value = value.realize()
+    if isinstance(value, BaseListVariable):
+        yield value
+        for item in value.items:
+            yield from _lists_in(item)
+    elif not isinstance(value, ConstantVariable) and not (
+        isinstance(value, SymNodeVariable) and value.python_type() is int
+    ):
+        yield None
