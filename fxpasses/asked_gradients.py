@@ -29,7 +29,7 @@ def with_asked_gradients(gm: GraphModule, compiled: Callable[..., Any]) -> Calla
     if len(places) < 2 or not communicates(gm):
         return compiled
     every = eager_sequences(gm).backward
-    if all(eager_sequences(gm, [place]).backward == every for place in places):
+    if not every or all(eager_sequences(gm, [place]).backward == every for place in places):
         return compiled
     return _Chooser(gm, compiled, every)
 

@@ -8,7 +8,7 @@ up a frame alone, so the partitioner that runs inside is kept from it, and what 
     forward:   r0, r1                each once, in this order
     backward:  s0                    and before it what a checkpoint's recomputation issues again (`eager_backward.py`)
 
-Private names, checked on torch 2.11, 2.13 and 2.15: `torch._inductor.custom_graph_pass.CustomPartitionerFn`;
+Private names, checked on torch 2.11 and 2.13: `torch._inductor.custom_graph_pass.CustomPartitionerFn`;
 `torch._functorch.partitioners.min_cut_rematerialization_partition`; the marks `partitioner_tag` and `recompute` in a
 joint graph's `node.meta`, and placeholders called `tangents`; `torch._functorch.compile_utils.rand_ops`, the operators
 that CSE leaves alone. Without the last, graphs with collectives go without CSE.

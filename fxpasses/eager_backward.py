@@ -5,7 +5,10 @@ checkpoint's recomputation issues again: that is all up to the last tensor that 
 it asks for. Autograd knows, so it is run: no data, and no other rank.
 
     forward:   all_gather, reduce_scatter
-    backward:  (reduce_scatter)' , again all_gather, (all_gather)'
+    backward:  (reduce_scatter)', again all_gather, (all_gather)'
+
+Private names, checked on torch 2.13: `torch.fx.experimental.symbolic_shapes.PropagateUnbackedSymInts`, the interpreter
+that AOTAutograd traces with, and `ShapeEnv.ignore_fresh_unbacked_symbols`.
 """
 
 from __future__ import annotations
@@ -51,8 +54,11 @@ def eager_sequences(gm: GraphModule, asked: Collection[int] | None = None, in_ch
     graph is lowered: AOTAutograd switches checkpoints' hooks off while it compiles.
     """
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    fake_mode = next(e.fake_mode for e in map(_local, examples) if isinstance(e, torch._subclasses.FakeTensor))
-    with _as_in_eager_mode(fake_mode), _Log() as log:
+    fakes = [example for example in map(_local, examples) if isinstance(example, torch._subclasses.FakeTensor)]
+    if not fakes:
+        raise OrderChanged("a graph that takes no tensors cannot be run on fake ones")
+    fake_mode = fakes[0].fake_mode
+    with _as_in_eager_mode(fake_mode), _Log(fake_mode) as log:
         inputs = [_leaf(example) for example in examples]
         run = _Recorder(gm, log).run
         results = checkpoint(run, *inputs, use_reentrant=False) if in_checkpoint else run(*inputs)
@@ -88,8 +94,9 @@ def _as_in_eager_mode(fake_mode: Any) -> Iterator[None]:
 class _Log(TorchDispatchMode):
     """Notes the collectives that run, and for the node that an interpreter is at."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake_mode: Any) -> None:
         super().__init__()
+        self.fake_mode = fake_mode
         self.sequences = Sequences()
         self.is_backward = False
         self.node: Node | None = None
@@ -131,6 +138,11 @@ class _Recorder(PropagateUnbackedSymInts):
     def run_node(self, n: Node) -> Any:
         with self.log.at(n):
             return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value, fake_mode = super().get_attr(target, args, kwargs), self.log.fake_mode
+        is_real = isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor)
+        return fake_mode.from_tensor(value, static_shapes=True) if is_real else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not CHECKPOINT:

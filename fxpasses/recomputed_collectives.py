@@ -83,7 +83,8 @@ def _repeat(graph: Graph, collective: Node) -> list[Node]:
     """Copies of a collective and the waits for it, for backward alone; returns the last ones."""
     copies: dict[Node, Node] = {}
     chain = [collective, *_results(collective)]
-    place = max(chain, key=list(graph.nodes).index)
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    place = max(chain, key=order.__getitem__)
     for node in chain:
         with graph.inserting_after(place):
             place = copies[node] = graph.node_copy(node, lambda operand: copies.get(operand, operand))

@@ -18,6 +18,7 @@ class Reason(enum.Enum):
     ESCAPES = "it is returned from the graph together with something that shares its memory"
     HIGHER_ORDER = "it comes out of, or lies in, the body of a higher-order operator"
     UNKNOWN_OPERATOR = "an operator's effects are not known"
+    COLLECTIVE = "other ranks take part in it"
     TOO_LARGE = "it is large and used once"
     NOT_ALIKE = "the experts are not known to be one program on different rows"
     QUERIES_DIFFER = "its queries are not known to ask one routing"

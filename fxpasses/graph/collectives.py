@@ -3,7 +3,7 @@
 Ranks choose alone whether they run a frame captured, broken or in eager mode. The k-th collective of one rank meets the
 k-th of the others, whatever it is: so it is an effect, and each way of running the frame issues the same sequence.
 
-Checked on torch 2.11, 2.13 and 2.15: the namespaces, and `torch.ops._c10d_functional.wait_tensor`, which follows each
+Checked on torch 2.11 and 2.13: the namespaces, and `torch.ops._c10d_functional.wait_tensor`, which follows each
 collective, and which dead-code elimination keeps.
 """
 

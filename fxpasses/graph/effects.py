@@ -19,6 +19,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpasses.graph.collectives import is_collective
 from fxpasses.report import Reason
 
 # Modules whose functions are known to act through ATen operators, or on Python numbers, alone.
@@ -98,7 +99,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def check_operator(func: torch._ops.OpOverload) -> None:
-    """Raise `Refused` for operators that are random, or not PyTorch's own and so not known to be pure."""
+    """Raise `Refused` for collectives, what is random, and what is not PyTorch's own and so not known to be pure."""
+    if is_collective(func):
+        raise Refused(Reason.COLLECTIVE, f"`{func}` is issued where it stands, once")
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise Refused(Reason.RANDOM, f"`{func}` draws random numbers")
     if func.namespace not in ("aten", "prims", "prim"):

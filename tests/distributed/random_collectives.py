@@ -26,7 +26,7 @@ _COLLECTIVES = [
     "x = x * reduced(x.detach().sum()).cos()",
     "reduced(lengths.max())",
     "reduced(x.detach())",
-    "dist.all_reduce(lengths); x = x + lengths.sum() / 64; lengths = lengths % 5 + 1",
+    "lengths = reduced(lengths) % 5 + 1; x = x + lengths.sum() / 64",
     "x = x + functional.all_reduce(x.detach(), 'sum', dist.group.WORLD).cos()",
     "x = x + functional.all_reduce(lengths, 'max', dist.group.WORLD).sum() / 32",
     "x = gathered(x.sin())[2:6]",

@@ -12,9 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import GraphModule
 
+from fxpasses import backend
 from fxpasses.collective_partitioner import CollectivePartitioner
 from fxpasses.eager_backward import Sequences
+from fxpasses.pipeline import Context
+from fxpasses.report import Report
 from tests.distributed.collective_programs import PROGRAMS, Program, gathered, reduced, twice
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recorded_group import Call, RecordedGroup, assert_same_calls, recorded_group
@@ -134,6 +138,33 @@ def test_a_program_that_comes_to_train_on_fewer_outputs_gets_an_error(group: Rec
     with pytest.raises(RuntimeError, match="trains on fewer outputs"):
         y.sum().backward()
     assert not group.calls
+
+
+def test_nothing_is_issued_to_verify_a_pass(group: RecordedGroup) -> None:
+    program = PROGRAMS["checkpoint_of_metadata"]
+    assert_same_step(group, compiled(program, "aot_eager", verify=True), program)
+
+
+class DropsCollectives:
+    name = "drops_collectives"
+    requires: tuple[str, ...] = ()
+
+    def __call__(self, gm: GraphModule, context: Context) -> Report:
+        for node in reversed(gm.graph.nodes):
+            if any(name in str(node.target) for name in ("all_reduce", "wait_tensor")):
+                node.replace_all_uses_with(node.args[0])
+                gm.graph.erase_node(node)
+        return Report(self.name, changed=True)
+
+
+def test_a_pass_that_changes_what_is_issued_is_left_out(group: RecordedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backend.PASSES, "hoist_metadata", DropsCollectives)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="which collectives the graph issues"):
+        compiled(PROGRAMS["equal_in_each_layer"])(X, LENGTHS)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="drops_collectives failed"):
+        actual = compiled(PROGRAMS["equal_in_each_layer"], strict=False)
+        assert_same_step(group, actual, PROGRAMS["equal_in_each_layer"])
 
 
 def train(program: Program, rank: int) -> list[Tensor]:
