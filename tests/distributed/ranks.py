@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+# The last ones are what AOTAutograd's partitioner imports when it is first called.
+_PRELOADED = ["torch._dynamo", "torch.distributed", "fxpasses.backend", "tests.support"]
+_PRELOADED += ["torch._inductor.pattern_matcher", "torch._inductor.codecache", "networkx"]
 _GRACE = 1.0  # seconds between the stack of a rank that hangs, and its end
 
 
@@ -29,7 +32,7 @@ def run_on_ranks(
     `torch.multiprocessing.ProcessRaisedException`, with the rank's traceback, where one fails, and `TimeoutError` with
     the stack of each rank after `seconds`. All processes are ended then.
     """
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "fxpasses.backend", "tests.support"])
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         processes = torch.multiprocessing.start_processes(
             _run, (function, args, world, folder, seconds), nprocs=world, join=False, start_method="forkserver"

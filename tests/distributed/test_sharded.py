@@ -37,25 +37,25 @@ FAST = {
     "FSDP2, selective checkpoints": (
         Arrangement(fully_sharded, {"wrapped": False, "call": "selective"}), Outcome(eager_reads=20, eager_masks=8), 2,
     ),
+    "sequence parallel, dropout": (
+        Arrangement(split, {"sequence": True, "call": "checkpointed", "dropout": 0.2}, same_batch=2), Outcome(), 2,
+    ),
+    "pipeline stages": (
+        Arrangement(pipelined, step=scheduled, same_batch=2), Outcome(reads=15, masks=2, eager_reads=17), 2,
+    ),
+    "HSDP": (Arrangement(fully_sharded, {"mesh": (2, 2)}), Outcome(), 4),
+}  # fmt: skip
+SLOW = {
     "FSDP2, accumulation": (
         Arrangement(fully_sharded, step=accumulated), Outcome(reads=14, masks=2, eager_reads=32, eager_masks=8), 2,
     ),
     "tensor parallel": (
         Arrangement(split, {"call": "checkpointed"}, same_batch=2), Outcome(), 2,
     ),
-    "sequence parallel, dropout": (
-        Arrangement(split, {"sequence": True, "call": "checkpointed", "dropout": 0.2}, same_batch=2), Outcome(), 2,
-    ),
     "context parallel": (Arrangement(in_context_parallel, step=part_of_the_tokens, same_batch=2), Outcome(), 2),
-    "pipeline stages": (
-        Arrangement(pipelined, step=scheduled, same_batch=2), Outcome(reads=15, masks=2, eager_reads=17), 2,
-    ),
-    "HSDP": (Arrangement(fully_sharded, {"mesh": (2, 2)}), Outcome(), 4),
     "FSDP2 and tensor parallel": (
         Arrangement(fully_sharded, {"mesh": (2, 2), "tensors": True}, same_batch=2), Outcome(), 4,
     ),
-}  # fmt: skip
-SLOW = {
     "FSDP2, wrapped blocks": (Arrangement(fully_sharded), Outcome(), 2),
     "FSDP2, torch.utils.checkpoint": (
         Arrangement(fully_sharded, {"wrapped": False, "call": "checkpointed"}), Outcome(), 2,
