@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
@@ -128,7 +128,7 @@ class _Log(TorchDispatchMode):
         self.sequences.forward.append(operator)
 
 
-class _Recorder(PropagateUnbackedSymInts):
+class _Recorder(Interpreter):
     """Runs a graph, and tells the log where it is; also when a checkpoint runs its body again."""
 
     def __init__(self, gm: GraphModule, log: _Log) -> None:
@@ -137,7 +137,10 @@ class _Recorder(PropagateUnbackedSymInts):
 
     def run_node(self, n: Node) -> Any:
         with self.log.at(n):
-            return super().run_node(n)
+            result = super().run_node(n)
+        if not _is_bound(result):
+            rebind_unbacked(torch._guards.detect_fake_mode().shape_env, n, result)  # type: ignore[union-attr]
+        return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value, fake_mode = super().get_attr(target, args, kwargs), self.log.fake_mode
@@ -149,6 +152,11 @@ class _Recorder(PropagateUnbackedSymInts):
             return super().call_function(AS_WRITTEN.get(target, target), args, kwargs)
         body, log = args[0], self.log
         return run_checkpoint(*args, run=lambda *operands: _Recorder(body, log).run(*operands), **kwargs)
+
+
+def _is_bound(result: Any) -> bool:
+    """Whether a number goes by the graph's symbol already: a checkpoint's policy has saved it from forward."""
+    return isinstance(result, torch.SymInt) and result.node._expr in result.node.shape_env.replacements
 
 
 def _leaf(example: Any) -> Any:

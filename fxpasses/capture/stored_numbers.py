@@ -27,6 +27,7 @@ function of `torch/_dynamo/eval_frame.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -49,8 +50,15 @@ _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _ALL = "__dict__"
 
 _DYNAMO = os.path.dirname(torch._dynamo.__file__)
-_MACHINERY = (_DYNAMO, os.path.dirname(fxpasses.__file__), os.path.dirname(os.__file__) + os.sep + "contextlib.py")
 _CALLER, _CALLED = os.path.join(_DYNAMO, "eval_frame.py"), os.path.join(_DYNAMO, "external_utils.py")
+# What stands between the caller and the frame that is traced: Dynamo, what is put into it, and the call of a module.
+_BETWEEN = (
+    _DYNAMO,
+    os.path.dirname(fxpasses.__file__),
+    str(torch.nn.modules.module.__file__),
+    str(torch._utils_internal.__file__),
+    str(contextlib.__file__),
+)
 
 Key = tuple[int, str]  # an object, by identity, and the name of its attribute
 
@@ -102,7 +110,7 @@ def traces_what_was_given() -> bool:
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename != _CALLER:
         name = frame.f_code.co_filename
-        if name == _CALLED or not (name.startswith(_MACHINERY) or name.endswith("_utils_internal.py")):
+        if name == _CALLED or not name.startswith(_BETWEEN):
             return False
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None

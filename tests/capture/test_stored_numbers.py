@@ -124,6 +124,29 @@ def test_one_graph(kind: type[Layer]) -> None:
     assert not counters["graph_break"]
 
 
+class Model(nn.Module):
+    """A model of the user's own, which Dynamo traces in another way than one of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(StoresList(Notes()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("given", ["model", "function"])
+def test_what_is_compiled_may_be_a_model_or_a_function(given: str) -> None:
+    torch.manual_seed(4)
+    model = Model()
+    program = compiled(model if given == "model" else lambda x: model(x), "eager")
+    counters.clear()
+    program(torch.randn(ROWS, WIDTH, requires_grad=True)).sum().backward()
+    assert not counters["graph_break"] and model.layers[1].notes.sizes
+
+
 def test_through_inductor() -> None:
     torch.manual_seed(4)
     model = nn.Sequential(StoresList(Notes()))
