@@ -3,7 +3,7 @@
     torch.compile(model, backend="fastpack")
 
 Public names: `fastpack_backend` (importing it switches two capture flags of Dynamo on, see `fxpasses.fastpack`),
-`compile` (needs no switch), `prefetch`, `offload_stats`, `inspect` and the errors.
+`compile` (needs no switch), `prefetch`, `attention_stats`, `offload_stats`, `inspect` and the errors.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fxpasses import inspect
     from fxpasses.compiling import compile
     from fxpasses.fastpack import fastpack_backend
+    from fxpasses.runtime.attention.stats import attention_stats
     from fxpasses.runtime.offload.stats import offload_stats
     from fxpasses.runtime.prefetching import prefetch
 
@@ -23,6 +24,7 @@ __all__ = [
     "MetadataError",
     "OffloadError",
     "PassError",
+    "attention_stats",
     "compile",
     "fastpack_backend",
     "inspect",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "attention_stats": "fxpasses.runtime.attention.stats",
     "compile": "fxpasses.compiling",
     "fastpack_backend": "fxpasses.fastpack",
     "offload_stats": "fxpasses.runtime.offload.stats",

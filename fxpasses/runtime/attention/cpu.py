@@ -1,0 +1,221 @@
+"""A plan's tiles, each by a call of PyTorch's flash kernel; the gradients of keys and values add up in place.
+
+Tiles are computed in float32 for bfloat16 and float16: in tiles the kernel's products are small, and those of low
+precision take a fixed 13 microseconds each (64 x 64 tokens, 8 heads, both ways: 1.5 ms in bfloat16, 0.4 in float32; 512 x
+512: 20 and 24). Where the processor multiplies bfloat16 in tiles of its own (AMX), it keeps its dtype; not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fxpasses.runtime.attention import dense, flash, masks, stats
+from fxpasses.runtime.attention.plan import Kind, PlacedTile
+
+
+class _Part(NamedTuple):
+    """A tile's place in the operands. mask: additive, or None."""
+
+    q: tuple[slice, slice, slice]
+    k: tuple[slice, slice, slice]
+    mask: torch.Tensor | None
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    plan: torch.Tensor,
+    scale: float | None,
+    mask_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [B, H, Tq, Dv] and the log-sum-exp [B, H, Tq]; see `operators.sparse_attention`."""
+    view = masks.prepared(plan)
+    shape = (*query.shape[:-1], key.shape[-2])
+    if view.plan.is_dense:
+        stats.count(math.prod(shape), math.prod(shape), tiled=False)
+        return dense.forward(query, key, value, _whole(mask, view, query.dtype, mask_dtype), scale)
+    _check(view, query, key)
+    computed = sum(part.pairs(*_broadcast(view, shape)) for part in view.plan.tiles)
+    stats.count(computed, math.prod(shape), tiled=True)
+    width, scale = value.shape[-1], _scale(query, scale)
+    q, k, v = _operands(query, key, value)
+    out = _empty_like(query, width, zero=not _covers(view))
+    logsumexp = torch.zeros(_rows_first(query.shape[:-1]), dtype=_accumulator(query.dtype)).transpose(1, 2)
+    for part in _parts(view, plan, mask, shape, key.shape[1], q.dtype, mask_dtype):
+        tile_out, tile_logsumexp = flash.forward(q[part.q], k[part.k], v[part.k], part.mask, scale)
+        out[part.q] = tile_out[..., :width]
+        logsumexp[part.q] = tile_logsumexp
+    return out, logsumexp
+
+
+def backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    plan: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float | None,
+    mask_dtype: torch.dtype | None,
+) -> dense.Gradients:
+    """Gradients of query, key and value."""
+    view = masks.prepared(plan)
+    if view.plan.is_dense:
+        whole = _whole(mask, view, query.dtype, mask_dtype)
+        return dense.backward(grad, query, key, value, whole, out, logsumexp, scale)
+    shape = (*query.shape[:-1], key.shape[-2])
+    scale = _scale(query, scale)
+    q, k, v = _operands(query, key, value)
+    depth, width = query.shape[-1], value.shape[-1]
+    g, o = (F.pad(tensor.to(q.dtype), (0, q.shape[-1] - width)) for tensor in (grad, out))
+    q_grad = _empty_like(q, depth, zero=not _covers(view), dtype=query.dtype)
+    k_grad, v_grad = (_empty_like(k, size, zero=True) for size in (depth, width))
+    for part in _parts(view, plan, mask, shape, key.shape[1], q.dtype, mask_dtype):
+        to_q, to_k, to_v = flash.backward(
+            g[part.q], q[part.q], k[part.k], v[part.k], o[part.q], logsumexp[part.q], part.mask, scale
+        )
+        q_grad[part.q] = to_q[..., :depth]
+        k_grad[part.k].add_(to_k[..., :depth])
+        v_grad[part.k].add_(to_v[..., :width])
+    return q_grad, k_grad.to(key.dtype), v_grad.to(value.dtype)
+
+
+def _parts(
+    view: masks.PreparedPlan,
+    plan: torch.Tensor,
+    mask: torch.Tensor | None,
+    shape: tuple[int, ...],
+    kv_heads: int,
+    dtype: torch.dtype,
+    mask_dtype: torch.dtype | None,
+) -> Iterator[_Part]:
+    """The calls to make: a tile, or where its heads are a part of a group of queries, a piece of it for each key."""
+    batch, heads = _broadcast(view, shape)
+    group = shape[1] // kv_heads
+    for tile in view.plan.tiles:
+        tile_mask = _tile_mask(view, plan, tile, mask, dtype, mask_dtype)
+        elements = slice(tile.b0, tile.b1 * batch)
+        rows, columns = slice(tile.start, tile.stop), slice(tile.left, tile.right)
+        for h0, h1 in _whole_groups(tile.h0, tile.h1 * heads, group):
+            part_mask = tile_mask
+            if tile_mask is not None and tile_mask.shape[1] > 1:
+                part_mask = tile_mask[:, h0 - tile.h0 : h1 - tile.h0]
+            q_part = (elements, slice(h0, h1), rows)
+            yield _Part(q_part, (elements, slice(h0 // group, (h1 - 1) // group + 1), columns), part_mask)
+
+
+def _whole_groups(h0: int, h1: int, group: int) -> Iterator[tuple[int, int]]:
+    if h0 % group == 0 and h1 % group == 0:
+        yield h0, h1
+        return
+    while h0 < h1:
+        stop = min(h1, (h0 // group + 1) * group)
+        yield h0, stop
+        h0 = stop
+
+
+def _tile_mask(
+    view: masks.PreparedPlan,
+    plan: torch.Tensor,
+    tile: PlacedTile,
+    mask: torch.Tensor | None,
+    dtype: torch.dtype,
+    mask_dtype: torch.dtype | None,
+) -> torch.Tensor | None:
+    if tile.kind == Kind.FULL:
+        return None
+    if tile.kind == Kind.INTERVALS:
+        return view.of_intervals(tile, dtype)[None, None]
+
+    def make() -> torch.Tensor:
+        said = masks.values(plan, tile, mask)
+        if mask_dtype is not None and said.dtype != torch.bool:
+            said = said.to(mask_dtype)
+        made = masks.additive(said, dtype)
+        return made if made.stride(-1) == 1 else made.contiguous()
+
+    if mask is not None and mask.dtype == dtype and mask_dtype in (None, dtype) and mask.stride(-1) == 1:
+        return make()  # a view, which is not to be kept
+    return view.keep((tile, dtype, mask_dtype), make)
+
+
+def _whole(
+    mask: torch.Tensor | None, view: masks.PreparedPlan, dtype: torch.dtype, mask_dtype: torch.dtype | None
+) -> torch.Tensor | None:
+    """The mask as SDPA hands it on: bool ones as additive ones in the query's dtype, others as they are."""
+    if mask is None:
+        raise ValueError("a dense plan needs the mask that it was made from, but the mask is None")
+    if mask.dtype != torch.bool:
+        return mask if mask_dtype is None else mask.to(mask_dtype)
+    return view.keep(("whole", dtype), lambda: masks.additive(mask, dtype))
+
+
+def _operands(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As the kernel wants them: one dtype, one head size, no strides within a head."""
+    dtype = _compute_dtype(query.dtype)
+    size = max(query.shape[-1], value.shape[-1])
+    padded = (F.pad(t.to(dtype), (0, size - t.shape[-1])) if t.shape[-1] < size else t.to(dtype) for t in (query, key, value))
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in padded)
+    return q, k, v
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    low = dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if low and not (dtype == torch.bfloat16 and _has_amx()) else dtype
+
+
+def _has_amx() -> bool:
+    check = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private: torch 2.11 to 2.15
+    return bool(check and check())
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scale(query: torch.Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _rows_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0], shape[2], shape[1], *shape[3:])
+
+
+def _empty_like(
+    operand: torch.Tensor, size: int, zero: bool, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """[B, H, T, size], its heads beside each other, as the flash kernel lays it out."""
+    shape = (*_rows_first(operand.shape[:-1]), size)
+    make = operand.new_zeros if zero else operand.new_empty
+    return make(shape, dtype=dtype or operand.dtype).transpose(1, 2)
+
+
+def _covers(view: masks.PreparedPlan) -> bool:
+    """Whether each row lies in a tile."""
+    header = view.plan.header
+    covered = sum((t.b1 - t.b0) * (t.h1 - t.h0) * (t.stop - t.start) for t in view.plan.tiles)
+    return covered == header.batch * header.heads * header.rows
+
+
+def _broadcast(view: masks.PreparedPlan, shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many elements and heads share what the plan says of one."""
+    return shape[0] // view.plan.header.batch, shape[1] // view.plan.header.heads
+
+
+def _check(view: masks.PreparedPlan, query: torch.Tensor, key: torch.Tensor) -> None:
+    header = view.plan.header
+    planned = (header.batch, header.heads, header.rows, header.columns)
+    batch, heads, rows, columns = (*query.shape[:-1], key.shape[-2])
+    if header.batch not in (1, batch) or header.heads not in (1, heads) or planned[2:] != (rows, columns):
+        raise ValueError(f"the plan is for a mask {planned}, but attention is {(batch, heads, rows, columns)}")

@@ -1,0 +1,147 @@
+"""On CUDA devices: FlexAttention with a `BlockMask` that the device computes from the mask, without a read by the host.
+
+A plan there is int32 [B, H, words]: the four tables of a `BlockMask` by rows, in blocks of 128 x 128 (how many partial
+blocks each row of blocks has and which, and the same for full ones); in a plan made in blocks, the mask's bits follow.
+FlexAttention goes into the graph as PyTorch's own operator, and Inductor writes its kernels. Held against the mask on the
+CPU; not measured, for want of a device. Private names: checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fxpasses.runtime.attention import plan as plans
+from fxpasses.runtime.attention.intervals import ruled_out
+
+BLOCK = 128
+_BITS = 32
+
+
+def table_size(rows: int, columns: int) -> int:
+    """Words of a plan without bits, for each element and head; takes symbolic sizes."""
+    return 2 * _blocks(rows) * (1 + _blocks(columns))
+
+
+def plan_of(mask: torch.Tensor) -> torch.Tensor:
+    """The plan of a mask [B, H, rows, columns], bool or additive, on its device."""
+    some, every = _summary(mask)
+    return _tables(some, every)
+
+
+def plan_in_blocks(rows: plans.Rows, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """The plan of a mask that is never held: `rows(start, stop)` gives its rows as bool [B, H, stop - start, columns]."""
+    step = BLOCK * max(1, (1 << 22) // max(1, BLOCK * shape[0] * shape[1] * shape[3]))
+    parts, bits = [], []
+    for start in range(0, shape[2], step):
+        block = rows(start, min(shape[2], start + step))
+        parts.append(_summary(block))
+        bits.append(plans.pack(block))
+    some, every = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    return torch.cat([_tables(some, every), torch.cat(bits, 2).flatten(2)], -1)
+
+
+def block_mask(plan: torch.Tensor, rows: int, columns: int, mask_mod: Callable[..., torch.Tensor]) -> Any:
+    """The `BlockMask` of a plan for attention of so many rows and columns."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    q, k = _blocks(rows), _blocks(columns)
+    counts, indices, full_counts, full_indices = plan[..., : table_size(rows, columns)].split([q, q * k] * 2, -1)
+    tables = (
+        counts.contiguous(),
+        indices.unflatten(-1, (q, k)).contiguous(),
+        full_counts.contiguous(),
+        full_indices.unflatten(-1, (q, k)).contiguous(),
+    )
+    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(rows, columns))
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    plan: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention by FlexAttention's operator, differentiable; as `operators.sparse_attention`, the mask 4-dimensional."""
+    from torch._higher_order_ops.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import _apply_kernel_options
+
+    rows, columns = query.shape[-2], key.shape[-2]
+    b, h = plan.shape[0] > 1, plan.shape[1] > 1
+    if mask is None:
+        buffer = plan[..., table_size(rows, columns) :].unflatten(-1, (rows, (columns + _BITS - 1) // _BITS))
+        allows = _bit
+    else:
+        buffer = mask
+        allows = _at if mask.dtype == torch.bool else _finite
+    buffer = buffer if b else buffer[0]
+    buffer = buffer if h else buffer.select(int(b), 0)
+    place = _place(b, h)
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any, said: torch.Tensor) -> torch.Tensor:
+        return allows(said, place(b, h, q), k)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *said: torch.Tensor) -> torch.Tensor:
+        return score + said[0][(*place(b, h, q), k)] if said else score
+
+    additive = mask is not None and mask.dtype != torch.bool
+    # The mask's values belong to the operator's buffers, so that it traces them as inputs.
+    blocks = block_mask(plan, rows, columns, mask_mod)
+    options = _apply_kernel_options(query, key, value, True, None, None)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scored = (buffer,) if additive else ()
+    return flex_attention(query, key, value, score_mod, blocks.as_tuple(), scale, options, scored, (buffer,))[0]
+
+
+def _place(b: bool, h: bool) -> Callable[..., tuple[Any, ...]]:
+    def place(element: Any, head: Any, row: Any) -> tuple[Any, ...]:
+        return (*([element] if b else []), *([head] if h else []), row)
+
+    return place
+
+
+def _at(mask: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
+    return mask[(*place, column)]
+
+
+def _finite(mask: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
+    return mask[(*place, column)] != float("-inf")
+
+
+def _bit(bits: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
+    return ((bits[(*place, column // _BITS)] >> (column % _BITS)) & 1) == 1
+
+
+def _summary(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether any pair, and whether each pair, of a block of 128 x 128 is allowed (and has value 0)."""
+    if mask.dtype == torch.bool:
+        allowed = every = mask
+    else:
+        allowed = ~(mask <= ruled_out(mask.dtype))
+        blind = ~allowed.any(-1, keepdim=True)
+        allowed = allowed | (blind & (mask != float("-inf")))
+        every = allowed & (mask == 0)
+    rows, columns = mask.shape[-2:]
+    pad = (0, -columns % BLOCK, 0, -rows % BLOCK)
+
+    def blocks(pairs: torch.Tensor) -> torch.Tensor:
+        return F.pad(pairs, pad).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+
+    return blocks(allowed).any(-1).any(-2), blocks(every).all(-1).all(-2)
+
+
+def _tables(some: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
+    parts = []
+    for kind in (some & ~every, every):
+        parts.append(kind.sum(-1))
+        parts.append(torch.argsort(kind.to(torch.int32), dim=-1, descending=True, stable=True).flatten(2))
+    return torch.cat(parts, -1).to(torch.int32)
+
+
+def _blocks(size: int) -> int:
+    return (size + BLOCK - 1) // BLOCK

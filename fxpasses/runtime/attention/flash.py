@@ -1,0 +1,48 @@
+"""PyTorch's flash-attention kernel for the CPU, by its private names: checked on torch 2.11, 2.13 and 2.15.
+
+Query [B, H, Tq, D], key and value [B, Hkv, Tk, D] in any of the floating dtypes, the last stride 1, H a multiple of Hkv.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_FLASH = 1  # `SDPBackend.FLASH_ATTENTION`
+
+
+def takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> bool:
+    """Whether `scaled_dot_product_attention` would call this kernel."""
+    if query.device.type != "cpu":
+        return False
+    grouped = query.shape[1] != key.shape[1]
+    choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, False, scale=scale, enable_gqa=grouped)
+    return int(choice) == _FLASH
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [B, H, Tq, D] and the log-sum-exp [B, H, Tq]; mask: additive, broadcast to [B, H, Tq, Tk]."""
+    out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return out, logsumexp
+
+
+def backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, each of its operand's shape."""
+    first, second, third = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, logsumexp, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return first, second, third

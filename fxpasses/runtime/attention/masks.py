@@ -1,0 +1,130 @@
+"""The additive masks of a plan's partial tiles, made once and shared by all layers of a step.
+
+They are kept beside the plan's tensor and go with it; a plan that lost them in a copy makes them anew. Tiles whose rows
+begin at their left edge and end alike differ in width alone: they are views of one mask, so that the bands of a causal
+document of T tokens hold rows x T values and not T x T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxpasses.runtime.attention import plan as plans
+from fxpasses.runtime.attention.plan import Kind, PlacedTile, Plan
+
+KEPT_BYTES = 64 << 20  # of one plan; what is beyond is made in each call
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """Where a tile's rows begin and end, counted from its edges; equal ones share a mask, `wide` ones at any width."""
+
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+    columns: int | None
+
+    @classmethod
+    def of(cls, plan: Plan, tile: PlacedTile) -> _Edges:
+        rows = slice(tile.start, tile.stop)
+        begins = (plan.first[tile.b0, tile.h0, rows] - tile.left).tolist()
+        ends = (tile.right - plan.last[tile.b0, tile.h0, rows]).tolist()
+        straight = not any(begins)
+        return cls(tuple(begins), tuple(ends), None if straight else tile.right - tile.left)
+
+    def make(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        column = torch.arange(columns)
+        begins, ends = (torch.tensor(edge).unsqueeze(-1) for edge in (self.begins, self.ends))
+        return additive((column >= begins) & (column < columns - ends), dtype)
+
+
+@dataclass(eq=False)
+class PreparedPlan:
+    """A plan's numbers, and the masks made for it so far. It holds no part of the plan's tensor, which it lives with."""
+
+    plan: Plan
+    version: int
+    edges: dict[PlacedTile, int]
+    shapes: list[_Edges]
+    kept: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    bytes_kept: int = 0
+
+    def of_intervals(self, tile: PlacedTile, dtype: torch.dtype) -> torch.Tensor:
+        """Additive [rows, columns] for a tile whose rows see intervals."""
+        index, columns = self.edges[tile], tile.right - tile.left
+        shape = self.shapes[index]
+        if shape.columns is not None:
+            return self.keep((index, dtype), lambda: shape.make(columns, dtype))
+        base = self.kept.get((index, dtype))
+        if base is None or base.shape[-1] < columns:
+            width = columns if base is None else max(columns, min(2 * base.shape[-1], self.plan.header.columns))
+            self._forget((index, dtype))
+            base = self.keep((index, dtype), lambda: shape.make(width, dtype))
+        return base[:, base.shape[-1] - columns :]
+
+    def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What was kept as `key`, else what `make` makes."""
+        mask = self.kept.get(key)
+        if mask is None:
+            mask = make()
+            if self.bytes_kept + mask.nbytes <= KEPT_BYTES:
+                self.bytes_kept += mask.nbytes
+                self.kept[key] = mask
+        return mask
+
+    def _forget(self, key: Hashable) -> None:
+        mask = self.kept.pop(key, None)
+        self.bytes_kept -= 0 if mask is None else mask.nbytes
+
+
+_prepared = WeakTensorKeyDictionary()  # plan's tensor -> PreparedPlan
+
+
+def prepared(tensor: torch.Tensor) -> PreparedPlan:
+    """The numbers of a plan, with the masks that other layers made."""
+    found = _prepared.get(tensor)
+    if found is None or found.version != tensor._version:
+        found = _prepare(tensor)
+        _prepared[tensor] = found
+    return found
+
+
+def _prepare(tensor: torch.Tensor) -> PreparedPlan:
+    view = plans.read(tensor)
+    plan = Plan(view.header, view.tiles, view.first.clone(), view.last.clone(), None)
+    numbers: dict[_Edges, int] = {}
+    edges = {}
+    for tile in plan.tiles:
+        if tile.kind == Kind.INTERVALS:
+            edges[tile] = numbers.setdefault(_Edges.of(plan, tile), len(numbers))
+    return PreparedPlan(plan, tensor._version, edges, list(numbers))
+
+
+def values(tensor: torch.Tensor, tile: PlacedTile, mask: torch.Tensor | None) -> torch.Tensor:
+    """What the mask says for a tile, bool or additive: from the mask [B, H, rows, columns], else from the plan's bits."""
+    if mask is None:
+        plan = plans.read(tensor)
+        if plan.bits is None:
+            raise ValueError("this plan needs the mask that it was made from, but the mask is None")
+        where = (slice(tile.b0, tile.b1), slice(tile.h0, tile.h1), slice(tile.start, tile.stop))
+        bits, first, last = plan.bits[where], plan.first[where].unsqueeze(-1), plan.last[where].unsqueeze(-1)
+        column = torch.arange(tile.left, tile.right)
+        interval = (column >= first) & (column < last)
+        no_bits = ~bits.any(-1, keepdim=True)  # rows for which the interval says it all have none
+        return plans.unpack(bits, tile.left, tile.right) | (no_bits & interval)
+    mask = plans.four_dimensional(mask)
+    # A dimension that is broadcast stays so: the kernel takes it.
+    b = slice(0, 1) if mask.shape[0] == 1 or mask.stride(0) == 0 else slice(tile.b0, tile.b1)
+    h = slice(0, 1) if mask.shape[1] == 1 or mask.stride(1) == 0 else slice(tile.h0, tile.h1)
+    rows = slice(0, 1) if mask.shape[2] == 1 else slice(tile.start, tile.stop)
+    return mask[b, h, rows, tile.left : tile.right]
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a bool mask allows, -inf elsewhere, as SDPA makes it; other masks in `dtype`."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), float("-inf"))

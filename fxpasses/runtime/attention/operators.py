@@ -1,0 +1,219 @@
+"""Attention by a plan, as operators that autograd, autocast and `torch.compile` know.
+
+| operator | what |
+|---|---|
+| `attention_plan(mask, heads, rows)` | the plan of a mask, once per batch |
+| `sparse_attention(query, key, value, mask, plan, scale)` | attention; what a graph calls |
+| `sparse_attention_forward`, `sparse_attention_backward` | what that is made of on the CPU |
+
+On the CPU, `sparse_attention` is `scaled_dot_product_attention(query, key, value, mask)` within rounding, and bit for bit
+where the plan is dense. Forward gives the log-sum-exp of each row besides: what backward needs is saved, recomputed in
+checkpoints, and moved as any activation. Backward of backward raises. On CUDA devices it becomes FlexAttention while a
+graph is traced; elsewhere it is SDPA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import Library, custom_op
+
+from fxpasses.runtime.attention import cpu, cuda
+from fxpasses.runtime.attention import plan as plans
+from fxpasses.runtime.attention.plan import four_dimensional
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+_NO_PLAN = 8  # words of a plan on devices where nothing reads it
+
+
+@custom_op("fxpasses::attention_plan", mutates_args=())
+def attention_plan(mask: Tensor, heads: int = 8, rows: int | None = None) -> Tensor:
+    """The plan of a mask, int32, on the mask's device; its size follows from the mask's. No gradients.
+
+    mask: as `scaled_dot_product_attention` takes it, bool (True: may attend) or additive, [..., Tq, Tk] of 2 to 4
+    dimensions. heads: how many heads of queries share what is computed for one head of the mask, to weigh costs.
+    rows: Tq, for a mask of one row for all. On the CPU the host reads the mask; on a device it does not.
+    """
+    mask = four_dimensional(mask, rows)
+    if mask.device.type == "cpu":
+        return plans.plan_of(mask, heads)
+    if mask.device.type == "cuda":
+        return cuda.plan_of(mask)
+    return torch.zeros(_NO_PLAN, dtype=torch.int32, device=mask.device)
+
+
+def plan_in_blocks(
+    rows: plans.Rows, shape: tuple[int, int, int, int], heads: int = 8, device: str | torch.device = "cpu"
+) -> Tensor:
+    """The plan of a mask that is never held as a whole; with it, `sparse_attention` takes None for the mask.
+
+    rows: `rows(start, stop)` gives bool [B, H, stop - start, Tk] on the device. shape: [B, H, Tq, Tk] of the mask. Raises
+    `ValueError` for devices that have no attention by plans.
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return plans.plan_in_blocks(rows, shape, heads)
+    if kind == "cuda":
+        return cuda.plan_in_blocks(rows, shape)
+    raise ValueError(f"there is no attention without a mask on {device}")
+
+
+@custom_op("fxpasses::sparse_attention_forward", mutates_args=())
+def sparse_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Tensor,
+    scale: float | None = None,
+    mask_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `sparse_attention`, on the CPU; also the log-sum-exp of each row, float32 [B, H, Tq] (float64 for float64).
+
+    mask_dtype: what an additive mask is cast to where it is used, as autocast would; the whole of it is never copied.
+    """
+    out, logsumexp = cpu.forward(query, key, value, mask, plan, scale, mask_dtype)
+    return _heads_together(out), _heads_together(logsumexp)
+
+
+@custom_op("fxpasses::sparse_attention_backward", mutates_args=())
+def sparse_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float | None = None,
+    mask_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, from those of the output."""
+    grads = cpu.backward(grad, query, key, value, mask, plan, out, logsumexp, scale, mask_dtype)
+    first, second, third = (_heads_together(part) for part in grads)
+    return first, second, third
+
+
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Tensor, scale: float | None = None
+) -> Tensor:
+    """`scaled_dot_product_attention(query, key, value, mask)`, but for pairs that the mask rules out.
+
+    query: [B, H, Tq, D]. key: [B, Hkv, Tk, D], value: [B, Hkv, Tk, Dv], H a multiple of Hkv: groups of queries share a
+    head of keys, which is not copied. mask: what `plan` was made from, broadcast to [B, H, Tq, Tk], or None where that was
+    `plan_in_blocks`; it gets no gradient. scale: 1 / sqrt(D) by default. Returns [B, H, Tq, Dv], in memory [B, Tq, H, Dv].
+    A row that sees nothing is 0. Raises `ValueError` where the plan is for other sizes.
+    """
+    if mask is not None and mask.requires_grad:
+        raise ValueError("attention by a plan gives its mask no gradient, but the mask requires one")
+    if query.device.type == "cpu":
+        return sparse_attention_forward(query, key, value, mask, plan, scale)[0]
+    if query.device.type == "cuda" and (mask is None or torch._guards.detect_fake_mode([query]) is not None):
+        four = None if mask is None else four_dimensional(mask, query.shape[-2])
+        return cuda.attend(query, key, value, four, plan, scale)
+    if mask is None:
+        raise ValueError(f"there is no attention without a mask on {query.device}")
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+
+
+def _heads_together(tensor: Tensor) -> Tensor:
+    """[B, H, T, ...] laid out as [B, T, H, ...], as the flash kernel does and `register_fake` promises."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# Shapes
+
+
+@attention_plan.register_fake
+def _(mask: Tensor, heads: int = 8, rows: int | None = None) -> Tensor:
+    shape = four_dimensional(mask, rows).shape
+    if mask.device.type == "cpu":
+        return mask.new_empty(plans.plan_size(*shape), dtype=torch.int32)
+    if mask.device.type == "cuda":
+        return mask.new_empty(*shape[:2], cuda.table_size(*shape[2:]), dtype=torch.int32)
+    return mask.new_empty(_NO_PLAN, dtype=torch.int32)
+
+
+@sparse_attention_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Tensor,
+    scale: float | None = None,
+    mask_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, _ = query.shape
+    accumulator = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+    return out, query.new_empty(batch, rows, heads, dtype=accumulator).transpose(1, 2)
+
+
+@sparse_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = (
+        operand.new_empty(operand.transpose(1, 2).shape).transpose(1, 2) for operand in (query, key, value)
+    )
+    return first, second, third
+
+
+# Gradients
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    query, key, value, mask, plan, ctx.scale, ctx.mask_dtype = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, mask, plan, *output)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    grads: tuple[Any, ...] = (None, None, None)
+    if grad is not None:
+        operands = ctx.saved_tensors
+        grads = sparse_attention_backward(grad, *operands, ctx.scale, ctx.mask_dtype)
+    return (*grads, None, None, None, None)[: len(ctx.needs_input_grad)]
+
+
+sparse_attention_forward.register_autograd(_backward, setup_context=_save)
+
+_library = Library("fxpasses", "FRAGMENT")  # a registration lives as long as its library
+_library.define(
+    "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor plan, float? scale=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("sparse_attention", sparse_attention, "CompositeImplicitAutograd")
+
+
+# Autocast: SDPA's dtype is that of autocast.
+
+
+def _autocast(device_type: str) -> Any:
+    def rule(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Tensor, scale: float | None = None
+    ) -> Tensor:
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def cast(tensor: Tensor) -> Tensor:
+            castable = tensor.is_floating_point() and tensor.dtype != torch.float64
+            return tensor.to(dtype) if castable and tensor.device.type == device_type else tensor
+
+        q, k, v = cast(query), cast(key), cast(value)
+        with torch.autocast(device_type, enabled=False):
+            if device_type != "cpu":
+                mask = None if mask is None else cast(mask)
+                return torch.ops.fxpasses.sparse_attention(q, k, v, mask, plan, scale)
+            castable = mask is not None and mask.is_floating_point() and mask.dtype != torch.float64
+            return sparse_attention_forward(q, k, v, mask, plan, scale, dtype if castable else None)[0]
+
+    return rule
+
+
+for _device_type in AUTOCAST_DEVICES:
+    _library.impl("sparse_attention", _autocast(_device_type), f"Autocast{_device_type.upper()}")

@@ -1,0 +1,256 @@
+"""A plan: one int32 tensor on the CPU that says in tiles what a mask allows. It holds no handle to anything else.
+
+| words | what |
+|---|---|
+| 8 | `Header` |
+| `most_tiles(rows) * B * H` x 9 | tiles: elements, heads, rows and columns as [from, to), and a `Kind` |
+| B x H x rows x 2 | the interval of columns that each row sees |
+| B x H x rows x columns / 32 | only in a plan made in blocks: bits of the rows for which an interval does not say it all |
+
+Its size follows from the mask's, so that no batch recompiles. The bits lie in memory that the system gives out when it is
+written to: documents and windows never touch it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from fxpasses.runtime.attention import cost, tiles
+from fxpasses.runtime.attention.intervals import Intervals, intervals_of
+
+Rows = Callable[[int, int], torch.Tensor]
+_BLOCK = 1 << 22  # pairs of a mask that are looked at together
+_BITS = 32
+
+
+class Kind(IntEnum):
+    FULL = 0  # each row sees every column
+    INTERVALS = 1  # each row sees its interval
+    VALUES = 2  # what the mask says itself, or the bits
+
+
+class Header(NamedTuple):
+    """tiled: 0 for a dense plan, which has nothing else. in_blocks: whether bits follow."""
+
+    tiled: int
+    tiles: int
+    batch: int
+    heads: int
+    rows: int
+    columns: int
+    in_blocks: int
+    reserved: int = 0
+
+
+class PlacedTile(NamedTuple):
+    """A tile with the elements [b0, b1) of the batch and the heads [h0, h1) that it holds for."""
+
+    b0: int
+    b1: int
+    h0: int
+    h1: int
+    start: int
+    stop: int
+    left: int
+    right: int
+    kind: int
+
+    def pairs(self, batch: int, heads: int) -> int:
+        """How many pairs it computes, where the plan's mask is broadcast to so many elements and heads."""
+        return (self.b1 - self.b0) * batch * (self.h1 - self.h0) * heads * self.area
+
+    @property
+    def area(self) -> int:
+        return (self.stop - self.start) * (self.right - self.left)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A plan as numbers. first, last: int32 [B, H, rows]. bits: int32 [B, H, rows, words], where it was made in blocks."""
+
+    header: Header
+    tiles: tuple[PlacedTile, ...]
+    first: torch.Tensor
+    last: torch.Tensor
+    bits: torch.Tensor | None
+
+    @property
+    def is_dense(self) -> bool:
+        return not self.header.tiled
+
+
+def plan_size(batch: int, heads: int, rows: int, columns: int, in_blocks: bool = False) -> int:
+    """Words of a plan; takes symbolic sizes."""
+    table = tiles.most_tiles(rows) * len(PlacedTile._fields)
+    bits = rows * ((columns + _BITS - 1) // _BITS) if in_blocks else 0
+    return len(Header._fields) + batch * heads * (table + 2 * rows + bits)
+
+
+def four_dimensional(mask: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    """A mask of 2 to 4 dimensions as [B or 1, H or 1, rows, columns], as SDPA broadcasts it."""
+    if not 2 <= mask.dim() <= 4:
+        raise ValueError(f"a mask has 2 to 4 dimensions, but this one is {tuple(mask.shape)}")
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return mask if rows is None else mask.expand(-1, -1, rows, -1)
+
+
+def plan_of(mask: torch.Tensor, heads: int) -> torch.Tensor:
+    """The plan of a mask [B, H, rows, columns]: bool (True: may attend) or additive, on the CPU; any strides.
+
+    heads: how many heads share what is computed for one of the mask's. Dense where tiles would save less than a tenth.
+    """
+    # What is expanded is looked at once; a plan says it for all.
+    batch, mask_heads, rows, columns = mask.shape
+    once = mask[: 1 if mask.stride(0) == 0 else batch, : 1 if mask.stride(1) == 0 else mask_heads]
+    repeated = rows > 1 and mask.stride(2) == 0
+    if repeated:
+        once = once[:, :, :1]
+    seen = _read(lambda start, stop: once[:, :, start:stop], (*once.shape[:2], once.shape[2], columns))
+    seen = Intervals(
+        *(part.expand(part.shape[0], part.shape[1], rows) if repeated else part for part in seen),
+    )
+    placed = _place(seen, (batch, mask_heads), heads)
+    computed = sum(_price(tile, heads) for tile in placed)
+    worthwhile = computed <= cost.WORTHWHILE * batch * mask_heads * cost.dense(rows, columns, _sequence(heads))
+    plan = torch.zeros(plan_size(batch, mask_heads, rows, columns), dtype=torch.int32)
+    if worthwhile:
+        _write(plan, Header(1, len(placed), batch, mask_heads, rows, columns, 0), placed, seen)
+    return plan
+
+
+def plan_in_blocks(rows: Rows, shape: tuple[int, int, int, int], heads: int) -> torch.Tensor:
+    """The plan of a mask that is never held: `rows(start, stop)` gives its rows as bool [B, H, stop - start, columns].
+
+    shape: [B, H, rows, columns] of the mask. Such a plan is never dense, so that nobody needs the mask.
+    """
+    plan = _untouched(plan_size(*shape, in_blocks=True))
+    words = (shape[3] + _BITS - 1) // _BITS
+    bits = plan[plan_size(*shape) :].view(*shape[:3], words)
+
+    def keep(start: int, block: torch.Tensor, irregular: torch.Tensor) -> None:
+        if irregular.any():
+            bits[:, :, start : start + block.shape[2]][irregular] = pack(block[irregular])
+
+    seen = _read(rows, shape, keep)
+    placed = _place(seen, shape[:2], heads)
+    _write(plan, Header(1, len(placed), *shape, 1), placed, seen)
+    return plan
+
+
+def read(plan: torch.Tensor) -> Plan:
+    """A plan's numbers, without a copy of its intervals and bits."""
+    header = Header(*plan[: len(Header._fields)].tolist())
+    fields = len(PlacedTile._fields)
+    begin = len(Header._fields)
+    table = plan[begin : begin + header.tiles * fields].view(header.tiles, fields)
+    shape = (header.batch, header.heads, header.rows)
+    begin += header.batch * header.heads * tiles.most_tiles(header.rows) * fields
+    end = begin + 2 * header.batch * header.heads * header.rows
+    first, last = plan[begin:end].view(2, *shape)
+    bits = plan[end:].view(*shape, -1) if header.in_blocks else None
+    return Plan(header, tuple(PlacedTile(*row) for row in table.tolist()), first, last, bits)
+
+
+def pack(block: torch.Tensor) -> torch.Tensor:
+    """bool [..., columns] -> int32 [..., words], the first column in the lowest bit."""
+    padded = torch.nn.functional.pad(block, (0, -block.shape[-1] % _BITS))
+    weights = torch.ones(_BITS, dtype=torch.int64, device=block.device) << torch.arange(_BITS, device=block.device)
+    return (padded.unflatten(-1, (-1, _BITS)) * weights).sum(-1).to(torch.int32)
+
+
+def unpack(bits: torch.Tensor, left: int, right: int) -> torch.Tensor:
+    """Columns [left, right) of int32 [..., words], as bool."""
+    words = bits[..., left // _BITS : (right + _BITS - 1) // _BITS]
+    shifts = torch.arange(_BITS, dtype=torch.int32, device=bits.device)
+    columns = ((words.unsqueeze(-1) >> shifts) & 1).flatten(-2).bool()
+    return columns[..., left % _BITS : left % _BITS + right - left]
+
+
+def _read(rows: Rows, shape: tuple[int, ...], keep: Callable[..., None] | None = None) -> Intervals:
+    batch, heads, count, columns = shape
+    step = max(1, _BLOCK // max(1, batch * heads * columns))
+    parts = []
+    for start, stop in _steps(count, step):
+        block = rows(start, stop)
+        parts.append(intervals_of(block))
+        if keep is not None:
+            keep(start, block, parts[-1].irregular)
+    if not parts:
+        none = torch.zeros(batch, heads, 0, dtype=torch.int32)
+        return Intervals(none, none, none.bool())
+    return Intervals(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
+
+
+def _steps(count: int, step: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, count, step):
+        yield start, min(count, start + step)
+
+
+def _place(seen: Intervals, extent: tuple[int, int], heads: int) -> list[PlacedTile]:
+    """Tiles for each stretch of elements and heads that see the same. extent: elements and heads of the mask itself."""
+    placed = []
+    for b0, b1, h0, h1 in _stretches(seen):
+        first, last, irregular = (part[b0, h0] for part in seen)
+        everyone = (seen.first.shape[0] == 1, seen.first.shape[1] == 1)
+        where = (b0, extent[0] if everyone[0] else b1, h0, extent[1] if everyone[1] else h1)
+        share = heads * (where[1] - where[0]) * (where[3] - where[2])
+        for tile in tiles.cut(first, last, _sequence(share)):
+            if irregular[tile.start : tile.stop].any():
+                kind = Kind.VALUES
+            else:
+                kind = Kind.FULL if tiles.is_full(tile, first, last) else Kind.INTERVALS
+            placed.append(PlacedTile(*where, *tile, kind))
+    return placed
+
+
+def _stretches(seen: Intervals) -> Iterator[tuple[int, int, int, int]]:
+    """Neighbours that see the same, where intervals say it all: ranges of elements, then of heads within one."""
+    batch, heads, _ = seen.first.shape
+    code = torch.stack([seen.first, seen.last])
+    alone = seen.irregular.any(-1)
+    heads_agree = heads == 1 or (not alone.any() and bool((code == code[:, :, :1]).all()))
+    if heads_agree:
+        b0 = 0
+        for b1 in range(1, batch + 1):
+            if b1 == batch or alone[b0:b1].any() or alone[b1].any() or not torch.equal(code[:, b0], code[:, b1]):
+                yield b0, b1, 0, heads
+                b0 = b1
+        return
+    for b in range(batch):
+        h0 = 0
+        for h1 in range(1, heads + 1):
+            if h1 == heads or alone[b, h0] or alone[b, h1] or not torch.equal(code[:, b, h0], code[:, b, h1]):
+                yield b, b + 1, h0, h1
+                h0 = h1
+
+
+def _price(tile: PlacedTile, heads: int) -> float:
+    share = _sequence(heads * (tile.b1 - tile.b0) * (tile.h1 - tile.h0))
+    return cost.tile(tile.stop - tile.start, tile.right - tile.left, share)
+
+
+def _sequence(heads: int) -> float:
+    return cost.heads_in_sequence(heads)
+
+
+def _write(plan: torch.Tensor, header: Header, placed: list[PlacedTile], seen: Intervals) -> None:
+    fields = len(PlacedTile._fields)
+    begin = len(Header._fields)
+    plan[:begin] = torch.tensor(header, dtype=torch.int32)
+    if placed:
+        plan[begin : begin + len(placed) * fields] = torch.tensor(placed, dtype=torch.int32).flatten()
+    begin += header.batch * header.heads * tiles.most_tiles(header.rows) * fields
+    intervals = plan[begin:][: 2 * header.batch * header.heads * header.rows]
+    intervals.view(2, header.batch, header.heads, header.rows).copy_(torch.stack([seen.first, seen.last]))
+
+
+def _untouched(words: int) -> torch.Tensor:
+    """Zeros that take no memory until they are written to."""
+    return torch.frombuffer(mmap.mmap(-1, 4 * words), dtype=torch.int32)
