@@ -22,6 +22,7 @@ MANY = settings(SOME, max_examples=500)
 def calls_are_free(monkeypatch):
     """At these sizes nearly every plan would be dense, or one tile."""
     monkeypatch.setattr(cost, "CALL", 50.0)
+    monkeypatch.setattr(cost, "COLUMN", 0.0)
 
 
 def covered(plan, mask):

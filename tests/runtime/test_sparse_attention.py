@@ -24,6 +24,7 @@ sparse_attention = torch.ops.fxpasses.sparse_attention
 def calls_are_free(monkeypatch):
     """At the sizes of these tests nearly every plan would be dense, or one tile."""
     monkeypatch.setattr(cost, "CALL", 50.0)
+    monkeypatch.setattr(cost, "COLUMN", 0.0)
 
 
 def operands(mask, dtype=torch.float32, batch=2, heads=4, kv_heads=2, depth=8, width=None):
@@ -179,7 +180,7 @@ def test_masks_are_broadcast_as_sdpa_does(calls_are_free, shape):
 @pytest.mark.parametrize("least", [None, "-inf", "min"])
 def test_rows_that_see_nothing(calls_are_free, dtype, least):
     """0 where they are bool or -inf; weights from the scores where finite values rule out: what PyTorch gives."""
-    mask = causal(64)[None, None].clone()
+    mask = window(128, 30)
     mask[..., :20] = False  # padding on the left
     mask[..., 50, :] = False
     value = {None: None, "-inf": float("-inf"), "min": torch.finfo(dtype).min}[least]
@@ -299,7 +300,7 @@ def test_sizes_may_be_symbols(calls_are_free):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["bool", "least", "values"])
 def test_autocast_does_what_it_does_to_sdpa(calls_are_free, dtype, form):
-    mask = documents([30, 34])
+    mask = documents([30, 44, 54])
     mask[..., 7, :] = False
     forms = {"bool": mask, "least": to_additive(mask, torch.finfo(torch.float32).min)}
     forms["values"] = to_additive(mask, float("-inf")) + torch.rand(mask.shape)
@@ -435,7 +436,7 @@ def test_a_plan_in_blocks_never_holds_the_mask():
 
     before = resident()
     plan = operators.plan_in_blocks(rows, (1, 1, tokens, tokens), 8)
-    assert largest <= 1 << 22
+    assert largest <= 1 << 21
     assert resident() - before < tokens * tokens // 4
     leaves, grad = operands(torch.empty(1, 1, tokens, tokens, device="meta"), batch=1, heads=1, kv_heads=1)
     actual = results(planned(None, plan), leaves, grad)

@@ -37,10 +37,10 @@ def backward(
 ) -> Gradients:
     if flash.takes(query, key, value, mask, scale):
         return flash.backward(grad, query, key, value, out, logsumexp, mask, scale)
-    with torch.enable_grad():
+    with flash.autograd(), torch.enable_grad():
         operands = tuple(operand.detach().requires_grad_() for operand in (query, key, value))
         again = _composed(*operands, mask, scale)
-    first, second, third = torch.autograd.grad(again, operands, grad)
+        first, second, third = torch.autograd.grad(again, operands, grad)
     return first, second, third
 
 

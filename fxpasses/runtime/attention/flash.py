@@ -1,13 +1,16 @@
-"""PyTorch's flash-attention kernel for the CPU, by its private names: checked on torch 2.11, 2.13 and 2.15.
+"""PyTorch's flash-attention kernel for the CPU, and what goes around it, by private names: checked on torch 2.13.
 
 Query [B, H, Tq, D], key and value [B, Hkv, Tk, D] in any of the floating dtypes, the last stride 1, H a multiple of Hkv.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 _FLASH = 1  # `SDPBackend.FLASH_ATTENTION`
+_AUTOGRAD = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.ADInplaceOrView)
 
 
 def takes(
@@ -46,3 +49,11 @@ def backward(
         grad, query, key, value, out, logsumexp, 0.0, False, attn_mask=mask, scale=scale
     )
     return first, second, third
+
+
+def autograd() -> AbstractContextManager[object]:
+    """Inside an operator's kernel, where the dispatcher leaves autograd out: calls record gradients again."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)

@@ -86,10 +86,14 @@ _prepared = WeakTensorKeyDictionary()  # plan's tensor -> PreparedPlan
 def prepared(tensor: torch.Tensor) -> PreparedPlan:
     """The numbers of a plan, with the masks that other layers made."""
     found = _prepared.get(tensor)
-    if found is None or found.version != tensor._version:
+    if found is None or found.version != _version(tensor):
         found = _prepare(tensor)
         _prepared[tensor] = found
     return found
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _prepare(tensor: torch.Tensor) -> PreparedPlan:
@@ -100,7 +104,7 @@ def _prepare(tensor: torch.Tensor) -> PreparedPlan:
     for tile in plan.tiles:
         if tile.kind == Kind.INTERVALS:
             edges[tile] = numbers.setdefault(_Edges.of(plan, tile), len(numbers))
-    return PreparedPlan(plan, tensor._version, edges, list(numbers))
+    return PreparedPlan(plan, _version(tensor), edges, list(numbers))
 
 
 def values(tensor: torch.Tensor, tile: PlacedTile, mask: torch.Tensor | None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from fxpasses.runtime.attention import cost, tiles
 from fxpasses.runtime.attention.intervals import Intervals, intervals_of
 
 Rows = Callable[[int, int], torch.Tensor]
-_BLOCK = 1 << 22  # pairs of a mask that are looked at together
+_BLOCK = 1 << 21  # pairs of a mask that are looked at together
 _BITS = 32
 
 
@@ -175,17 +175,17 @@ def unpack(bits: torch.Tensor, left: int, right: int) -> torch.Tensor:
 
 def _read(rows: Rows, shape: tuple[int, ...], keep: Callable[..., None] | None = None) -> Intervals:
     batch, heads, count, columns = shape
-    step = max(1, _BLOCK // max(1, batch * heads * columns))
-    parts = []
-    for start, stop in _steps(count, step):
+    # Written into, not gathered: small tensors that stay would lie between the blocks in the heap, and keep it from
+    # reusing their memory.
+    bounds = torch.empty(2, batch, heads, count, dtype=torch.int32)
+    seen = Intervals(*bounds, torch.empty(batch, heads, count, dtype=torch.bool))
+    for start, stop in _steps(count, max(1, _BLOCK // max(1, batch * heads * columns))):
         block = rows(start, stop)
-        parts.append(intervals_of(block))
+        for whole, part in zip(seen, intervals_of(block), strict=True):
+            whole[..., start:stop] = part
         if keep is not None:
-            keep(start, block, parts[-1].irregular)
-    if not parts:
-        none = torch.zeros(batch, heads, 0, dtype=torch.int32)
-        return Intervals(none, none, none.bool())
-    return Intervals(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
+            keep(start, block, seen.irregular[..., start:stop])
+    return seen
 
 
 def _steps(count: int, step: int) -> Iterator[tuple[int, int]]:
