@@ -482,12 +482,23 @@ def test_flex_attention_follows_the_plan(form, shape):
     torch.testing.assert_close(actual, sdpa(said)(*leaves))
 
 
-def test_low_precision_is_computed_in_float32_but_on_amx(monkeypatch):
-    assert cpu._compute_dtype(torch.float16) == torch.float32
-    monkeypatch.setattr(cpu, "_has_amx", lambda: True)
-    assert cpu._compute_dtype(torch.bfloat16) == torch.bfloat16
-    mask = documents([300, 20, 200])
-    leaves, grad = operands(mask, torch.bfloat16)
+@pytest.mark.parametrize("amx", [False, True])
+def test_low_precision_in_short_and_long_tiles(monkeypatch, amx):
+    """Tiles under 768 rows are computed in float32, longer ones and all on AMX in their own dtype."""
+    monkeypatch.setattr(cpu, "_has_amx", lambda: amx)
+    mask = documents([300, 900, 20], with_causal=False)
+    leaves, grad = operands(mask, torch.bfloat16, batch=1, heads=2, kv_heads=1)
     plan = operators.attention_plan(mask, 8)
-    assert not plans.read(plan).is_dense
+    assert {t.stop - t.start for t in plans.read(plan).tiles} == {300, 900, 20}
+    assert_as_exact_as_sdpa(results(planned(mask, plan), leaves, grad), leaves, grad, mask)
+
+
+def test_a_long_causal_document_needs_no_mask(monkeypatch):
+    monkeypatch.setattr(cost, "CAUSAL_ROWS", 200)
+    mask = documents([20, 300, 20])
+    mask[..., 150:200, :20] = False
+    plan = operators.attention_plan(mask, 8)
+    tiles = plans.read(plan).tiles
+    assert [(t.start, t.stop, plans.Kind(t.kind).name) for t in tiles if t.stop - t.start > 100] == [(20, 320, "CAUSAL")]
+    leaves, grad = operands(mask)
     assert_as_exact_as_sdpa(results(planned(mask, plan), leaves, grad), leaves, grad, mask)

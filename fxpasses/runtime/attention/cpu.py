@@ -1,8 +1,8 @@
 """A plan's tiles, each by a call of PyTorch's flash kernel; the gradients of keys and values add up in place.
 
-Tiles are computed in float32 for bfloat16 and float16: in tiles the kernel's products are small, and those of low
-precision take a fixed 13 microseconds each (64 x 64 tokens, 8 heads, both ways: 1.5 ms in bfloat16, 0.4 in float32; 512 x
-512: 20 and 24). Where the processor multiplies bfloat16 in tiles of its own (AMX), it keeps its dtype; not measured.
+Short tiles of bfloat16 and float16 are computed in float32: the kernel's products there are small, and one of low precision
+takes a fixed 13 microseconds (64 x 64 tokens, 8 heads, both ways: 1.5 ms in bfloat16, 0.4 in float32; 256 x 767: 16.9 and
+17.5; 768 x 1279: 77 and 92). Where the processor multiplies bfloat16 in tiles of its own (AMX), all keep it; not measured.
 """
 
 from __future__ import annotations
@@ -17,13 +17,36 @@ import torch.nn.functional as F
 from fxpasses.runtime.attention import dense, flash, masks, stats
 from fxpasses.runtime.attention.plan import Kind, PlacedTile
 
+_LONG = 768  # rows from which the kernel takes 256 at a time, so that products of low precision are large
+
 
 class _Part(NamedTuple):
-    """A tile's place in the operands. mask: additive, or None."""
+    """A call: its place in the operands. mask: additive, or None."""
 
     q: tuple[slice, slice, slice]
     k: tuple[slice, slice, slice]
     mask: torch.Tensor | None
+    causal: bool
+    dtype: torch.dtype
+
+
+class _Casts:
+    """Operands [B, H, T, D] as the kernel wants them: of one head size, no strides within a head, in the dtype of a tile."""
+
+    def __init__(self, size: int, *tensors: torch.Tensor) -> None:
+        self._size = size
+        self._made: dict[torch.dtype | None, list[torch.Tensor]] = {None: list(tensors)}
+
+    def __call__(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        if dtype not in self._made:
+            self._made[dtype] = [self._cast(tensor, dtype) for tensor in self._made[None]]
+        return self._made[dtype]
+
+    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        tensor = tensor.to(dtype)
+        if tensor.shape[-1] < self._size:
+            return F.pad(tensor, (0, self._size - tensor.shape[-1]))
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def forward(
@@ -45,11 +68,12 @@ def forward(
     computed = sum(part.pairs(*_broadcast(view, shape)) for part in view.plan.tiles)
     stats.count(computed, math.prod(shape), tiled=True)
     width, scale = value.shape[-1], _scale(query, scale)
-    q, k, v = _operands(query, key, value)
+    operands = _Casts(max(query.shape[-1], width), query, key, value)
     out = _empty_like(query, width, zero=not _covers(view))
     logsumexp = torch.zeros(_rows_first(query.shape[:-1]), dtype=_accumulator(query.dtype)).transpose(1, 2)
-    for part in _parts(view, plan, mask, shape, key.shape[1], q.dtype, mask_dtype):
-        tile_out, tile_logsumexp = flash.forward(q[part.q], k[part.k], v[part.k], part.mask, scale)
+    for part in _parts(view, plan, mask, shape, key.shape[1], query.dtype, mask_dtype):
+        q, k, v = operands(part.dtype)
+        tile_out, tile_logsumexp = flash.forward(q[part.q], k[part.k], v[part.k], part.mask, scale, part.causal)
         out[part.q] = tile_out[..., :width]
         logsumexp[part.q] = tile_logsumexp
     return out, logsumexp
@@ -74,14 +98,15 @@ def backward(
         return dense.backward(grad, query, key, value, whole, out, logsumexp, scale)
     shape = (*query.shape[:-1], key.shape[-2])
     scale = _scale(query, scale)
-    q, k, v = _operands(query, key, value)
     depth, width = query.shape[-1], value.shape[-1]
-    g, o = (F.pad(tensor.to(q.dtype), (0, q.shape[-1] - width)) for tensor in (grad, out))
-    q_grad = _empty_like(q, depth, zero=not _covers(view), dtype=query.dtype)
-    k_grad, v_grad = (_empty_like(k, size, zero=True) for size in (depth, width))
-    for part in _parts(view, plan, mask, shape, key.shape[1], q.dtype, mask_dtype):
+    operands = _Casts(max(depth, width), query, key, value, grad, out)
+    q_grad = _empty_like(query, depth, zero=not _covers(view))
+    accumulator = _accumulator(query.dtype)
+    k_grad, v_grad = (_empty_like(key, size, zero=True, dtype=accumulator) for size in (depth, width))
+    for part in _parts(view, plan, mask, shape, key.shape[1], query.dtype, mask_dtype):
+        q, k, v, g, o = operands(part.dtype)
         to_q, to_k, to_v = flash.backward(
-            g[part.q], q[part.q], k[part.k], v[part.k], o[part.q], logsumexp[part.q], part.mask, scale
+            g[part.q], q[part.q], k[part.k], v[part.k], o[part.q], logsumexp[part.q], part.mask, scale, part.causal
         )
         q_grad[part.q] = to_q[..., :depth]
         k_grad[part.k].add_(to_k[..., :depth])
@@ -102,15 +127,22 @@ def _parts(
     batch, heads = _broadcast(view, shape)
     group = shape[1] // kv_heads
     for tile in view.plan.tiles:
-        tile_mask = _tile_mask(view, plan, tile, mask, dtype, mask_dtype)
+        compute_dtype = _compute_dtype(dtype, tile.stop - tile.start)
+        tile_mask = _tile_mask(view, plan, tile, mask, compute_dtype, mask_dtype)
         elements = slice(tile.b0, tile.b1 * batch)
         rows, columns = slice(tile.start, tile.stop), slice(tile.left, tile.right)
         for h0, h1 in _whole_groups(tile.h0, tile.h1 * heads, group):
             part_mask = tile_mask
             if tile_mask is not None and tile_mask.shape[1] > 1:
                 part_mask = tile_mask[:, h0 - tile.h0 : h1 - tile.h0]
-            q_part = (elements, slice(h0, h1), rows)
-            yield _Part(q_part, (elements, slice(h0 // group, (h1 - 1) // group + 1), columns), part_mask)
+            kv_heads_of_part = slice(h0 // group, (h1 - 1) // group + 1)
+            yield _Part(
+                q=(elements, slice(h0, h1), rows),
+                k=(elements, kv_heads_of_part, columns),
+                mask=part_mask,
+                causal=tile.kind == Kind.CAUSAL,
+                dtype=compute_dtype,
+            )
 
 
 def _whole_groups(h0: int, h1: int, group: int) -> Iterator[tuple[int, int]]:
@@ -131,7 +163,7 @@ def _tile_mask(
     dtype: torch.dtype,
     mask_dtype: torch.dtype | None,
 ) -> torch.Tensor | None:
-    if tile.kind == Kind.FULL:
+    if tile.kind in (Kind.FULL, Kind.CAUSAL):
         return None
     if tile.kind == Kind.INTERVALS:
         return view.of_intervals(tile, dtype)[None, None]
@@ -159,20 +191,10 @@ def _whole(
     return view.keep(("whole", dtype), lambda: masks.additive(mask, dtype))
 
 
-def _operands(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the kernel wants them: one dtype, one head size, no strides within a head."""
-    dtype = _compute_dtype(query.dtype)
-    size = max(query.shape[-1], value.shape[-1])
-    padded = (F.pad(t.to(dtype), (0, size - t.shape[-1])) if t.shape[-1] < size else t.to(dtype) for t in (query, key, value))
-    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in padded)
-    return q, k, v
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
     low = dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if low and not (dtype == torch.bfloat16 and _has_amx()) else dtype
+    keeps = rows >= _LONG or (dtype == torch.bfloat16 and _has_amx())
+    return torch.float32 if low and not keeps else dtype
 
 
 def _has_amx() -> bool:

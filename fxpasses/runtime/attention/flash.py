@@ -25,11 +25,16 @@ def takes(
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [B, H, Tq, D] and the log-sum-exp [B, H, Tq]; mask: additive, broadcast to [B, H, Tq, Tk]."""
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, False, attn_mask=mask, scale=scale
+        query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )
     return out, logsumexp
 
@@ -43,10 +48,11 @@ def backward(
     logsumexp: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float | None,
+    causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, each of its operand's shape."""
     first, second, third = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, logsumexp, 0.0, False, attn_mask=mask, scale=scale
+        grad, query, key, value, out, logsumexp, 0.0, causal, attn_mask=mask, scale=scale
     )
     return first, second, third
 

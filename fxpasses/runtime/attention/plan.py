@@ -33,6 +33,7 @@ class Kind(IntEnum):
     FULL = 0  # each row sees every column
     INTERVALS = 1  # each row sees its interval
     VALUES = 2  # what the mask says itself, or the bits
+    CAUSAL = 3  # a square; each row sees the columns up to its own
 
 
 class Header(NamedTuple):
@@ -204,6 +205,8 @@ def _place(seen: Intervals, extent: tuple[int, int], heads: int) -> list[PlacedT
         for tile in tiles.cut(first, last, _sequence(share)):
             if irregular[tile.start : tile.stop].any():
                 kind = Kind.VALUES
+            elif tiles.is_causal(tile, first, last):
+                kind = Kind.CAUSAL
             else:
                 kind = Kind.FULL if tiles.is_full(tile, first, last) else Kind.INTERVALS
             placed.append(PlacedTile(*where, *tile, kind))
@@ -231,9 +234,10 @@ def _stretches(seen: Intervals) -> Iterator[tuple[int, int, int, int]]:
                 h0 = h1
 
 
-def _price(tile: PlacedTile, heads: int) -> float:
-    share = _sequence(heads * (tile.b1 - tile.b0) * (tile.h1 - tile.h0))
-    return cost.tile(tile.stop - tile.start, tile.right - tile.left, share)
+def _price(placed: PlacedTile, heads: int) -> float:
+    share = _sequence(heads * (placed.b1 - placed.b0) * (placed.h1 - placed.h0))
+    tile = tiles.Tile(placed.start, placed.stop, placed.left, placed.right)
+    return tiles.price(tile, share, placed.kind == Kind.CAUSAL)
 
 
 def _sequence(heads: int) -> float:
