@@ -11,7 +11,6 @@ from fxpasses.runtime.attention import cost, cuda, masks, operators, tiles
 from fxpasses.runtime.attention import plan as plans
 from fxpasses.runtime.attention.intervals import intervals_of
 from fxpasses.runtime.attention.plan import Kind
-
 from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
 
 SOME = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -139,7 +138,7 @@ def test_documents_windows_padding_and_prefixes(monkeypatch):
     padding[0, :, :, 300:] = False
     assert shapes(padding) == {(0, 1, 0, 1, 0, 512, 0, 300, "FULL"), (1, 2, 0, 1, 0, 512, 0, 512, "FULL")}
     prefix = causal(1024)[None, None] | (torch.arange(1024) < 400)
-    for *_, start, stop, left, right, kind in shapes(prefix):
+    for *_, stop, left, right, kind in shapes(prefix):
         assert left == 0 and right == max(400, stop)
         assert kind == ("FULL" if stop <= 400 else "INTERVALS")
     for *_, start, stop, left, right, kind in shapes(window(2048, 256)):

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compilers import nop
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxpasses
@@ -45,7 +47,10 @@ def results(attend, leaves, grad):
 
 
 def sdpa(mask, scale=None):
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attend
 
 
 def planned(mask, plan, scale=None):
@@ -200,7 +205,7 @@ def test_scale_and_strides(calls_are_free):
     mask = documents([30, 50])
     plan = operators.attention_plan(mask, 8)
     leaves = [torch.randn(2, 3, 8, 80).transpose(2, 3).requires_grad_() for _ in range(3)]  # strides within a head
-    for reduce in (torch.sum, lambda out: out[:, :, ::2].sum(), lambda out: out.transpose(1, 2).flatten(2).square().sum()):
+    for reduce in (torch.sum, lambda out: out[:, :, ::2].sum(), lambda out: out.mT.flatten(2).square().sum()):
         actual = torch.autograd.grad(reduce(sparse_attention(*leaves, mask, plan, 0.3)), leaves)
         expected = torch.autograd.grad(reduce(sdpa(mask, 0.3)(*leaves)), leaves)
         torch.testing.assert_close(actual, expected)
@@ -469,17 +474,21 @@ def test_flex_attention_follows_the_plan(form, shape):
         "values": to_additive(mask, float("-inf")) + torch.rand(160),
     }[form]
     leaves, grad = operands(mask, depth=16)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def attend(q, k, v):
-        return q * 1
-
     if form == "blocks":
         plan = cuda.plan_in_blocks(lambda start, stop: mask[:, :, start:stop], tuple(mask.shape))
     else:
         plan = cuda.plan_of(said)
-    actual = cuda.attend(*leaves, None if form == "blocks" else said, plan, None)
-    torch.testing.assert_close(actual, sdpa(said)(*leaves))
+    if form == "least":
+        grad[:, :, 140] = 0  # kernels differ in the gradients of a row that finite values rule out
+    given_masks = [] if form == "blocks" else [said]
+
+    def attend(q, k, v, plan, *masks):
+        return cuda.attend(q, k, v, masks[0] if masks else None, plan, None)
+
+    traced = aot_function(attend, nop)
+    for run in (attend, traced):
+        actual = results(lambda *leaves, run=run: run(*leaves, plan, *given_masks), leaves, grad)
+        torch.testing.assert_close(actual, results(sdpa(said), leaves, grad))
 
 
 @pytest.mark.parametrize("amx", [False, True])
@@ -498,7 +507,7 @@ def test_a_long_causal_document_needs_no_mask(monkeypatch):
     mask = documents([20, 300, 20])
     mask[..., 150:200, :20] = False
     plan = operators.attention_plan(mask, 8)
-    tiles = plans.read(plan).tiles
-    assert [(t.start, t.stop, plans.Kind(t.kind).name) for t in tiles if t.stop - t.start > 100] == [(20, 320, "CAUSAL")]
+    long = [tile for tile in plans.read(plan).tiles if tile.stop - tile.start > 100]
+    assert [(tile.start, tile.stop, plans.Kind(tile.kind).name) for tile in long] == [(20, 320, "CAUSAL")]
     leaves, grad = operands(mask)
     assert_as_exact_as_sdpa(results(planned(mask, plan), leaves, grad), leaves, grad, mask)

@@ -1,12 +1,14 @@
 """What a tile of attention costs on the CPU, in nanoseconds of forward and backward together.
 
-Measured with torch 2.13 in float32 on one thread of an AMD EPYC (Zen 5), head dimension 64: a pair of tokens takes 10.5 to
-11.5 ns a head in tiles of 64 x 64 to 2048 x 2048, with or without a mask; tiles under 192 rows take 12, as the kernel goes
-through them in steps of 32 rows; the dense kernel with a mask takes 11.5 to 12.3. A tile besides takes time of its own
-for two calls and the views and copies around them, and per column for adding the gradients of its keys and values.
+Measured with torch 2.13 in float32 on one thread of an AMD EPYC (Zen 5), head dimension 64: a pair of tokens takes
+10.5 to 11.5 ns a head in tiles of 64 x 64 to 2048 x 2048, with or without a mask; tiles under 192 rows take 12, as the
+kernel goes through them in steps of 32 rows; the dense kernel with a mask takes 11.5 to 12.3. A tile besides takes time
+of its own for two calls and the views and copies around them, and per column for adding the gradients of its keys and
+values.
 
-A causal square is cheapest in bands of rows, each a tile, up to 2048 rows: the kernel's own `is_causal` skips columns in
-steps of 512 (8.4 ns for each of all pairs at 1024 rows, 7.0 at 2048 as in bands, then 0.93 of the bands' time at 4096).
+A causal square is cheapest in bands of rows, each a tile, up to 2048 rows: the kernel's own `is_causal` skips columns
+in steps of 512. It takes 8.4 ns for each of all pairs at 1024 rows; 7.0 at 2048, as bands do; and 0.93 of the bands'
+time at 4096.
 """
 
 from __future__ import annotations

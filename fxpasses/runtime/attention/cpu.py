@@ -1,8 +1,8 @@
 """A plan's tiles, each by a call of PyTorch's flash kernel; the gradients of keys and values add up in place.
 
-Short tiles of bfloat16 and float16 are computed in float32: the kernel's products there are small, and one of low precision
-takes a fixed 13 microseconds (64 x 64 tokens, 8 heads, both ways: 1.5 ms in bfloat16, 0.4 in float32; 256 x 767: 16.9 and
-17.5; 768 x 1279: 77 and 92). Where the processor multiplies bfloat16 in tiles of its own (AMX), all keep it; not measured.
+Short tiles of bfloat16 and float16 are computed in float32: the kernel's products there are small, and one of low
+precision takes a fixed 13 microseconds (64 x 64 tokens, 8 heads, both ways: 1.5 ms in bfloat16, 0.4 in float32; 256 x
+767: 16.9 and 17.5; 768 x 1279: 77 and 92). With matrix units for bfloat16 (AMX), all keep it; not measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 
 
 class _Casts:
-    """Operands [B, H, T, D] as the kernel wants them: of one head size, no strides within a head, in the dtype of a tile."""
+    """Operands [B, H, T, D] as the kernel wants them: one head size, no strides within a head, the dtype of a tile."""
 
     def __init__(self, size: int, *tensors: torch.Tensor) -> None:
         self._size = size
@@ -214,9 +214,7 @@ def _rows_first(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[2], shape[1], *shape[3:])
 
 
-def _empty_like(
-    operand: torch.Tensor, size: int, zero: bool, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _empty_like(operand: torch.Tensor, size: int, zero: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[B, H, T, size], its heads beside each other, as the flash kernel lays it out."""
     shape = (*_rows_first(operand.shape[:-1]), size)
     make = operand.new_zeros if zero else operand.new_empty

@@ -2,8 +2,8 @@
 
 A plan there is int32 [B, H, words]: the four tables of a `BlockMask` by rows, in blocks of 128 x 128 (how many partial
 blocks each row of blocks has and which, and the same for full ones); in a plan made in blocks, the mask's bits follow.
-FlexAttention goes into the graph as PyTorch's own operator, and Inductor writes its kernels. Held against the mask on the
-CPU; not measured, for want of a device. Private names: checked on torch 2.13.
+FlexAttention goes into the graph as PyTorch's own operator, and Inductor writes its kernels. Tests hold it against the
+mask on the CPU; it is not measured, for want of a device. Private names: checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plan_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 def plan_in_blocks(rows: plans.Rows, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """The plan of a mask that is never held: `rows(start, stop)` gives its rows as bool [B, H, stop - start, columns]."""
+    """The plan of a mask that is never held; rows, shape: as in `plan.plan_in_blocks`, on the device."""
     step = BLOCK * max(1, (1 << 22) // max(1, BLOCK * shape[0] * shape[1] * shape[3]))
     parts, bits = [], []
     for start in range(0, shape[2], step):
@@ -67,18 +67,19 @@ def attend(
     plan: torch.Tensor,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention by FlexAttention's operator, differentiable; as `operators.sparse_attention`, the mask 4-dimensional."""
+    """As `operators.sparse_attention`, by FlexAttention's operator; the mask 4-dimensional. Differentiable."""
     from torch._higher_order_ops.flex_attention import flex_attention
     from torch.nn.attention.flex_attention import _apply_kernel_options
 
     rows, columns = query.shape[-2], key.shape[-2]
     b, h = plan.shape[0] > 1, plan.shape[1] > 1
+    allows: Callable[..., torch.Tensor]
     if mask is None:
         buffer = plan[..., table_size(rows, columns) :].unflatten(-1, (rows, (columns + _BITS - 1) // _BITS))
-        allows = _bit
+        allows = _bit_allows
     else:
         buffer = mask
-        allows = _at if mask.dtype == torch.bool else _finite
+        allows = _value if mask.dtype == torch.bool else _is_finite
     buffer = buffer if b else buffer[0]
     buffer = buffer if h else buffer.select(int(b), 0)
     place = _place(b, h)
@@ -87,34 +88,34 @@ def attend(
         return allows(said, place(b, h, q), k)
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *said: torch.Tensor) -> torch.Tensor:
-        return score + said[0][(*place(b, h, q), k)] if said else score
+        return score + _value(said[0], place(b, h, q), k) if said else score
 
-    additive = mask is not None and mask.dtype != torch.bool
-    # The mask's values belong to the operator's buffers, so that it traces them as inputs.
-    blocks = block_mask(plan, rows, columns, mask_mod)
-    options = _apply_kernel_options(query, key, value, True, None, None)
+    scored = () if mask is None or mask.dtype == torch.bool else (buffer,)
+    blocks = block_mask(plan, rows, columns, mask_mod).as_tuple()
+    options: Any = _apply_kernel_options(query, key, value, True, None, None)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scored = (buffer,) if additive else ()
-    return flex_attention(query, key, value, score_mod, blocks.as_tuple(), scale, options, scored, (buffer,))[0]
+    return flex_attention(query, key, value, score_mod, blocks, scale, options, scored, (buffer,))[0]
 
 
 def _place(b: bool, h: bool) -> Callable[..., tuple[Any, ...]]:
+    """An index into a mask that has no dimension for what is broadcast."""
+
     def place(element: Any, head: Any, row: Any) -> tuple[Any, ...]:
         return (*([element] if b else []), *([head] if h else []), row)
 
     return place
 
 
-def _at(mask: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
-    return mask[(*place, column)]
+def _value(mask: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
+    return mask[place + (column,)]
 
 
-def _finite(mask: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
-    return mask[(*place, column)] != float("-inf")
+def _is_finite(mask: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
+    return _value(mask, place, column) != float("-inf")
 
 
-def _bit(bits: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
-    return ((bits[(*place, column // _BITS)] >> (column % _BITS)) & 1) == 1
+def _bit_allows(bits: torch.Tensor, place: tuple[Any, ...], column: Any) -> torch.Tensor:
+    return ((_value(bits, place, column // _BITS) >> (column % _BITS)) & 1) == 1
 
 
 def _summary(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""All pairs of tokens with their mask, as `scaled_dot_product_attention` computes them: bit for bit, forward and backward.
+"""All pairs of tokens with their mask, as `scaled_dot_product_attention` computes them, bit for bit, both ways.
 
 On the CPU, SDPA calls its flash kernel with the mask in the query's dtype, or where that kernel does not fit composes
 attention of other operators. The first is called here directly, so that backward need not run forward again.
@@ -38,9 +38,8 @@ def backward(
     if flash.takes(query, key, value, mask, scale):
         return flash.backward(grad, query, key, value, out, logsumexp, mask, scale)
     with flash.autograd(), torch.enable_grad():
-        operands = tuple(operand.detach().requires_grad_() for operand in (query, key, value))
-        again = _composed(*operands, mask, scale)
-        first, second, third = torch.autograd.grad(again, operands, grad)
+        q, k, v = (operand.detach().requires_grad_() for operand in (query, key, value))
+        first, second, third = torch.autograd.grad(_composed(q, k, v, mask, scale), (q, k, v), grad)
     return first, second, third
 
 

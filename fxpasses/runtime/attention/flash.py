@@ -1,6 +1,6 @@
 """PyTorch's flash-attention kernel for the CPU, and what goes around it, by private names: checked on torch 2.13.
 
-Query [B, H, Tq, D], key and value [B, Hkv, Tk, D] in any of the floating dtypes, the last stride 1, H a multiple of Hkv.
+Query [B, H, Tq, D], key and value [B, Hkv, Tk, D] of one floating dtype, the last stride 1, H a multiple of Hkv.
 """
 
 from __future__ import annotations

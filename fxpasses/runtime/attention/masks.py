@@ -43,7 +43,7 @@ class _Edges:
 
 @dataclass(eq=False)
 class PreparedPlan:
-    """A plan's numbers, and the masks made for it so far. It holds no part of the plan's tensor, which it lives with."""
+    """A plan's numbers, and the masks made for it so far. It lives with the plan's tensor, and holds no part of it."""
 
     plan: Plan
     version: int
@@ -108,7 +108,7 @@ def _prepare(tensor: torch.Tensor) -> PreparedPlan:
 
 
 def values(tensor: torch.Tensor, tile: PlacedTile, mask: torch.Tensor | None) -> torch.Tensor:
-    """What the mask says for a tile, bool or additive: from the mask [B, H, rows, columns], else from the plan's bits."""
+    """What the mask says for a tile, bool or additive; without the mask, the plan's bits say it."""
     if mask is None:
         plan = plans.read(tensor)
         if plan.bits is None:

@@ -6,10 +6,10 @@
 | `sparse_attention(query, key, value, mask, plan, scale)` | attention; what a graph calls |
 | `sparse_attention_forward`, `sparse_attention_backward` | what that is made of on the CPU |
 
-On the CPU, `sparse_attention` is `scaled_dot_product_attention(query, key, value, mask)` within rounding, and bit for bit
-where the plan is dense. Forward gives the log-sum-exp of each row besides: what backward needs is saved, recomputed in
-checkpoints, and moved as any activation. Backward of backward raises. On CUDA devices it becomes FlexAttention while a
-graph is traced; elsewhere it is SDPA.
+On the CPU, `sparse_attention` is `scaled_dot_product_attention(query, key, value, mask)` within rounding, and bit for
+bit where the plan is dense. Forward gives the log-sum-exp of each row besides: what backward needs is saved, recomputed
+in checkpoints, and moved as any activation. Backward of backward raises. On CUDA devices it becomes FlexAttention while
+a graph is traced; elsewhere it is SDPA.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def plan_in_blocks(
 ) -> Tensor:
     """The plan of a mask that is never held as a whole; with it, `sparse_attention` takes None for the mask.
 
-    rows: `rows(start, stop)` gives bool [B, H, stop - start, Tk] on the device. shape: [B, H, Tq, Tk] of the mask. Raises
-    `ValueError` for devices that have no attention by plans.
+    rows: `rows(start, stop)` gives bool [B, H, stop - start, Tk] on the device. shape: [B, H, Tq, Tk] of the mask.
+    Raises `ValueError` for devices that have no attention by plans.
     """
     kind = torch.device(device).type
     if kind == "cpu":
@@ -104,9 +104,9 @@ def sparse_attention(
     """`scaled_dot_product_attention(query, key, value, mask)`, but for pairs that the mask rules out.
 
     query: [B, H, Tq, D]. key: [B, Hkv, Tk, D], value: [B, Hkv, Tk, Dv], H a multiple of Hkv: groups of queries share a
-    head of keys, which is not copied. mask: what `plan` was made from, broadcast to [B, H, Tq, Tk], or None where that was
-    `plan_in_blocks`; it gets no gradient. scale: 1 / sqrt(D) by default. Returns [B, H, Tq, Dv], in memory [B, Tq, H, Dv].
-    A row that sees nothing is 0. Raises `ValueError` where the plan is for other sizes.
+    head of keys, which is not copied. mask: what `plan` was made from, broadcast to [B, H, Tq, Tk], or None where the
+    plan was made by `plan_in_blocks`; it gets no gradient. scale: 1 / sqrt(D) by default. Returns [B, H, Tq, Dv], in
+    memory [B, Tq, H, Dv]. A row that sees nothing is 0. Raises `ValueError` where the plan is for other sizes.
     """
     if mask is not None and mask.requires_grad:
         raise ValueError("attention by a plan gives its mask no gradient, but the mask requires one")

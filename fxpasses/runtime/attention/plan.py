@@ -5,10 +5,10 @@
 | 8 | `Header` |
 | `most_tiles(rows) * B * H` x 9 | tiles: elements, heads, rows and columns as [from, to), and a `Kind` |
 | B x H x rows x 2 | the interval of columns that each row sees |
-| B x H x rows x columns / 32 | only in a plan made in blocks: bits of the rows for which an interval does not say it all |
+| B x H x rows x columns / 32 | only in a plan made in blocks: bits of the rows for which an interval is not enough |
 
-Its size follows from the mask's, so that no batch recompiles. The bits lie in memory that the system gives out when it is
-written to: documents and windows never touch it.
+Its size follows from the mask's, so that no batch recompiles. The bits lie in memory that the system gives out when it
+is written to: documents and windows never touch it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PlacedTile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A plan as numbers. first, last: int32 [B, H, rows]. bits: int32 [B, H, rows, words], where it was made in blocks."""
+    """A plan as numbers. first, last: int32 [B, H, rows]. bits: int32 [B, H, rows, words], if it was made in blocks."""
 
     header: Header
     tiles: tuple[PlacedTile, ...]
@@ -179,7 +179,8 @@ def _read(rows: Rows, shape: tuple[int, ...], keep: Callable[..., None] | None =
     # Written into, not gathered: small tensors that stay would lie between the blocks in the heap, and keep it from
     # reusing their memory.
     bounds = torch.empty(2, batch, heads, count, dtype=torch.int32)
-    seen = Intervals(*bounds, torch.empty(batch, heads, count, dtype=torch.bool))
+    first, last = bounds
+    seen = Intervals(first, last, torch.empty(batch, heads, count, dtype=torch.bool))
     for start, stop in _steps(count, max(1, _BLOCK // max(1, batch * heads * columns))):
         block = rows(start, stop)
         for whole, part in zip(seen, intervals_of(block), strict=True):

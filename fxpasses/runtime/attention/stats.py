@@ -24,7 +24,7 @@ _now = AttentionStats()
 
 
 def attention_stats(reset: bool = False) -> AttentionStats:
-    """A copy of the counts; with `reset`, they start again from 0: between two resets around a step, they are its own."""
+    """A copy of the counts; with `reset`, they start again from 0, so that they can be read once per step."""
     taken = replace(_now)
     if reset:
         _now.calls = _now.tiled = _now.pairs = _now.pairs_computed = 0

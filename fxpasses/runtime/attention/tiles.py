@@ -1,12 +1,13 @@
 """Rows of one mask cut into tiles, each with the columns that any of its rows sees.
 
 Every row lies in one tile, so that its softmax is one call's; rows that see nothing may lie in none. Documents with a
-causal mask give a staircase of bands, windows a band of parallelograms, padding one rectangle, a prefix a rectangle and a
-staircase; a long causal document stays whole.
+causal mask give a staircase of bands, windows a band of parallelograms, padding one rectangle, a prefix a rectangle and
+a staircase; a long causal document stays whole.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -33,9 +34,9 @@ def most_tiles(rows: int) -> int:
 
 
 def cut(first: torch.Tensor, last: torch.Tensor, heads: float) -> list[Tile]:
-    """The tiles of least cost, in order. first, last: int32 [rows], as in `Intervals`. heads: how many share the tiles."""
+    """The tiles of least cost, in order. first, last: int32 [rows], as in `Intervals`. heads: how many share them."""
     cuts = _candidates(first, last)
-    whole = {begin for begin, end in zip(cuts, cuts[1:], strict=False) if _is_long_document(begin, end, first, last)}
+    whole = {begin for begin, end in itertools.pairwise(cuts) if _is_long_document(begin, end, first, last)}
     spans = _spans(first.tolist(), last.tolist(), cuts)
     best = [0.0] + [float("inf")] * (len(cuts) - 1)
     origin = [0] * len(cuts)
@@ -58,7 +59,7 @@ def cut(first: torch.Tensor, last: torch.Tensor, heads: float) -> list[Tile]:
         chosen.append(origin[chosen[-1]])
     chosen.reverse()
     tiles = []
-    for begin, end in zip(chosen, chosen[1:], strict=False):
+    for begin, end in itertools.pairwise(chosen):
         left = min(span[0] for span in spans[begin:end])
         right = max(span[1] for span in spans[begin:end])
         if right > left:
@@ -100,7 +101,7 @@ def _candidates(first: torch.Tensor, last: torch.Tensor) -> list[int]:
     jumps = ((first.diff().abs() > 1) | (last.diff().abs() > 1)).nonzero().flatten().add(1).tolist()
     cuts = [0]
     for jump in [*jumps, rows]:
-        if jump - cuts[-1] < SHORTEST and jump < rows or rows - jump < SHORTEST and jump < rows:
+        if jump < rows and (jump - cuts[-1] < SHORTEST or rows - jump < SHORTEST):
             continue
         begin = cuts[-1]
         if not _is_long_document(begin, jump, first, last):
@@ -112,7 +113,7 @@ def _candidates(first: torch.Tensor, last: torch.Tensor) -> list[int]:
 def _spans(first: list[int], last: list[int], cuts: list[int]) -> list[tuple[int, int]]:
     """The columns that any row between two cuts sees; an empty interval at infinity where none sees any."""
     spans = []
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         seen = [row for row in range(begin, end) if last[row] > first[row]]
         spans.append((min((first[row] for row in seen), default=2**31), max((last[row] for row in seen), default=0)))
     return spans
