@@ -24,6 +24,7 @@ from fxpasses.options import Options
 from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
+from fxpasses.passes.sparsify_attention import SparsifyAttention
 from fxpasses.pipeline import Pass, Result, run_passes
 from fxpasses.prologue_program import Program
 from fxpasses.report import Report
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 # Those that work on the captured graph; `offload_activations` works on the partitioned ones, in `lowering`.
 PASSES: Mapping[str, Callable[[], Pass]] = {
     "group_experts": GroupExperts,
+    "sparsify_attention": SparsifyAttention,
     "hoist_metadata": HoistMetadata,
     "coalesce_reads": CoalesceReads,
 }

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("group_experts", "hoist_metadata", "coalesce_reads", "offload_activations")
+PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "coalesce_reads", "offload_activations")
 LOWERINGS = ("inductor", "aot_eager", "eager")
 CAPTURE = ("on", "off")
 EXPERTS = ("auto", "slices", "grouped", "off")
+ATTENTION = ("auto", "dense")
 TIERS = ("off", "host", "disk")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -68,16 +69,18 @@ class Options:
     passes: names of the passes to run, in the pipeline's own order. lowering: what compiles the result. capture: "off"
     leaves questions that the program asks of its batch to Dynamo, which breaks the graph at most of them. experts:
     how far loops over experts are rewritten: "slices" asks for the tokens of all experts at once, "grouped" runs the
-    loop as one program where that is proved, "auto" does the second and else the first, "off" neither. offload: see
-    `Offload`. verify: run each pass's input and output on the example inputs and compare (slow; for debugging). strict:
-    raise where a pass fails, instead of going on with the graph as it was. mode: `torch.compile`'s, for Inductor; as an
-    option because `torch.compile` does not take `mode` and `options` together. inductor: every option without prefix.
+    loop as one program where that is proved, "auto" does the second and else the first, "off" neither. attention:
+    "auto" has attention compute what the batch's mask allows, "dense" leaves it alone. offload: see `Offload`. verify:
+    run each pass's input and output on the example inputs and compare (slow; for debugging). strict: raise where a pass
+    fails, instead of going on with the graph as it was. mode: `torch.compile`'s, for Inductor; as an option because
+    `torch.compile` does not take `mode` and `options` together. inductor: every option without prefix.
     """
 
     passes: tuple[str, ...] = PASSES
     lowering: str = "inductor"
     capture: str = "on"
     experts: str = "auto"
+    attention: str = "auto"
     offload: Offload = Offload()
     verify: bool = False
     strict: bool = False
@@ -103,7 +106,7 @@ class Options:
                 raise ValueError(f"{PREFIX}{name} is {values[name]!r}; it takes True or False")
         if "lowering" in values and values["lowering"] not in LOWERINGS:
             raise ValueError(f"{PREFIX}lowering is {values['lowering']!r}; choices: {', '.join(LOWERINGS)}")
-        for name, choices in (("capture", CAPTURE), ("experts", EXPERTS)):
+        for name, choices in (("capture", CAPTURE), ("experts", EXPERTS), ("attention", ATTENTION)):
             if name in values and values[name] not in choices:
                 raise ValueError(f"{PREFIX}{name} is {values[name]!r}; choices: {', '.join(choices)}")
         if "passes" in values:

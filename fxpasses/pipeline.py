@@ -55,10 +55,14 @@ class Context:
 
 
 class Pass(Protocol):
-    """A rewrite of a torch-level graph, in place. Refusing is not an error; raising means a defect of the pass."""
+    """A rewrite of a torch-level graph, in place. Refusing is not an error; raising means a defect of the pass.
+
+    exact: whether results are equal bit for bit, or else up to the rounding of their dtype.
+    """
 
     name: str
     requires: tuple[str, ...]
+    exact: bool
 
     def __call__(self, gm: GraphModule, context: Context) -> Report: ...
 
@@ -101,7 +105,7 @@ def run_passes(
                 if sequence(gm) != sequence(result.gm):
                     raise PassError("it changes which collectives the graph issues, or their order")
                 if options.verify:
-                    _verify(graph_pass.name, result, gm, context)
+                    _verify(graph_pass, result, gm, context)
         except Exception as error:
             if options.strict:
                 raise PassError(f"the pass {graph_pass.name} failed: {error}") from error
@@ -139,10 +143,12 @@ def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence
     return frozenset(node for nodes in owners.values() if len(nodes) > 1 for node in nodes)
 
 
-def _verify(name: str, before: Result, after: GraphModule, context: Context) -> None:
+def _verify(graph_pass: Pass, before: Result, after: GraphModule, context: Context) -> None:
     from fxpasses.verification import compare
 
-    difference = compare(before.gm, before.program, after, context.program, before.example_inputs)
+    difference = compare(
+        before.gm, before.program, after, context.program, before.example_inputs, exact=graph_pass.exact
+    )
     if difference:
         raise PassError(f"its result differs from its input: {difference}")
 

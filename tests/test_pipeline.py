@@ -18,6 +18,7 @@ from fxpasses.report import Report
 class Raises:
     name = "raises"
     requires = ()
+    exact = True
 
     def __call__(self, gm, context):
         next(iter(gm.graph.find_nodes(op="output"))).args = (None,)  # damage that must not be seen
@@ -29,6 +30,7 @@ class AddsOne:
 
     name = "adds_one"
     requires = ()
+    exact = True
 
     def __call__(self, gm, context):
         for node in gm.graph.find_nodes(op="call_function", target=operator.add):

@@ -69,6 +69,11 @@ def elements_of(tensor: torch.Tensor) -> int | None:
     return total
 
 
+def hint_of(size: Any) -> int:
+    """A size as it is while tracing; 0 where it is known only when the program runs."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
 def declare_equal(first: Any, second: Any) -> None:
     """Tell the shape environment that two equal values are equal: numbers, or the sizes of two tensors."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):

@@ -49,6 +49,7 @@ class GroupExperts:
 
     name = "group_experts"
     requires: tuple[str, ...] = ()
+    exact = True
 
     def __call__(self, gm: torch.fx.GraphModule, context: Context) -> Report:
         report = Report(self.name)

@@ -54,6 +54,7 @@ class HoistMetadata:
 
     name = "hoist_metadata"
     requires: tuple[str, ...] = ()
+    exact = True
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)

@@ -38,11 +38,20 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
+_OURS = "fxpasses.save_routing.1"
+
+
+def has_policy(body: GraphModule) -> bool:
+    """Whether the user chose which operators' results the checkpoint of a body keeps."""
+    contexts = body.meta.get("_checkpoint_context_fn")
+    return contexts is not None and getattr(contexts, "cache_hash", None) != _OURS
+
+
 def save_routing(body: GraphModule) -> None:
     """Let the checkpoint of a body save what routes its tokens."""
     if "_checkpoint_context_fn" not in body.meta:
         # PyTorch warns the user of a policy that the user did not give; adding a filter twice does nothing.
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_worth_telling)
         contexts: Any = functools.partial(create_selective_checkpoint_contexts, _keep_routing)
-        contexts.cache_hash = "fxpasses.save_routing.1"
+        contexts.cache_hash = _OURS
         body.meta["_checkpoint_context_fn"] = contexts

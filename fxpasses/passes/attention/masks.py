@@ -1,0 +1,105 @@
+"""The mask of an attention, as an operand of `sparse_attention` and of `attention_plan`.
+
+`sparse_attention` does with a row that sees nothing what `scaled_dot_product_attention` does: zeros where the row is
+hidden by -inf or False, and the mean of all values where it is hidden by the dtype's least value: of a score that is
+added to that, in float32 or bfloat16, nothing is left. Attention that is written out gives the same mean, and NaN where
+the row is -inf throughout. So its mask gets NaN in such rows. In float16 the least value is too small for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.families import plain_operator_of
+from fxpasses.passes.attention.emitting import Emitter, size_of
+from fxpasses.passes.attention.found import Attention, Kept, Mask
+from fxpasses.passes.attention.spelling import argument, constant_of, same, shape_of, tensor_of
+from fxpasses.report import Reason
+
+_KEEP_VALUES = frozenset({"getitem", "expand", "unsqueeze", "view", "reshape", "contiguous", "transpose", "expand_as"})
+
+
+def check_mask(attention: Attention) -> None:
+    """Raise `Kept` for a mask that cannot stand for what the program does with it."""
+    mask, out = tensor_of(attention.mask.node), tensor_of(attention.node)
+    assert mask is not None and out is not None
+    if mask.ndim > 4 or mask.ndim == 0:
+        raise Kept(Reason.NOT_BY_HEADS, f"its mask has {mask.ndim} dimensions", attention.mask.node)
+    if attention.fused:
+        if not (mask.dtype is torch.bool or mask.dtype.is_floating_point):
+            raise Kept(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
+        return
+    fill = attention.mask.fill
+    if fill is None:
+        if out.dtype is torch.float16 or mask.dtype is torch.float16:
+            raise Kept(Reason.SCORES_CHANGED, "the least float16 does not hide a score", attention.mask.node)
+        return
+    if mask.dtype is not torch.bool:
+        raise Kept(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
+    least = torch.finfo(out.dtype).min
+    if fill != -math.inf and (fill > least or out.dtype is torch.float16):
+        raise Kept(Reason.SCORES_CHANGED, f"{fill:g} does not hide a score for certain", attention.mask.node)
+
+
+def operand(emit: Emitter, attention: Attention, source: Callable[[Node], Any]) -> Node:
+    """The mask as it is given to both operators: bool or additive, broadcast to the scores.
+
+    source: what a placeholder of a checkpoint's body stands for.
+    """
+    mask, out = attention.mask, tensor_of(attention.node)
+    assert out is not None
+    if attention.fused:
+        return mask.node
+    added = _as_added(emit, mask, out.dtype)
+    if not _is_finite(mask, source):
+        added = _with_nan_for_rows_of_inf(emit, _of_all_keys(emit, attention, added))
+    found = tensor_of(added)
+    assert found is not None
+    if found.dtype is not out.dtype:
+        if torch.finfo(out.dtype).min > torch.finfo(found.dtype).min:
+            added = emit("clamp", (added,), {"min": torch.finfo(out.dtype).min})
+        added = emit("to", (added, out.dtype))
+    return _of_all_keys(emit, attention, added)
+
+
+def _as_added(emit: Emitter, mask: Mask, dtype: torch.dtype) -> Node:
+    if mask.fill is None:
+        return mask.node
+    fill = max(mask.fill, torch.finfo(dtype).min) if math.isfinite(mask.fill) else mask.fill
+    first, second = (fill, 0.0) if mask.hides else (0.0, fill)
+    found = tensor_of(mask.node)
+    assert found is not None
+    other = emit(torch.full, ((), second), {"dtype": dtype, "device": found.device})
+    return emit(torch.where, (mask.node, first, other))
+
+
+def _with_nan_for_rows_of_inf(emit: Emitter, added: Node) -> Node:
+    hidden = emit(torch.eq, (added, -math.inf))
+    nothing = emit("all", (hidden, -1, True))
+    return emit("masked_fill", (added, nothing, math.nan))
+
+
+def _of_all_keys(emit: Emitter, attention: Attention, mask: Node) -> Node:
+    """A view of the mask with all keys, in two dimensions or more."""
+    keys, shape = emit.size(attention.key, -2), shape_of(mask)
+    if len(shape) > 1 and same(shape[-1], size_of(keys)):
+        return mask
+    return emit("expand", (mask, *([-1] * (len(shape) - 1) or [1]), keys))
+
+
+def _is_finite(mask: Mask, source: Callable[[Node], Any]) -> bool:
+    """Whether a mask is known not to hold -inf: `where(allowed, 0, least)`, `zeros.masked_fill(hidden, least)`."""
+    if mask.fill is not None:
+        return math.isfinite(mask.fill)
+    node: Any = mask.node
+    while isinstance(node := source(node), Node) and plain_operator_of(node) in _KEEP_VALUES:
+        node = node.args[0]
+    if not isinstance(node, Node) or plain_operator_of(node) != "where":
+        return False
+    numbers = [constant_of(argument(node, position, name)) for position, name in ((1, "input"), (2, "other"))]
+    return all(number is not None and math.isfinite(number) for number in numbers)

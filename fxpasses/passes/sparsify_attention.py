@@ -1,0 +1,262 @@
+"""Compute of an attention only what the batch's mask allows.
+
+Before, in each layer, its checkpoint's body or not (a mask of documents: most pairs are computed, and thrown away):
+
+    mask = (document[:, None] == document[None]) & causal
+    out = scaled_dot_product_attention(q, k, v, attn_mask = mask)
+
+After, with a plan that `hoist_metadata` computes once per batch, as all that is made of metadata alone:
+
+    plan = fxpasses.attention_plan(mask)
+    out = fxpasses.sparse_attention(q, k, v, mask, plan, scale)
+
+*Find* attention in whatever spelling (`attention/fused.py`, `attention/written.py`), *ask* the analysis of the
+metadata (`graph/closure.py`) whether its mask is the batch's, *check* that nothing is in the way, and *replace*. What
+the plan saves is known when the batch is: one that saves little has the operator run `scaled_dot_product_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
+from fxpasses.graph.closure import Closure, find_closure
+from fxpasses.graph.families import operator_of
+from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.regions import CHECKPOINT, Region
+from fxpasses.graph.symbols import hint_of, is_unbacked
+from fxpasses.graph.values import Tensor
+from fxpasses.passes.attention.emitting import Emitter
+from fxpasses.passes.attention.found import Attention, Kept, Operand
+from fxpasses.passes.attention.fused import fused_attention, is_fused_attention
+from fxpasses.passes.attention.heads import unrepeated
+from fxpasses.passes.attention.masks import check_mask, operand
+from fxpasses.passes.attention.products import without_permutations
+from fxpasses.passes.attention.spelling import same, shape_of
+from fxpasses.passes.attention.written import Written, is_softmax
+from fxpasses.passes.experts.checkpoints import has_policy
+from fxpasses.passes.experts.memory import Memory, storages
+from fxpasses.pipeline import Context
+from fxpasses.report import Reason, Refusal, Report
+
+# Attention of fewer pairs takes some 0.2 ms on a CPU core, of which tiles would save little.
+_SMALLEST = 256 * 256
+
+
+class SparsifyAttention:
+    """The pass."""
+
+    name = "sparsify_attention"
+    requires: tuple[str, ...] = ()
+    exact = False
+
+    def __call__(self, gm: GraphModule, context: Context) -> Report:
+        report = Report(self.name)
+        hoisted = "hoist_metadata" in context.options.passes  # else each layer would make its own plan
+        if context.options.attention == "dense" or not hoisted:
+            return report
+        main = Region(gm)
+        sites = [site for site in _sites(main) if is_fused_attention(site.node) or is_softmax(site.node)]
+        if not sites:
+            return report
+        banned = {node: Refusal(node.name, Reason.INPUT_WRITTEN) for node in context.shared_inputs}
+        closure = find_closure(main, context.fake_mode, banned)
+        shared = {key for node in context.shared_inputs for key in storages(node)}
+        masks: set[Any] = set()
+        memories: dict[Region, Memory] = {}
+        for site in sites:
+            memory = memories.setdefault(site.region, Memory(site.region.gm.graph, context.fake_mode, shared))
+            rewrite = _Rewrite(site, closure, memory, context)
+            try:
+                attention = rewrite.find()
+                if attention is None:
+                    continue
+                report.changes.append(rewrite.run(attention))
+                masks.add(_identity(closure, attention.mask.node))
+            except Kept as kept:
+                report.refusals.append(_refusal(site.node, kept))
+        for region in main.walk():
+            region.gm.recompile()
+        report.changed = bool(report.changes)
+        if report.changed:
+            report.figures = {"attentions": len(report.changes), "masks": len(masks)}
+            report.summary = _summary(**report.figures)
+        return report
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A node that may be an attention, or the softmax of one. autocast: the regions around it.
+
+    transformed: whether a function transform such as vmap is around it. selective: whether a checkpoint decides by a
+    policy of the user which operators' results it keeps.
+    """
+
+    region: Region
+    node: Node
+    autocast: tuple[Any, ...]
+    transformed: bool
+    selective: bool
+
+
+def _sites(region: Region, autocast: tuple[Any, ...] = (), levels: int = 0, selective: bool = False) -> Iterator[_Site]:
+    """Every call of a graph and its checkpoint bodies, in program order."""
+    for node in region.gm.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_enter_autocast":
+            autocast = (*autocast, tuple(node.args))
+        elif name == "_exit_autocast":
+            autocast = autocast[:-1]
+        elif name.endswith(("increment_nesting", "decrement_nesting")):
+            levels += 1 if name.endswith("increment_nesting") else -1
+        elif node.target is CHECKPOINT:
+            body = region.bodies[node]
+            yield from _sites(body, autocast, levels, selective or has_policy(body.gm))
+        elif node.op in ("call_function", "call_method"):
+            yield _Site(region, node, autocast, levels > 0, selective)
+
+
+class _Rewrite:
+    """One attention, found, checked and replaced; `Kept` where it is not."""
+
+    def __init__(self, site: _Site, closure: Closure, memory: Memory, context: Context) -> None:
+        self.site, self.closure, self.memory, self.context = site, closure, memory, context
+        self.graph = site.region.gm.graph
+
+    def find(self) -> Attention | None:
+        """The attention, if its mask is the batch's; None for what is none, or has no mask."""
+        node = self.site.node
+        attention = fused_attention(node) if is_fused_attention(node) else Written(node, self.obstacle).attention()
+        if attention is None:
+            return None
+        obstacle = self.obstacle(attention.mask.node)
+        if obstacle is not None:
+            raise obstacle
+        check_mask(attention)
+        self._check_sizes(attention)
+        if self.site.transformed:
+            raise Kept(Reason.HIGHER_ORDER, "a function transform")
+        if self.site.selective:
+            raise Kept(Reason.SELECTIVE)
+        self._check_writes(attention)
+        if not self.context.may_change(attention.node):
+            raise Kept(Reason.LEFT_OUT)
+        return attention
+
+    def run(self, attention: Attention) -> str:
+        """Replace the attention; what was done, in words."""
+        node = attention.node
+        emit = Emitter(self.graph, self.context.fake_mode, node, self.site.autocast)
+        try:
+            query, key, value = map(emit.by_heads, (attention.query, *self._keys_and_values(attention)))
+            mask = operand(emit, attention, self._source)
+            heads = shape_of(query)[1] // (shape_of(mask)[1] if len(shape_of(mask)) == 4 else 1)
+            rows = emit.size(attention.query, -2)
+            plan = emit(torch.ops.fxpasses.attention_plan.default, (mask, heads, rows))
+            arguments = (query, key, value, mask, plan, attention.scale)
+            result = emit(torch.ops.fxpasses.sparse_attention.default, arguments)
+            result = emit.as_before(result, attention)
+        except Kept:
+            emit.undo()
+            raise
+        shape, place = shape_of(result), where(node)
+        node.replace_all_uses_with(result)
+        self._erase([*attention.inside, node])
+        return f"{attention.mask.node.name} {list(shape)} at {place} → tiles"
+
+    def obstacle(self, node: Node) -> Kept | None:
+        """Why a value is not the batch's metadata; None where it is."""
+        if isinstance(self.closure.values.get(node), Tensor):
+            return None
+        reason, text = self.closure.obstacles.get(node, (Reason.ACTIVATION, f"`{node.name}`"))
+        return Kept(reason, text, node)
+
+    def _check_sizes(self, attention: Attention) -> None:
+        query, key, value = map(_dimensions, (attention.query, attention.key, attention.value))
+        (*_, queries, width), (*_, keys, other_width) = query, key
+        fits = same(query[:-3], key[:-3]) and same(query[:-3], value[:-3])
+        fits = fits and same(width, other_width) and same(keys, value[-2]) and isinstance(width, int)
+        for heads in (key[-3], value[-3]):
+            groups = attention.grouped or (heads == 1 and not attention.fused)
+            fits = fits and (same(query[-3], heads) or (groups and query[-3] % heads == 0))
+        if not fits:
+            raise Kept(
+                Reason.NOT_BY_HEADS, f"query {list(query)}, key {list(key)}, value {list(value)}", attention.node
+            )
+        if any(map(is_unbacked, (*query, *key, *value))):
+            raise Kept(Reason.UNKNOWN_SIZE, "", attention.node)
+        if hint_of(queries) * hint_of(keys) < _SMALLEST:
+            raise Kept(Reason.SMALL, f"{queries} × {keys} pairs", attention.node)
+
+    def _check_writes(self, attention: Attention) -> None:
+        """Query and key are read where the output is made, and not before."""
+        for read in (attention.query, attention.key):
+            writer = self.memory.writer(read.node, attention.started, attention.node)
+            if writer is not None and attention.started is not attention.node:
+                raise Kept(Reason.WRITTEN_BY_LAYER, f"by `{writer.name}`", writer)
+
+    def _keys_and_values(self, attention: Attention) -> tuple[Operand, Operand]:
+        """Key and value; as they were before their heads were repeated, if both were."""
+        found = []
+        for repeated in (attention.key, attention.value):
+            source = unrepeated(repeated.node, repeated.order[1]) if len(repeated.order) == 4 else None
+            if source is None or self.memory.writer(source, repeated.node, attention.node) is not None:
+                return attention.key, attention.value
+            found.append(without_permutations(Operand(source, repeated.order)))
+        key, value = found
+        return (key, value) if same(_dimensions(key)[1], _dimensions(value)[1]) else (attention.key, attention.value)
+
+    def _source(self, node: Node) -> Any:
+        """What a placeholder of a checkpoint's body stands for, outside; any other node itself."""
+        region, found = self.site.region, node
+        while isinstance(found, Node) and found.op == "placeholder" and region.parent is not None:
+            if found in region.operands:
+                found = region.operands[found]
+            region = region.parent
+        return found
+
+    def _erase(self, nodes: list[Node]) -> None:
+        """Take out what was replaced, and the views and copies that were made for it alone."""
+        waiting = list(dict.fromkeys(reversed(nodes)))
+        replaced = set(waiting)
+        while waiting:
+            node = waiting.pop(0)
+            if node.users or not (node in replaced or operator_of(node) in _FOR_IT_ALONE):
+                continue
+            operands = node.all_input_nodes
+            self.graph.erase_node(node)
+            waiting += [operand for operand in operands if operand not in waiting]
+
+
+# What is made of a key or a value on its way to a product, and may be left over.
+_FOR_IT_ALONE = frozenset(
+    {"transpose", "permute", "getattr", "getitem", "unsqueeze", "expand", "reshape", "view", "flatten", "contiguous",
+     "clone", "repeat_interleave"}
+)  # fmt: skip
+
+
+def _dimensions(operand: Operand) -> tuple[Any, ...]:
+    shape = shape_of(operand.node)
+    return tuple(shape[axis] for axis in operand.order)
+
+
+def _identity(closure: Closure, mask: Node) -> Any:
+    value = closure.values[mask]
+    assert isinstance(value, Tensor)
+    return value.number, value.memory.version
+
+
+def _refusal(node: Node, kept: Kept) -> Refusal:
+    at = kept.node if kept.node is not None else node
+    return Refusal(node.name, kept.reason, kept.text, where(at) or where(node), module_of(node)[0])
+
+
+def _summary(attentions: int, masks: int) -> str:
+    plans = f"{masks} plans" if masks > 1 else "one plan"
+    what = f"{attentions} attentions compute" if attentions > 1 else "1 attention computes"
+    return f"{what} what the batch's mask allows, by {plans} per batch"
