@@ -153,12 +153,16 @@ class _Rewrite:
         node = attention.node
         emit = Emitter(self.graph, self.context.fake_mode, node, self.site.autocast)
         try:
-            query, key, value = map(emit.by_heads, (attention.query, *self._keys_and_values(attention)))
+            key_and_value = self._keys_and_values(attention)
+            query, key, value = map(emit.by_heads, (attention.query, *key_and_value))
             mask = operand(emit, attention, self._source)
             heads = shape_of(query)[1] // (shape_of(mask)[1] if len(shape_of(mask)) == 4 else 1)
             rows = emit.size(attention.query, -2)
             plan = emit(torch.ops.fxpasses.attention_plan.default, (mask, heads, rows))
-            arguments = (query, key, value, mask, plan, attention.scale)
+            form = "fused" if attention.fused else "written"
+            if attention.fused and key_and_value[0] is not attention.key:
+                form = "repeated"
+            arguments = (query, key, value, mask, plan, attention.scale, form)
             result = emit(torch.ops.fxpasses.sparse_attention.default, arguments)
             result = emit.as_before(result, attention)
         except Kept:

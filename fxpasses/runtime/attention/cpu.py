@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fxpasses.runtime.attention import dense, flash, masks, stats
+from fxpasses.runtime.attention import dense, flash, masks, stats, written
 from fxpasses.runtime.attention.plan import Kind, PlacedTile
 
 _LONG = 768  # rows from which the kernel takes 256 at a time, so that products of low precision are large
@@ -57,12 +57,19 @@ def forward(
     plan: torch.Tensor,
     scale: float | None,
     mask_dtype: torch.dtype | None,
+    form: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [B, H, Tq, Dv] and the log-sum-exp [B, H, Tq]; see `operators.sparse_attention`."""
     view = masks.prepared(plan)
     shape = (*query.shape[:-1], key.shape[-2])
-    if view.plan.is_dense:
+    as_written = form == "written" and view.plan.header.blind
+    if view.plan.is_dense or as_written:
         stats.count(math.prod(shape), math.prod(shape), tiled=False)
+        if as_written:
+            out = written.forward(query, key, value, mask, _scale(query, scale))
+            return out, torch.zeros(query.shape[:-1], dtype=_accumulator(query.dtype))
+        if form == "repeated":
+            key, value = (dense.repeated(tensor, query.shape[1]) for tensor in (key, value))
         return dense.forward(query, key, value, _whole(mask, view, query.dtype, mask_dtype), scale)
     _check(view, query, key)
     computed = sum(part.pairs(*_broadcast(view, shape)) for part in view.plan.tiles)
@@ -90,12 +97,19 @@ def backward(
     logsumexp: torch.Tensor,
     scale: float | None,
     mask_dtype: torch.dtype | None,
+    form: str,
 ) -> dense.Gradients:
     """Gradients of query, key and value."""
     view = masks.prepared(plan)
+    if form == "written" and view.plan.header.blind:
+        return written.backward(grad, query, key, value, mask, _scale(query, scale))
     if view.plan.is_dense:
         whole = _whole(mask, view, query.dtype, mask_dtype)
-        return dense.backward(grad, query, key, value, whole, out, logsumexp, scale)
+        heads = (key.shape[1], value.shape[1])
+        if form == "repeated":
+            key, value = (dense.repeated(tensor, query.shape[1]) for tensor in (key, value))
+        to_q, to_k, to_v = dense.backward(grad, query, key, value, whole, out, logsumexp, scale)
+        return to_q, dense.added_up(to_k, heads[0]), dense.added_up(to_v, heads[1])
     shape = (*query.shape[:-1], key.shape[-2])
     scale = _scale(query, scale)
     depth, width = query.shape[-1], value.shape[-1]

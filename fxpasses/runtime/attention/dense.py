@@ -48,3 +48,17 @@ def _composed(
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+
+
+def repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values [B, Hkv, T, D] with each head copied for its group of queries: [B, heads, T, D]."""
+    batch, own, tokens, size = tensor.shape
+    if own == heads:
+        return tensor
+    grouped = tensor[:, :, None].expand(batch, own, heads // own, tokens, size)
+    return grouped.reshape(batch, heads, tokens, size)
+
+
+def added_up(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """The gradient of what `repeated` was given, which has so many heads, from that of what it gave."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)

@@ -56,6 +56,14 @@ def intervals_of(block: torch.Tensor) -> Intervals:
     return Intervals(first, last, valued | (count != last - first))
 
 
+def has_blind_rows(rows: torch.Tensor) -> bool:
+    """Whether one of the rows [..., K] of an additive mask is hidden by finite values throughout, but for -inf."""
+    if not rows.numel():
+        return False
+    most = rows.amax(-1)
+    return bool(((most <= ruled_out(rows.dtype)) & (most != float("-inf"))).any())
+
+
 def _bounds(allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first column allowed, the one after the last, and how many: int32 [..., R]."""
     columns = allowed.shape[-1]

@@ -70,12 +70,13 @@ def sparse_attention_forward(
     plan: Tensor,
     scale: float | None = None,
     mask_dtype: torch.dtype | None = None,
+    form: str = "fused",
 ) -> tuple[Tensor, Tensor]:
     """As `sparse_attention`, on the CPU; also the log-sum-exp of each row, float32 [B, H, Tq] (float64 for float64).
 
     mask_dtype: what an additive mask is cast to where it is used, as autocast would; the whole of it is never copied.
     """
-    out, logsumexp = cpu.forward(query, key, value, mask, plan, scale, mask_dtype)
+    out, logsumexp = cpu.forward(query, key, value, mask, plan, scale, mask_dtype, form)
     return _heads_together(out), _heads_together(logsumexp)
 
 
@@ -91,15 +92,22 @@ def sparse_attention_backward(
     logsumexp: Tensor,
     scale: float | None = None,
     mask_dtype: torch.dtype | None = None,
+    form: str = "fused",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, from those of the output."""
-    grads = cpu.backward(grad, query, key, value, mask, plan, out, logsumexp, scale, mask_dtype)
+    grads = cpu.backward(grad, query, key, value, mask, plan, out, logsumexp, scale, mask_dtype, form)
     first, second, third = (_heads_together(part) for part in grads)
     return first, second, third
 
 
 def sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Tensor, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: Tensor,
+    scale: float | None = None,
+    form: str = "fused",
 ) -> Tensor:
     """`scaled_dot_product_attention(query, key, value, mask)`, but for pairs that the mask rules out.
 
@@ -107,11 +115,16 @@ def sparse_attention(
     head of keys, which is not copied. mask: what `plan` was made from, broadcast to [B, H, Tq, Tk], or None where the
     plan was made by `plan_in_blocks`; it gets no gradient. scale: 1 / sqrt(D) by default. Returns [B, H, Tq, Dv], in
     memory [B, Tq, H, Dv]. A row that sees nothing is 0. Raises `ValueError` where the plan is for other sizes.
+
+    form: what it stands for, which says what a dense plan does. "fused": SDPA of these operands. "repeated": SDPA of keys
+    and values copied for each head of queries. "written": matmul, the mask added, softmax, matmul; "filled": the same with
+    the mask's values in place of scores. These are SDPA up to rounding, but where finite values hide a whole row of the
+    mask: then all of the attention is computed as it is written, whatever the plan.
     """
     if mask is not None and mask.requires_grad:
         raise ValueError("attention by a plan gives its mask no gradient, but the mask requires one")
     if query.device.type == "cpu":
-        return sparse_attention_forward(query, key, value, mask, plan, scale)[0]
+        return sparse_attention_forward(query, key, value, mask, plan, scale, None, form)[0]
     if query.device.type == "cuda" and (mask is None or torch._guards.detect_fake_mode([query]) is not None):
         four = None if mask is None else four_dimensional(mask, query.shape[-2])
         return cuda.attend(query, key, value, four, plan, scale)
@@ -148,6 +161,7 @@ def _(
     plan: Tensor,
     scale: float | None = None,
     mask_dtype: torch.dtype | None = None,
+    form: str = "fused",
 ) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = query.shape
     accumulator = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -167,7 +181,7 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: An
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    query, key, value, mask, plan, ctx.scale, ctx.mask_dtype = inputs
+    query, key, value, mask, plan, ctx.scale, ctx.mask_dtype, ctx.form = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, mask, plan, *output)
@@ -177,15 +191,16 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
     grads: tuple[Any, ...] = (None, None, None)
     if grad is not None:
         operands = ctx.saved_tensors
-        grads = sparse_attention_backward(grad, *operands, ctx.scale, ctx.mask_dtype)
-    return (*grads, None, None, None, None)[: len(ctx.needs_input_grad)]
+        grads = sparse_attention_backward(grad, *operands, ctx.scale, ctx.mask_dtype, ctx.form)
+    return (*grads, None, None, None, None, None)[: len(ctx.needs_input_grad)]
 
 
 sparse_attention_forward.register_autograd(_backward, setup_context=_save)
 
 _library = Library("fxpasses", "FRAGMENT")  # a registration lives as long as its library
 _library.define(
-    "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor plan, float? scale=None) -> Tensor",
+    "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor plan, float? scale=None, "
+    'str form="fused") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("sparse_attention", sparse_attention, "CompositeImplicitAutograd")
@@ -196,7 +211,13 @@ _library.impl("sparse_attention", sparse_attention, "CompositeImplicitAutograd")
 
 def _autocast(device_type: str) -> Any:
     def rule(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Tensor, scale: float | None = None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        plan: Tensor,
+        scale: float | None = None,
+        form: str = "fused",
     ) -> Tensor:
         dtype = torch.get_autocast_dtype(device_type)
 
@@ -208,9 +229,9 @@ def _autocast(device_type: str) -> Any:
         with torch.autocast(device_type, enabled=False):
             if device_type != "cpu":
                 mask = None if mask is None else cast(mask)
-                return torch.ops.fxpasses.sparse_attention(q, k, v, mask, plan, scale)
+                return torch.ops.fxpasses.sparse_attention(q, k, v, mask, plan, scale, form)
             castable = mask is not None and mask.is_floating_point() and mask.dtype != torch.float64
-            return sparse_attention_forward(q, k, v, mask, plan, scale, dtype if castable else None)[0]
+            return sparse_attention_forward(q, k, v, mask, plan, scale, dtype if castable else None, form)[0]
 
     return rule
 

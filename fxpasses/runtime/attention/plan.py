@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from fxpasses.runtime.attention import cost, tiles
-from fxpasses.runtime.attention.intervals import Intervals, intervals_of
+from fxpasses.runtime.attention.intervals import Intervals, has_blind_rows, intervals_of
 
 Rows = Callable[[int, int], torch.Tensor]
 _BLOCK = 1 << 21  # pairs of a mask that are looked at together
@@ -37,7 +37,10 @@ class Kind(IntEnum):
 
 
 class Header(NamedTuple):
-    """tiled: 0 for a dense plan, which has nothing else. in_blocks: whether bits follow."""
+    """tiled: 0 for a dense plan, which has neither tiles nor sizes. in_blocks: whether bits follow.
+
+    blind: whether there are rows that an additive mask hides by finite values throughout.
+    """
 
     tiled: int
     tiles: int
@@ -46,7 +49,7 @@ class Header(NamedTuple):
     rows: int
     columns: int
     in_blocks: int
-    reserved: int = 0
+    blind: int = 0
 
 
 class PlacedTile(NamedTuple):
@@ -113,7 +116,14 @@ def plan_of(mask: torch.Tensor, heads: int) -> torch.Tensor:
     repeated = rows > 1 and mask.stride(2) == 0
     if repeated:
         once = once[:, :, :1]
-    seen = _read(lambda start, stop: once[:, :, start:stop], (*once.shape[:2], once.shape[2], columns))
+    blind = False
+
+    def look(start: int, block: torch.Tensor, irregular: torch.Tensor) -> None:
+        nonlocal blind
+        if not blind and block.dtype != torch.bool:
+            blind = has_blind_rows(block[irregular])
+
+    seen = _read(lambda start, stop: once[:, :, start:stop], (*once.shape[:2], once.shape[2], columns), look)
     seen = Intervals(
         *(part.expand(part.shape[0], part.shape[1], rows) if repeated else part for part in seen),
     )
@@ -122,7 +132,9 @@ def plan_of(mask: torch.Tensor, heads: int) -> torch.Tensor:
     worthwhile = computed <= cost.WORTHWHILE * batch * mask_heads * cost.dense(rows, columns, _sequence(heads))
     plan = torch.zeros(plan_size(batch, mask_heads, rows, columns), dtype=torch.int32)
     if worthwhile:
-        _write(plan, Header(1, len(placed), batch, mask_heads, rows, columns, 0), placed, seen)
+        _write(plan, Header(1, len(placed), batch, mask_heads, rows, columns, 0, blind), placed, seen)
+    else:
+        _write(plan, Header(0, 0, 0, 0, 0, 0, 0, blind), [], None)
     return plan
 
 
@@ -245,10 +257,12 @@ def _sequence(heads: int) -> float:
     return cost.heads_in_sequence(heads)
 
 
-def _write(plan: torch.Tensor, header: Header, placed: list[PlacedTile], seen: Intervals) -> None:
+def _write(plan: torch.Tensor, header: Header, placed: list[PlacedTile], seen: Intervals | None) -> None:
     fields = len(PlacedTile._fields)
     begin = len(Header._fields)
     plan[:begin] = torch.tensor(header, dtype=torch.int32)
+    if seen is None:
+        return
     if placed:
         plan[begin : begin + len(placed) * fields] = torch.tensor(placed, dtype=torch.int32).flatten()
     begin += header.batch * header.heads * tiles.most_tiles(header.rows) * fields
