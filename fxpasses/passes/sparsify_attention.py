@@ -17,6 +17,7 @@ the plan saves is known when the batch is: one that saves little has the operato
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -134,13 +135,13 @@ class _Rewrite:
         attention = fused_attention(node) if is_fused_attention(node) else Written(node, self.obstacle).attention()
         if attention is None:
             return None
+        if self.site.transformed:
+            raise Kept(Reason.HIGHER_ORDER, "a function transform")
         obstacle = self.obstacle(attention.mask.node)
         if obstacle is not None:
             raise obstacle
         check_mask(attention)
         self._check_sizes(attention)
-        if self.site.transformed:
-            raise Kept(Reason.HIGHER_ORDER, "a function transform")
         if self.site.selective:
             raise Kept(Reason.SELECTIVE)
         self._check_writes(attention)
@@ -156,13 +157,10 @@ class _Rewrite:
             key_and_value = self._keys_and_values(attention)
             query, key, value = map(emit.by_heads, (attention.query, *key_and_value))
             mask = operand(emit, attention, self._source)
-            heads = shape_of(query)[1] // (shape_of(mask)[1] if len(shape_of(mask)) == 4 else 1)
+            heads = hint_of(shape_of(query)[1]) // (hint_of(shape_of(mask)[1]) if len(shape_of(mask)) == 4 else 1)
             rows = emit.size(attention.query, -2)
             plan = emit(torch.ops.fxpasses.attention_plan.default, (mask, heads, rows))
-            form = "fused" if attention.fused else "written"
-            if attention.fused and key_and_value[0] is not attention.key:
-                form = "repeated"
-            arguments = (query, key, value, mask, plan, attention.scale, form)
+            arguments = (query, key, value, mask, plan, attention.scale, _form(attention, key_and_value[0]))
             result = emit(torch.ops.fxpasses.sparse_attention.default, arguments)
             result = emit.as_before(result, attention)
         except Kept:
@@ -184,10 +182,11 @@ class _Rewrite:
         query, key, value = map(_dimensions, (attention.query, attention.key, attention.value))
         (*_, queries, width), (*_, keys, other_width) = query, key
         fits = same(query[:-3], key[:-3]) and same(query[:-3], value[:-3])
-        fits = fits and same(width, other_width) and same(keys, value[-2]) and isinstance(width, int)
+        fits = fits and same(width, other_width) and same(keys, value[-2])
         for heads in (key[-3], value[-3]):
             groups = attention.grouped or (heads == 1 and not attention.fused)
-            fits = fits and (same(query[-3], heads) or (groups and query[-3] % heads == 0))
+            counts = isinstance(query[-3], int) and isinstance(heads, int)
+            fits = fits and (same(query[-3], heads) or (groups and counts and query[-3] % heads == 0))
         if not fits:
             raise Kept(
                 Reason.NOT_BY_HEADS, f"query {list(query)}, key {list(key)}, value {list(value)}", attention.node
@@ -207,7 +206,7 @@ class _Rewrite:
     def _keys_and_values(self, attention: Attention) -> tuple[Operand, Operand]:
         """Key and value; as they were before their heads were repeated, if both were."""
         found = []
-        for repeated in (attention.key, attention.value):
+        for repeated in map(without_permutations, (attention.key, attention.value)):
             source = unrepeated(repeated.node, repeated.order[1]) if len(repeated.order) == 4 else None
             if source is None or self.memory.writer(source, repeated.node, attention.node) is not None:
                 return attention.key, attention.value
@@ -242,6 +241,14 @@ _FOR_IT_ALONE = frozenset(
     {"transpose", "permute", "getattr", "getitem", "unsqueeze", "expand", "reshape", "view", "flatten", "contiguous",
      "clone", "repeat_interleave"}
 )  # fmt: skip
+
+
+def _form(attention: Attention, key: Operand) -> str:
+    """What the operator takes the place of, in its own words."""
+    if attention.fused:
+        return "fused" if key is attention.key else "repeated"
+    fill = attention.mask.fill
+    return "filled" if fill is not None and math.isfinite(fill) else "written"
 
 
 def _dimensions(operand: Operand) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Attention as people write it: functions of query, key, value [B, H, T, D] and what may be seen, bool [B or 1, 1, T, T].
+"""Attention as people write it: functions of query, key, value [B, H, T, D] and what may be seen, bool [1, 1, T, T].
 
 `FUSED` calls PyTorch's operator, `WRITTEN` writes it out; all give softmax(q · kᵀ / sqrt(D), masked) · v, [B, H, T, D].
 """
@@ -126,7 +126,11 @@ def padding_in_one_row(q, k, v, allowed):
     return (q @ k.mT * q.shape[-1] ** -0.5 + added(seen, LEAST)).softmax(-1) @ v
 
 
-FUSED = [keywords, positions, scaled, overload, additive, least_values, filled_in_place, sliced, expanded, without_heads,
-         as_integers]  # fmt: skip
-WRITTEN = [hugging_face, at_sign, least_filled, query_scaled, gpt2, hidden_first, in_place, einsum, batched,
-           padding_in_one_row]  # fmt: skip
+FUSED = [
+    keywords, positions, scaled, overload, additive, least_values, filled_in_place, sliced, expanded, without_heads,
+    as_integers,
+]  # fmt: skip
+WRITTEN = [
+    hugging_face, at_sign, least_filled, query_scaled, gpt2, hidden_first, in_place, einsum, batched,
+    padding_in_one_row,
+]  # fmt: skip

@@ -67,15 +67,21 @@ class Emitter:
             result = self("squeeze", (result, 0))
         if attention.order != _USUAL[: len(attention.order)]:
             result = self("permute", (result, attention.order))
-        return self._as_laid_out(result, attention.node)
+        return self._as_laid_out(result, attention)
 
-    def _as_laid_out(self, result: Node, before: Node) -> Node:
-        """The result with the strides that it had, if any user may ask for them."""
+    def _as_laid_out(self, result: Node, attention: Attention) -> Node:
+        """The result with the strides that it had, if any user may ask for them.
+
+        SDPA's result is laid out as the new operator's, whatever Dynamo's example of it says.
+        """
+        before = attention.node
         found, expected = tensor_of(result), tensor_of(before)
         assert found is not None and expected is not None
         if found.dtype is not expected.dtype or not same(tuple(found.shape), tuple(expected.shape)):
             raise Kept(Reason.NOT_BY_HEADS, f"it gives {expected.dtype} {list(expected.shape)}", before)
-        if same(tuple(found.stride()), tuple(expected.stride())) or all(map(_ignores_strides, before.users)):
+        if same(tuple(found.stride()), tuple(expected.stride())) or all(
+            _ignores_strides(user) or (attention.fused and user.op == "output") for user in before.users
+        ):
             return result
         if not expected.is_contiguous():
             raise Kept(Reason.NOT_BY_HEADS, f"it gives strides {list(expected.stride())}", before)

@@ -105,19 +105,16 @@ class Written:
 
     def _masked(self, node: Node, name: str) -> tuple[Node, Mask] | None:
         """The scores and the mask of a step that masks."""
-        arguments = [*node.args, node.kwargs.get("other"), node.kwargs.get("value")]
         if name in _ADDS and not node.kwargs.get("alpha") and len(node.args) == 2:
             return self._added(node)
-        if name in _FILLS and len(node.args) >= 2:
-            scores, condition, *rest = (part for part in arguments if part is not None)
-            fill = constant_of(rest[0]) if rest else None
-            return self._filled(scores, condition, fill, hides=True)
+        if name in _FILLS:
+            fill = constant_of(argument(node, 2, "value"))
+            return self._filled(node.args[0], argument(node, 1, "mask"), fill, hides=True)
         if name == "where" and len(node.args) == 3:
-            condition, first, second = list(node.args)
-            fill, other = constant_of(second), constant_of(first)
-            if fill is not None:
-                return self._filled(first, condition, fill, hides=False)
-            return self._filled(second, condition, other, hides=True)
+            condition, *sides = node.args
+            fills = [constant_of(side) for side in sides]
+            hides = fills[1] is None  # what the condition holds for is the number
+            return self._filled(sides[hides], condition, fills[not hides], hides)
         return None
 
     def _added(self, node: Node) -> tuple[Node, Mask] | None:

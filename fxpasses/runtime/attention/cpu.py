@@ -62,10 +62,10 @@ def forward(
     """The output [B, H, Tq, Dv] and the log-sum-exp [B, H, Tq]; see `operators.sparse_attention`."""
     view = masks.prepared(plan)
     shape = (*query.shape[:-1], key.shape[-2])
-    as_written = form == "written" and view.plan.header.blind
+    as_written = form in ("written", "filled") and view.plan.header.blind
     if view.plan.is_dense or as_written:
         stats.count(math.prod(shape), math.prod(shape), tiled=False)
-        if as_written:
+        if as_written and mask is not None:
             out = written.forward(query, key, value, mask, _scale(query, scale))
             return out, torch.zeros(query.shape[:-1], dtype=_accumulator(query.dtype))
         if form == "repeated":
@@ -101,8 +101,8 @@ def backward(
 ) -> dense.Gradients:
     """Gradients of query, key and value."""
     view = masks.prepared(plan)
-    if form == "written" and view.plan.header.blind:
-        return written.backward(grad, query, key, value, mask, _scale(query, scale))
+    if form in ("written", "filled") and view.plan.header.blind and mask is not None:
+        return written.backward(grad, query, key, value, mask, _scale(query, scale), form == "filled")
     if view.plan.is_dense:
         whole = _whole(mask, view, query.dtype, mask_dtype)
         heads = (key.shape[1], value.shape[1])

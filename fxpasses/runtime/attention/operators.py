@@ -116,10 +116,10 @@ def sparse_attention(
     plan was made by `plan_in_blocks`; it gets no gradient. scale: 1 / sqrt(D) by default. Returns [B, H, Tq, Dv], in
     memory [B, Tq, H, Dv]. A row that sees nothing is 0. Raises `ValueError` where the plan is for other sizes.
 
-    form: what it stands for, which says what a dense plan does. "fused": SDPA of these operands. "repeated": SDPA of keys
-    and values copied for each head of queries. "written": matmul, the mask added, softmax, matmul; "filled": the same with
-    the mask's values in place of scores. These are SDPA up to rounding, but where finite values hide a whole row of the
-    mask: then all of the attention is computed as it is written, whatever the plan.
+    form: what it stands for, which says what a dense plan does. "fused": SDPA of these operands. "repeated": SDPA of
+    keys and values copied for each head of queries. "written": matmul, the mask added, softmax, matmul; "filled": the
+    same with the mask's values in place of scores. These are SDPA up to rounding, but where finite values hide a whole
+    row of the mask: then all of the attention is computed as it is written, whatever the plan.
     """
     if mask is not None and mask.requires_grad:
         raise ValueError("attention by a plan gives its mask no gradient, but the mask requires one")
