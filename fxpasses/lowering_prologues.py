@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import constant, is_symbolic
 from fxpasses.lowering import Compiled, inductor
 from fxpasses.options import Options
@@ -28,6 +29,7 @@ def lower_prologue(program: Program, options: Options) -> Compiled | None:
     if program.device is None or not program.worth_compiling or options.lowering != "inductor":
         return None
     gm = copy_graph_module(program.device)
+    plans = _take_plans_out(gm)
     masks = _return_bytes(gm)
     examples = [_example(node.meta["example_value"]) for node in gm.graph.find_nodes(op="placeholder")]
     context: Any = TracingContext(detect_fake_mode(examples))
@@ -36,9 +38,47 @@ def lower_prologue(program: Program, options: Options) -> Compiled | None:
 
     def call(*inputs: Any) -> tuple[Any, ...]:
         outputs = compiled(*inputs)
-        return tuple(value.view(torch.bool) if i in masks else value for i, value in enumerate(outputs))
+        return plans(*(value.view(torch.bool) if i in masks else value for i, value in enumerate(outputs)))
 
     return call
+
+
+_VIEWS = frozenset({"expand", "getitem", "unsqueeze", "view", "reshape", "transpose", "permute"})
+
+
+def _take_plans_out(gm: GraphModule) -> GraphModule:
+    """Have the graph return what its plans of attention are made of; returns a graph that makes all that it returned.
+
+    A compiler would write a mask once for the operator that makes its plan and once to return it, and its views whole.
+    """
+    output = gm.graph.output_node()
+    rest, taken = Graph(), dict[Node, Node]()
+    returned: list[Node] = []
+
+    def take(node: Node, inside: bool) -> Node:
+        if node not in taken:
+            if inside and node.all_input_nodes == [node.args[0]]:
+                is_view = operator_of(node.all_input_nodes[0]) in _VIEWS
+                taken[node] = rest.node_copy(node, lambda operand: take(operand, is_view))
+            else:
+                returned.append(node)
+                taken[node] = rest.placeholder(node.name)
+        return taken[node]
+
+    results: Any = output.args[0]
+    rest.output(tuple(take(node, node.target is torch.ops.fxpasses.attention_plan.default) for node in results))
+    output.args = (tuple(returned),)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    _placeholders_first(rest)
+    return GraphModule({}, rest, class_name="Plans")
+
+
+def _placeholders_first(graph: Graph) -> None:
+    first = next(iter(graph.nodes))
+    for node in reversed(graph.find_nodes(op="placeholder")):
+        first.prepend(node)
+        first = node
 
 
 def _return_bytes(gm: GraphModule) -> set[int]:

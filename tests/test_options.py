@@ -11,8 +11,9 @@ from fxpasses.options import Options
 
 def test_defaults():
     options = Options.parse(None)
+    assert options.attention == "auto"
     assert (options.passes, options.lowering, options.verify, options.strict) == (
-        ("group_experts", "hoist_metadata", "coalesce_reads", "offload_activations"),
+        ("group_experts", "sparsify_attention", "hoist_metadata", "coalesce_reads", "offload_activations"),
         "inductor",
         False,
         False,
@@ -32,6 +33,7 @@ def test_other_keys_go_to_inductor():
         ({"fastpack.nonsense": 1}, ["fastpack.nonsense", "fastpack.passes", "fastpack.strict"]),
         ({"fastpack.lowering": "xla"}, ["fastpack.lowering", "'xla'", "inductor, aot_eager, eager"]),
         ({"fastpack.verify": "yes"}, ["fastpack.verify", "'yes'", "True or False"]),
+        ({"fastpack.attention": "off"}, ["fastpack.attention", "'off'", "auto, dense"]),
         ({"fastpack.strict": 1}, ["fastpack.strict", "1", "True or False"]),
         ({"shape_pading": True}, ["'shape_pading'", "Inductor", "did you mean 'shape_padding'"]),
         ({"lowering": "eager"}, ["'lowering'", "'fastpack.'"]),

@@ -149,6 +149,7 @@ class Emitter:
                 target, args, kwargs = "cpu", args[:1], {}
         node = self.graph.create_node(entry.node.op, target, tuple(args), dict(kwargs))
         node.meta = {k: v for k, v in entry.node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        node.meta["example_value"] = entry.fake
         return node
 
     def _enter(self, state: tuple[Any, ...]) -> None:

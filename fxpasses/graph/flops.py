@@ -101,7 +101,10 @@ _FORMULAS: dict[str, Callable[[list[Shape], list[Shape], Node], int]] = {
         ("linear", "matmul", "mm", "bmm", "mv", "dot", "__matmul__", "_grouped_mm", "grouped_mm"), _product
     ),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _added_product),
-    **dict.fromkeys(("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"), _attention),
+    **dict.fromkeys(
+        ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu", "fxpasses::sparse_attention"),
+        _attention,  # of all pairs: what a plan leaves out, only the batch knows
+    ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     "einsum": _einsum,
 }

@@ -101,10 +101,15 @@ class _Builder:
 
     def _built_apart(self, refs: list[Ref]) -> list[Ref]:
         """On the CPU: the large tensors that no host value is made of, where a compiler is worth its time for them."""
-        large = [ref for ref in refs if (_elements(self.table.entries[ref.number]) or 0) >= _LARGE]
+        large = [ref for ref in refs if self._is_large(ref)]
         on_host = set(slice_of(self.table, set(refs) - set(large)))
         found = [ref for ref in large if _content(ref) not in on_host and self._saved([ref], on_host)]
         return found if self._saved(found, on_host) >= WORTH_COMPILING else []
+
+    def _is_large(self, ref: Ref) -> bool:
+        """Whether a value is a large tensor, or a plan, which is made of one."""
+        entry = self.table.entries[ref.number]
+        return (_elements(entry) or 0) >= _LARGE or entry.node.target is torch.ops.fxpasses.attention_plan.default
 
     def _saved(self, refs: list[Ref], on_host: set[int]) -> int:
         return elements_saved(self.table, refs, self._is_import, on_host)

@@ -197,3 +197,25 @@ def test_inductor_compiles_them_once_for_all_batches_and_sizes():
         tensors = [value for value in actual if isinstance(value, torch.Tensor)]
         assert {torch.bool, torch.int64, torch.float32} <= {tensor.dtype for tensor in tensors}
         assert [t.stride() for t in tensors] == [t.stride() for t in expected if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.usefixtures("everything_is_large")
+def test_plans_of_attention_are_made_of_the_mask_that_is_compiled():
+    """The mask is written once: plans, and the views that they take, are made after the compiled graph."""
+    tokens = 288
+
+    def program(x, document):
+        allowed = (document[:, None, :, None] == document[:, None, None]) & torch.ones(tokens, tokens).tril().bool()
+        allowed = allowed.expand(2, -1, -1, -1)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=allowed)
+
+    def batch(*lengths):
+        x = torch.linspace(-1, 1, 2 * 2 * tokens * 8).view(2, 2, tokens, 8).clone()
+        return x.requires_grad_(), torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+
+    (prologue,), function = prologues_of(program, batch(100, 188), "inductor")
+    assert prologue.compiled is not None and prologue.program.worth_compiling
+    assert torch.ops.fxpasses.attention_plan.default in {node.target for node in prologue.program.device.graph.nodes}
+    for inputs in (batch(100, 188), batch(30, 200, 58)):
+        torch.testing.assert_close(results(function, inputs), results(program, inputs))
+    assert prologue.compiled is not None and prologue.runs == 3
