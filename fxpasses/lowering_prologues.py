@@ -68,7 +68,9 @@ def _take_plans_out(gm: GraphModule) -> GraphModule:
     results: Any = output.args[0]
     rest.output(tuple(take(node, node.target is torch.ops.fxpasses.attention_plan.default) for node in results))
     output.args = (tuple(returned),)
-    gm.graph.eliminate_dead_code()
+    for node in reversed(gm.graph.nodes):
+        if node in taken and not node.users:  # not all dead code: what writes in place has no users either
+            gm.graph.erase_node(node)
     gm.recompile()
     _placeholders_first(rest)
     return GraphModule({}, rest, class_name="Plans")
