@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxpasses.runtime.attention import cost, cuda, masks, operators, tiles
+from fxpasses.runtime.attention import cost, masks, operators, tiles
 from fxpasses.runtime.attention import plan as plans
 from fxpasses.runtime.attention.intervals import intervals_of
 from fxpasses.runtime.attention.plan import Kind
@@ -219,25 +219,6 @@ def test_bits_are_packed_and_unpacked(columns):
     assert bits.shape == (2, 5, (columns + 31) // 32)
     for left, right in [(0, columns), (columns // 3, columns), (columns // 2, columns // 2 + 1)]:
         assert torch.equal(plans.unpack(bits, left, right), block[..., left:right])
-
-
-@SOME
-@given(attention_masks(at_most=300))
-def test_block_masks_of_devices(mask):
-    """What the device would compute, on the CPU: blocks that are partly allowed, and full ones."""
-    size = cuda.BLOCK
-    rows, columns = mask.shape[-2:]
-    padded = torch.nn.functional.pad(mask, (0, -columns % size, 0, -rows % size))
-    split = padded.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
-    for given_mask in (mask, to_additive(mask, float("-inf"))):
-        plan = cuda.plan_of(given_mask)
-        block_mask = cuda.block_mask(plan, rows, columns, lambda b, h, q, k: q >= 0)
-        assert torch.equal(block_mask.to_dense().bool(), split.any(-1).any(-2))
-        full = split.all(-1).all(-2)
-        assert torch.equal(block_mask.full_kv_num_blocks.long(), full.sum(-1))
-        assert plan.shape[-1] == cuda.table_size(rows, columns)
-    in_blocks = cuda.plan_in_blocks(lambda start, stop: mask[:, :, start:stop], tuple(mask.shape))
-    assert torch.equal(in_blocks[..., : plan.shape[-1]], plan)
 
 
 def test_candidates_leave_room_for_all_tiles():

@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.compilers import nop
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxpasses
-from fxpasses.runtime.attention import cost, cpu, cuda, masks, operators
+from fxpasses.runtime.attention import cost, cpu, masks, operators
 from fxpasses.runtime.attention import plan as plans
 from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
 
@@ -455,40 +453,6 @@ def resident():
     """Bytes of this process that lie in memory."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
-
-
-# On a device
-
-
-@pytest.mark.parametrize("form", ["bool", "least", "values", "blocks"])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
-def test_flex_attention_follows_the_plan(form, shape):
-    """What a CUDA device would run, traced and run on the CPU by FlexAttention's own reference."""
-    drawn = [documents([60, 100]), window(160, 30), documents([100, 60], with_causal=False), causal(160)[None, None]]
-    mask = torch.cat([drawn[i % 4] for i in range(shape[0] * shape[1])]).view(*shape, 160, 160)
-    mask[:, :, 140] = False
-    said = {
-        "bool": mask,
-        "blocks": mask,
-        "least": to_additive(mask, torch.finfo(torch.float32).min),
-        "values": to_additive(mask, float("-inf")) + torch.rand(160),
-    }[form]
-    leaves, grad = operands(mask, depth=16)
-    if form == "blocks":
-        plan = cuda.plan_in_blocks(lambda start, stop: mask[:, :, start:stop], tuple(mask.shape))
-    else:
-        plan = cuda.plan_of(said)
-    if form == "least":
-        grad[:, :, 140] = 0  # kernels differ in the gradients of a row that finite values rule out
-    given_masks = [] if form == "blocks" else [said]
-
-    def attend(q, k, v, plan, *masks):
-        return cuda.attend(q, k, v, masks[0] if masks else None, plan, None)
-
-    traced = aot_function(attend, nop)
-    for run in (attend, traced):
-        actual = results(lambda *leaves, run=run: run(*leaves, plan, *given_masks), leaves, grad)
-        torch.testing.assert_close(actual, results(sdpa(said), leaves, grad))
 
 
 @pytest.mark.parametrize("amx", [False, True])

@@ -1,0 +1,67 @@
+"""What attention by a plan does on CUDA devices, on the CPU: block masks, and FlexAttention's own reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compilers import nop
+
+from fxpasses.runtime.attention import cuda
+from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
+
+SOME = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@SOME
+@given(attention_masks(at_most=300))
+def test_block_masks_of_devices(mask):
+    """Blocks that are partly allowed, and full ones."""
+    size = cuda.BLOCK
+    rows, columns = mask.shape[-2:]
+    padded = F.pad(mask, (0, -columns % size, 0, -rows % size))
+    split = padded.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    for given_mask in (mask, to_additive(mask, float("-inf"))):
+        plan = cuda.plan_of(given_mask)
+        block_mask = cuda.block_mask(plan, rows, columns, lambda b, h, q, k: q >= 0)
+        assert torch.equal(block_mask.to_dense().bool(), split.any(-1).any(-2))
+        full = split.all(-1).all(-2)
+        assert torch.equal(block_mask.full_kv_num_blocks.long(), full.sum(-1))
+        assert plan.shape[-1] == cuda.table_size(rows, columns)
+    in_blocks = cuda.plan_in_blocks(lambda start, stop: mask[:, :, start:stop], tuple(mask.shape))
+    assert torch.equal(in_blocks[..., : plan.shape[-1]], plan)
+
+
+@pytest.mark.parametrize("form", ["bool", "least", "values", "blocks"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
+def test_flex_attention_follows_the_plan(form, shape):
+    """What a CUDA device would run, traced and run on the CPU by FlexAttention's own reference."""
+    drawn = [documents([60, 100]), window(160, 30), documents([100, 60], with_causal=False), causal(160)[None, None]]
+    mask = torch.cat([drawn[i % 4] for i in range(shape[0] * shape[1])]).view(*shape, 160, 160)
+    mask[:, :, 140] = False
+    said = {
+        "bool": mask,
+        "blocks": mask,
+        "least": to_additive(mask, torch.finfo(torch.float32).min),
+        "values": to_additive(mask, float("-inf")) + torch.rand(160),
+    }[form]
+    leaves = [torch.randn(2, heads, 160, 16, requires_grad=True) for heads in (4, 2, 2)]
+    grad = torch.randn(2, 4, 160, 16)
+    if form == "blocks":
+        plan = cuda.plan_in_blocks(lambda start, stop: mask[:, :, start:stop], tuple(mask.shape))
+    else:
+        plan = cuda.plan_of(said)
+    if form == "least":
+        grad[:, :, 140] = 0  # kernels differ in the gradients of a row that finite values rule out
+    given_masks = [] if form == "blocks" else [said]
+
+    def attend(q, k, v, plan, *masks):
+        return cuda.attend(q, k, v, masks[0] if masks else None, plan, None)
+
+    traced = aot_function(attend, nop)
+    for run in (attend, traced):
+        out = run(*leaves, plan, *given_masks)
+        expected = F.scaled_dot_product_attention(*leaves, said, enable_gqa=True)
+        torch.testing.assert_close(out, expected)
+        gradients = torch.autograd.grad(out, leaves, grad)
+        torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, grad))
