@@ -241,25 +241,29 @@ def test_a_dense_plan_has_one_mask_for_all_layers():
 def calls():
     mask = documents([40, 56])
     values = to_additive(mask, float("-inf")) + torch.rand(96)
-    for said in (mask, values, mask[0, 0]):
-        leaves, _ = operands(mask)
-        yield (*leaves, said, operators.attention_plan(said, 8)), {}
+    leaves, _ = operands(mask)
+    yield (*leaves, values[0, 0], operators.attention_plan(values[0, 0], 8)), {}
     yield (*leaves, None, operators.plan_in_blocks(lambda start, stop: mask[:, :, start:stop], (1, 1, 96, 96))), {}
     dense = causal(24)[None, None]
     leaves, _ = operands(dense, width=5)
     yield (*leaves, dense, operators.attention_plan(dense, 8)), {"scale": 0.2}
 
 
-def test_opcheck(calls_are_free):
-    for args, kwargs in calls():
-        torch.library.opcheck(torch.ops.fxpasses.sparse_attention_forward.default, args, kwargs)
-        torch.library.opcheck(sparse_attention.default, args, kwargs)
-        query, key, value, mask, plan = (None if arg is None else arg.detach() for arg in args)
-        out, logsumexp = torch.ops.fxpasses.sparse_attention_forward(query, key, value, mask, plan, **kwargs)
-        backward_args = (out, query, key, value, mask, plan, out, logsumexp)
-        torch.library.opcheck(torch.ops.fxpasses.sparse_attention_backward.default, backward_args, kwargs)
-        if mask is not None:
-            torch.library.opcheck(torch.ops.fxpasses.attention_plan.default, (mask, 8))
+@pytest.mark.parametrize("number", range(3), ids=["values", "blocks", "dense"])
+def test_opcheck(calls_are_free, number):
+    args, kwargs = list(calls())[number]
+    torch.library.opcheck(torch.ops.fxpasses.sparse_attention_forward.default, args, kwargs)
+    query, key, value, mask, plan = (None if arg is None else arg.detach() for arg in args)
+    out, logsumexp = torch.ops.fxpasses.sparse_attention_forward(query, key, value, mask, plan, **kwargs)
+    backward_args = (out, query, key, value, mask, plan, out, logsumexp)
+    torch.library.opcheck(torch.ops.fxpasses.sparse_attention_backward.default, backward_args, kwargs)
+    if mask is not None:
+        torch.library.opcheck(torch.ops.fxpasses.attention_plan.default, (mask, 8))
+
+
+def test_opcheck_of_what_a_graph_calls(calls_are_free):
+    args, kwargs = next(calls())
+    torch.library.opcheck(sparse_attention.default, args, kwargs)
 
 
 def test_another_batch_compiles_nothing(calls_are_free):
