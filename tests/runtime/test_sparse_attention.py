@@ -477,5 +477,6 @@ def test_a_long_causal_document_needs_no_mask(monkeypatch):
     plan = operators.attention_plan(mask, 8)
     long = [tile for tile in plans.read(plan).tiles if tile.stop - tile.start > 100]
     assert [(tile.start, tile.stop, plans.Kind(tile.kind).name) for tile in long] == [(20, 320, "CAUSAL")]
+    assert long[0].pairs(1, 1) == 300 * 301 // 2
     leaves, grad = operands(mask)
     assert_as_exact_as_sdpa(results(planned(mask, plan), leaves, grad), leaves, grad, mask)

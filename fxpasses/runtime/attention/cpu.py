@@ -191,7 +191,7 @@ def _tile_mask(
 
     if mask is not None and mask.dtype == dtype and mask_dtype in (None, dtype) and mask.stride(-1) == 1:
         return make()  # a view, which is not to be kept
-    return view.keep((tile, dtype, mask_dtype), make)
+    return view.keep((tile, dtype, None if mask is None else mask.dtype, mask_dtype), make)
 
 
 def _whole(
@@ -202,7 +202,7 @@ def _whole(
         raise ValueError("a dense plan needs the mask that it was made from, but the mask is None")
     if mask.dtype != torch.bool:
         return mask if mask_dtype is None else mask.to(mask_dtype)
-    return view.keep(("whole", dtype), lambda: masks.additive(mask, dtype))
+    return view.keep(("whole", dtype, mask.shape), lambda: masks.additive(mask, dtype))
 
 
 def _compute_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
@@ -212,7 +212,7 @@ def _compute_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
 
 
 def _has_amx() -> bool:
-    check = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private: torch 2.11 to 2.15
+    check = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private: torch 2.11 to 2.14
     return bool(check and check())
 
 

@@ -3,7 +3,7 @@
 A plan there is int32 [B, H, words]: the four tables of a `BlockMask` by rows, in blocks of 128 x 128 (how many partial
 blocks each row of blocks has and which, and the same for full ones); in a plan made in blocks, the mask's bits follow.
 FlexAttention goes into the graph as PyTorch's own operator, and Inductor writes its kernels. Tests hold it against the
-mask on the CPU; it is not measured, for want of a device. Private names: checked on torch 2.13.
+mask on the CPU; it is not measured, for want of a device. Private names: checked on torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

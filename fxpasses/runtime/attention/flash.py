@@ -1,6 +1,7 @@
-"""PyTorch's flash-attention kernel for the CPU, and what goes around it, by private names: checked on torch 2.13.
+"""PyTorch's flash-attention kernel for the CPU, and what goes around it, by private names.
 
-Query [B, H, Tq, D], key and value [B, Hkv, Tk, D] of one floating dtype, the last stride 1, H a multiple of Hkv.
+Checked on torch 2.11 to 2.14. Query [B, H, Tq, D], key and value [B, Hkv, Tk, D] of one floating dtype, the last stride
+1, H a multiple of Hkv.
 """
 
 from __future__ import annotations

@@ -67,11 +67,9 @@ class PlacedTile(NamedTuple):
 
     def pairs(self, batch: int, heads: int) -> int:
         """How many pairs it computes, where the plan's mask is broadcast to so many elements and heads."""
-        return (self.b1 - self.b0) * batch * (self.h1 - self.h0) * heads * self.area
-
-    @property
-    def area(self) -> int:
-        return (self.stop - self.start) * (self.right - self.left)
+        rows, columns = self.stop - self.start, self.right - self.left
+        pairs = rows * (rows + 1) // 2 if self.kind == Kind.CAUSAL else rows * columns
+        return (self.b1 - self.b0) * batch * (self.h1 - self.h0) * heads * pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +127,8 @@ def plan_of(mask: torch.Tensor, heads: int) -> torch.Tensor:
     )
     placed = _place(seen, (batch, mask_heads), heads)
     computed = sum(_price(tile, heads) for tile in placed)
-    worthwhile = computed <= cost.WORTHWHILE * batch * mask_heads * cost.dense(rows, columns, _sequence(heads))
+    all_heads = _sequence(heads * batch * mask_heads)
+    worthwhile = computed <= cost.WORTHWHILE * cost.dense(rows, columns, all_heads)
     plan = torch.zeros(plan_size(batch, mask_heads, rows, columns), dtype=torch.int32)
     if worthwhile:
         _write(plan, Header(1, len(placed), batch, mask_heads, rows, columns, 0, blind), placed, seen)
