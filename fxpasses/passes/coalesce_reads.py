@@ -74,6 +74,7 @@ class CoalesceReads:
 
     name = "coalesce_reads"
     requires: tuple[str, ...] = ()
+    exact = True
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
