@@ -127,8 +127,8 @@ def test_a_pass_that_fails_is_in_the_record(monkeypatch):
     with fxpasses.inspect.record() as record, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.compile(model, backend="fastpack", options={"fastpack.lowering": "eager"})(*inputs())
-    assert record.graphs[0].stages[2].failure == "RuntimeError: on purpose"
-    assert [report.pass_name for report in record.graphs[0].reports] == ["group_experts", "coalesce_reads"]
+    assert record.graphs[0].stages[3].failure == "RuntimeError: on purpose"
+    assert [report.pass_name for report in record.graphs[0].reports] == ["group_experts", "sparsify_attention", "coalesce_reads"]
 
 
 # Files
