@@ -35,6 +35,9 @@ def check_mask(attention: Attention) -> None:
             raise Kept(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
         return
     fill = attention.mask.fill
+    if out.device.type != "cpu" and (fill is None or math.isfinite(fill)):
+        # Only the operator for the CPU computes rows that finite values hide as they are written.
+        raise Kept(Reason.SCORES_CHANGED, f"finite values may hide a whole row, on {out.device.type}", attention.node)
     if fill is None:
         if out.dtype is torch.float16 or mask.dtype is torch.float16:
             raise Kept(Reason.SCORES_CHANGED, "the least float16 does not hide a score", attention.mask.node)
