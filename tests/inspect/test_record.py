@@ -128,7 +128,11 @@ def test_a_pass_that_fails_is_in_the_record(monkeypatch):
         warnings.simplefilter("ignore")
         torch.compile(model, backend="fastpack", options={"fastpack.lowering": "eager"})(*inputs())
     assert record.graphs[0].stages[3].failure == "RuntimeError: on purpose"
-    assert [report.pass_name for report in record.graphs[0].reports] == ["group_experts", "sparsify_attention", "coalesce_reads"]
+    assert [report.pass_name for report in record.graphs[0].reports] == [
+        "group_experts",
+        "sparsify_attention",
+        "coalesce_reads",
+    ]
 
 
 # Files

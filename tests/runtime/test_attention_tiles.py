@@ -232,4 +232,4 @@ def test_candidates_leave_room_for_all_tiles():
     for lengths in ([1] * 100, [15] * 20, [16] * 20, [17, 1, 1, 300], [5], [1000]):
         mask = documents(lengths)[0, 0]
         seen = intervals_of(mask)
-        assert len(tiles.cut(seen.first, seen.last, 1e6)) <= tiles.most_tiles(mask.shape[0])
+        assert len(tiles.cut(seen.first.tolist(), seen.last.tolist(), 1e6)) <= tiles.most_tiles(mask.shape[0])

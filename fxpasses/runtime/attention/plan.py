@@ -17,7 +17,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -208,14 +208,16 @@ def _steps(count: int, step: int) -> Iterator[tuple[int, int]]:
 
 def _place(seen: Intervals, extent: tuple[int, int], heads: int) -> list[PlacedTile]:
     """Tiles for each stretch of elements and heads that see the same. extent: elements and heads of the mask itself."""
+    rows = [
+        [_Seen(*of_head) for of_head in zip(*of_element, strict=True)] for of_element in zip(*_lists(seen), strict=True)
+    ]
     placed = []
-    for b0, b1, h0, h1 in _stretches(seen):
-        first, last, irregular = (part[b0, h0] for part in seen)
-        everyone = (seen.first.shape[0] == 1, seen.first.shape[1] == 1)
-        where = (b0, extent[0] if everyone[0] else b1, h0, extent[1] if everyone[1] else h1)
+    for b0, b1, h0, h1 in _stretches(rows):
+        first, last, irregular = rows[b0][h0]
+        where = (b0, extent[0] if len(rows) == 1 else b1, h0, extent[1] if len(rows[0]) == 1 else h1)
         share = heads * (where[1] - where[0]) * (where[3] - where[2])
         for tile in tiles.cut(first, last, _sequence(share)):
-            if irregular[tile.start : tile.stop].any():
+            if True in irregular[tile.start : tile.stop]:
                 kind = Kind.VALUES
             elif tiles.is_causal(tile, first, last):
                 kind = Kind.CAUSAL
@@ -225,25 +227,40 @@ def _place(seen: Intervals, extent: tuple[int, int], heads: int) -> list[PlacedT
     return placed
 
 
-def _stretches(seen: Intervals) -> Iterator[tuple[int, int, int, int]]:
+class _Seen(NamedTuple):
+    """`Intervals` of one element and head, as lists."""
+
+    first: list[int]
+    last: list[int]
+    irregular: list[bool]
+
+    def is_as(self, other: _Seen) -> bool:
+        """Whether intervals say it all of both, and the same."""
+        return True not in self.irregular and True not in other.irregular and self == other
+
+
+def _lists(seen: Intervals) -> Iterator[Any]:
+    return (part.tolist() for part in seen)
+
+
+def _stretches(rows: list[list[_Seen]]) -> Iterator[tuple[int, int, int, int]]:
     """Neighbours that see the same, where intervals say it all: ranges of elements, then of heads within one."""
-    batch, heads, _ = seen.first.shape
-    code = torch.stack([seen.first, seen.last])
-    alone = seen.irregular.any(-1)
-    heads_agree = heads == 1 or (not alone.any() and bool((code == code[:, :, :1]).all()))
-    if heads_agree:
-        b0 = 0
-        for b1 in range(1, batch + 1):
-            if b1 == batch or alone[b0:b1].any() or alone[b1].any() or not torch.equal(code[:, b0], code[:, b1]):
-                yield b0, b1, 0, heads
-                b0 = b1
+    heads = len(rows[0]) if rows else 0
+    if heads == 1 or all(head.is_as(element[0]) for element in rows for head in element):
+        for b0, b1 in _runs([element[0] for element in rows]):
+            yield b0, b1, 0, heads
         return
-    for b in range(batch):
-        h0 = 0
-        for h1 in range(1, heads + 1):
-            if h1 == heads or alone[b, h0] or alone[b, h1] or not torch.equal(code[:, b, h0], code[:, b, h1]):
-                yield b, b + 1, h0, h1
-                h0 = h1
+    for b, element in enumerate(rows):
+        for h0, h1 in _runs(element):
+            yield b, b + 1, h0, h1
+
+
+def _runs(rows: list[_Seen]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for stop in range(1, len(rows) + 1):
+        if stop == len(rows) or not rows[start].is_as(rows[stop]):
+            yield start, stop
+            start = stop
 
 
 def _price(placed: PlacedTile, heads: int) -> float:

@@ -3,14 +3,14 @@
 Every row lies in one tile, so that its softmax is one call's; rows that see nothing may lie in none. Documents with a
 causal mask give a staircase of bands, windows a band of parallelograms, padding one rectangle, a prefix a rectangle and
 a staircase; a long causal document stays whole.
+
+Rows come as lists: a tensor that is asked number by number is a host read each time.
 """
 
 from __future__ import annotations
 
 import itertools
 from typing import NamedTuple
-
-import torch
 
 from fxpasses.runtime.attention import cost
 
@@ -33,11 +33,11 @@ def most_tiles(rows: int) -> int:
     return rows // SHORTEST + 1
 
 
-def cut(first: torch.Tensor, last: torch.Tensor, heads: float) -> list[Tile]:
-    """The tiles of least cost, in order. first, last: int32 [rows], as in `Intervals`. heads: how many share them."""
+def cut(first: list[int], last: list[int], heads: float) -> list[Tile]:
+    """The tiles of least cost, in order. first, last: of each row, as in `Intervals`. heads: how many share them."""
     cuts = _candidates(first, last)
     whole = {begin for begin, end in itertools.pairwise(cuts) if _is_long_document(begin, end, first, last)}
-    spans = _spans(first.tolist(), last.tolist(), cuts)
+    spans = _spans(first, last, cuts)
     best = [0.0] + [float("inf")] * (len(cuts) - 1)
     origin = [0] * len(cuts)
     for end in range(1, len(cuts)):
@@ -72,33 +72,32 @@ def price(tile: Tile, heads: float, causal: bool) -> float:
     return cost.causal_square(rows, heads) if causal else cost.tile(rows, tile.right - tile.left, heads)
 
 
-def is_full(tile: Tile, first: torch.Tensor, last: torch.Tensor) -> bool:
+def is_full(tile: Tile, first: list[int], last: list[int]) -> bool:
     """Whether each row of the tile sees all its columns, as far as intervals tell."""
-    rows = slice(tile.start, tile.stop)
-    return bool((first[rows] == tile.left).all() and (last[rows] == tile.right).all())
+    rows, count = slice(tile.start, tile.stop), tile.stop - tile.start
+    return first[rows].count(tile.left) == count == last[rows].count(tile.right)
 
 
-def is_causal(tile: Tile, first: torch.Tensor, last: torch.Tensor) -> bool:
+def is_causal(tile: Tile, first: list[int], last: list[int]) -> bool:
     """Whether the tile is a long causal document, which the kernel takes without a mask."""
     if tile[:2] != tile[2:]:
         return False
     return _is_long_document(tile.start, tile.stop, first, last)
 
 
-def _is_long_document(begin: int, end: int, first: torch.Tensor, last: torch.Tensor) -> bool:
+def _is_long_document(begin: int, end: int, first: list[int], last: list[int]) -> bool:
     if end - begin < cost.CAUSAL_ROWS:
         return False
-    rows = torch.arange(begin, end, dtype=last.dtype)
-    return bool((first[begin:end] == begin).all() and torch.equal(last[begin:end], rows + 1))
+    return first[begin:end].count(begin) == end - begin and last[begin:end] == list(range(begin + 1, end + 1))
 
 
-def _candidates(first: torch.Tensor, last: torch.Tensor) -> list[int]:
+def _candidates(first: list[int], last: list[int]) -> list[int]:
     """Where a cut may lie: where a row sees something else than the one before, and between these at every `_STEP`.
 
     Regular cuts count from a stretch's end: bands of one height then end in the same triangle, and share one mask.
     """
-    rows = first.shape[0]
-    jumps = ((first.diff().abs() > 1) | (last.diff().abs() > 1)).nonzero().flatten().add(1).tolist()
+    rows = len(first)
+    jumps = [r for r in range(1, rows) if abs(first[r] - first[r - 1]) > 1 or abs(last[r] - last[r - 1]) > 1]
     cuts = [0]
     for jump in [*jumps, rows]:
         if jump < rows and (jump - cuts[-1] < SHORTEST or rows - jump < SHORTEST):
@@ -119,7 +118,7 @@ def _spans(first: list[int], last: list[int], cuts: list[int]) -> list[tuple[int
     return spans
 
 
-def _join_rectangles(tiles: list[Tile], first: torch.Tensor, last: torch.Tensor) -> list[Tile]:
+def _join_rectangles(tiles: list[Tile], first: list[int], last: list[int]) -> list[Tile]:
     joined: list[Tile] = []
     previous_is_full = False
     for tile in tiles:
