@@ -1,7 +1,7 @@
 """Train a small Hugging Face decoder on packed text, in eager mode and with `backend="fastpack"`, side by side.
 
     make demo                                        # or: python examples/packed_training.py
-    make demo ARGS="--peer inductor --layers 12"     # stock Inductor as a third column
+    make demo ARGS="--peer none --layers 12"         # without the column of stock Inductor
     make demo ARGS="--attention flash"               # Hugging Face's own flash-attention path
     make demo ARGS=--offload                         # and one whose activations wait for backward on disk
     make demo ARGS="--device cuda --tokens 4096"
@@ -10,7 +10,8 @@ The text is the source of the installed Python's standard library, a token a byt
 batch. The attention does in every layer what packed attention does in many code bases: it asks for the longest
 document (`.item()`) and for all lengths (`.tolist()`), checks that they cover the batch, and builds a block-causal
 mask. With checkpointed layers, eager mode does all that twice a layer and step: in forward, and again in backward.
-`fastpack` needs no change to the model: it does it once a batch.
+`fastpack` needs no change to the model: it does it once a batch, and attention computes only the pairs of tokens that
+the mask allows.
 
 `--attention flash` is the model as Hugging Face ships it, and a batch that says by `position_ids` alone where documents
 begin. Its flash-attention path asks in every layer whether the batch is packed (`if tensor:`), where (`nonzero`) and
@@ -54,6 +55,7 @@ from transformers import AttentionInterface, DataCollatorWithFlattening, LlamaCo
 
 import fxpasses.inspect
 from fxpasses.data import bucket_lengths
+from fxpasses.runtime.attention.stats import AttentionStats
 from fxpasses.runtime.offload.stats import OffloadStats
 
 SEQUENCES = 8  # entries of `lengths`, filled up with zeros: `.tolist()` is unrolled, so another number is another graph
@@ -189,6 +191,7 @@ class Run:
     graphs: int = 0
     graph_breaks: int = 0
     offloaded: OffloadStats | None = None
+    attention: AttentionStats | None = None
     peak_bytes: int = 0
     failure: str = ""
 
@@ -287,8 +290,10 @@ def run_column(name: str, arguments: argparse.Namespace, batches: list[Batch], b
             # The model is small, and so are its activations: without a limit of its own it would keep them all.
             options |= {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}
         fxpasses.offload_stats(reset=True)
+        fxpasses.attention_stats(reset=True)
         run = train(torch.compile(model, backend="fastpack", options=options), model, batches, bar)
         run.offloaded = fxpasses.offload_stats()
+        run.attention = fxpasses.attention_stats()
         return run
     # As PyTorch comes: without the flags that `fastpack` switches on, every layer breaks the graph, and Dynamo says so
     # at length.
@@ -311,12 +316,15 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
         "loss, last step": lambda run: f"{run.losses[-1]:.5f}",
         "host reads per step": lambda run: str(sum(run.events[name] for name in HOST_READS)),
         "masks built per step": lambda run: str(run.events[MASK_BUILT]),
+        "pairs of tokens computed": pairs_computed,
         "graph breaks": lambda run: str(run.graph_breaks),
         "graphs compiled": lambda run: str(run.graphs),
         "compile time": lambda run: f"{run.compile_seconds:.1f} s" if run.graphs else "–",
         "step time, median": lambda run: f"{1000 * run.step_seconds:.0f} ms",
     }
-    del rows["graph breaks" if arguments.attention == "mask" else "masks built per step"]
+    mask_rows = ("masks built per step", "pairs of tokens computed")
+    for name in ["graph breaks"] if arguments.attention == "mask" else mask_rows:
+        del rows[name]
     if arguments.device == "cuda":
         rows["device-to-host copies per step"] = lambda run: str(
             sum(count for name, count in run.events.items() if name.startswith(DEVICE_COPY))
@@ -333,6 +341,12 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
     for column, run in enumerate(runs.values(), start=1):
         cells[0][column] = run.failure or cells[0][column]
     return tabulate(cells, headers=["", *runs], colalign=("left", *["right"] * len(runs)), disable_numparse=True)
+
+
+def pairs_computed(run: Run) -> str:
+    """The share of all pairs of a query and a key that attention computed: all of them without a plan."""
+    planned = run.attention is not None and run.attention.pairs > 0
+    return f"{100 * run.attention.pairs_computed / run.attention.pairs:.0f} %" if planned else "100 %"
 
 
 def notes(runs: dict[str, Run], arguments: argparse.Namespace) -> list[str]:
@@ -385,11 +399,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention", **attentions, help="a mask of our own (default), or flash as in Hugging Face")
     offload = "one more column: fastpack, with activations that wait for backward on disk"
     parser.add_argument("--offload", action="store_true", help=offload)
-    peers = "one more column: stock torch.compile with this backend (default with --attention flash: eager)"
-    parser.add_argument("--peer", choices=["inductor", "eager"], help=peers)
+    peers = "a column of stock torch.compile with this backend (default inductor; with --attention flash: eager)"
+    parser.add_argument("--peer", choices=["inductor", "eager", "none"], help=peers)
     arguments = parser.parse_args()
-    if arguments.attention == "flash" and arguments.peer is None:
-        arguments.peer = "eager"
+    if arguments.peer is None:
+        arguments.peer = "eager" if arguments.attention == "flash" else "inductor"
+    if arguments.peer == "none":
+        arguments.peer = None
     if arguments.offload and arguments.lowering == "eager":
         parser.error("argument --offload: the lowering eager has no backward graph; take inductor or aot_eager")
     if arguments.device == "cuda" and not torch.cuda.is_available():
