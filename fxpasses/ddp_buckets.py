@@ -12,8 +12,9 @@ may run before another that writes to memory it reads, or that draws random numb
 order. It overlooks parameters that an operator takes in a list, as grouped products take those of experts. And it hands
 numbers from piece to piece, although AOTAutograd takes no floats: here each piece makes them anew from the inputs.
 
-Private names, checked on torch 2.13: the constructor, methods and attributes of DDPOptimizer that are listed below,
-`TracingContext.ddp_optimizer_ctx` and `fakify_first_call`. Where the class lacks one, it stays outside.
+Private names, checked on torch 2.13: the constructor, methods and attributes of DDPOptimizer that are listed below, and
+that it calls `torch.fx.passes.split_module.split_module`; `TracingContext.ddp_optimizer_ctx` and `fakify_first_call`.
+Where the class lacks one, it stays outside. Where it cuts in another way, a graph is compiled whole, with a warning.
 """
 
 from __future__ import annotations
@@ -79,12 +80,14 @@ def compile_in_buckets(
     optimizer = _class()(outer.bucket_bytes_cap, lower, outer.first_bucket_cap)
     gm = copy_graph_module(gm)
     try:
-        with _cut_by_split(gm):
+        with _cut_by_split(gm) as cuts:
             compiled = optimizer.compile_fn(gm, list(example_inputs))
+        pieces = len(optimizer.buckets)
+        if pieces > 1 and not cuts:
+            raise RuntimeError(f"DDPOptimizer of torch {torch.__version__} does not cut by `split_module`")
     except Exception:
         _forget_pieces()
         raise
-    pieces = len(optimizer.buckets)
     if pieces > 1:
         summary = f"compiled in {pieces} pieces, at DDP's buckets: gradients are reduced while backward runs"
         told(Report(NAME, summary=summary, figures={"pieces": pieces}))
@@ -107,18 +110,22 @@ def _class() -> Any:
 
 
 @contextlib.contextmanager
-def _cut_by_split(gm: GraphModule) -> Iterator[None]:
-    """Have DDPOptimizer cut `gm`, and nothing else, by `_split`; entered under Dynamo's compile lock."""
+def _cut_by_split(gm: GraphModule) -> Iterator[list[GraphModule]]:
+    """Have DDPOptimizer cut `gm`, and nothing else, by `_split`; what it cut. Entered under Dynamo's compile lock."""
     module: Any = importlib.import_module("torch.fx.passes.split_module")
     original = module.split_module
+    cuts: list[GraphModule] = []
 
     @functools.wraps(original)
-    def split_module(cut: GraphModule, root: Any, piece_of: Callable[[Node], int], *args: Any, **kwargs: Any) -> Any:
-        return _split(original, cut, piece_of) if cut is gm else original(cut, root, piece_of, *args, **kwargs)
+    def split_module(whole: GraphModule, root: Any, piece_of: Callable[[Node], int], *args: Any, **kwargs: Any) -> Any:
+        if whole is not gm:
+            return original(whole, root, piece_of, *args, **kwargs)
+        cuts.append(whole)
+        return _split(original, whole, piece_of)
 
     module.split_module = split_module
     try:
-        yield
+        yield cuts
     finally:
         module.split_module = original
 

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import fxpasses
+import fxpasses.backend
 import fxpasses.inspect
 from fxpasses.inspect import Record
 from tests.distributed.ranks import run_on_ranks
@@ -322,15 +323,35 @@ def test_pieces_keep_their_order() -> None:
 # Where the graph is not cut, or not by us
 
 
-def test_a_graph_that_cannot_be_cut_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise KeyError("u0")
+def test_a_graph_with_a_piece_that_fails_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
 
-    monkeypatch.setattr("torch.fx.passes.split_module.split_module", fails)
-    with pytest.warns(UserWarning, match="at DDP's buckets, failed .*compiled whole"):
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        attempts.append(args)
+        if len(attempts) == 2:
+            raise KeyError("u0")
+        return lower(*args, **kwargs)
+
+    lower = fxpasses.backend.lower
+    monkeypatch.setattr(fxpasses.backend, "lower", fails_once)
+    with pytest.warns(UserWarning, match=r"at DDP's buckets, failed (?s:.*)compiled whole"):
         record = assert_equals_eager(lambda: Decoder(2), lambda m: ddp(compiled(m, **{"fastpack.strict": False})))
+    assert len(attempts) == 3  # the first piece, the second, and the whole graph
     assert [graph.outcome for graph in record.graphs] == ["rewritten"]
     assert not pieces_of(record)
+
+
+def test_a_torch_that_cuts_in_another_way_has_graphs_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.backends import distributed
+
+    def one_piece_after_all(self: Any, gm: Any, inputs: Any) -> Any:
+        self.buckets = [None, None]
+        return self.backend_compile_fn(gm, inputs)
+
+    monkeypatch.setattr(distributed.DDPOptimizer, "compile_fn", one_piece_after_all)
+    with pytest.warns(UserWarning, match=r"does not cut by `split_module`(?s:.*)compiled whole"):
+        record = assert_equals_eager(lambda: Decoder(2), lambda m: ddp(compiled(m, **{"fastpack.strict": False})))
+    assert [graph.outcome for graph in record.graphs] == ["rewritten"]
 
 
 @pytest.mark.parametrize("make", [lambda: Decoder(2), lambda: mixture(chained=True)])
