@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-# Sixteen checkpointed layers of attention and an MLP, activations of 8 MiB; fewer in the one to be killed. It waits to
-# be looked at, and then ends.
+# Sixteen checkpointed layers of attention and an MLP, activations of 8 MiB, compiled as a whole or one by one; fewer in
+# the one to be killed. It waits to be looked at, and then ends.
 TRAIN = """
-import json, sys
+import functools, json, sys
 import torch
 import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 import fxpasses
 
@@ -42,7 +43,14 @@ class Decoder(torch.nn.Module):
 torch.manual_seed(0)
 model, x = Decoder(), torch.randn(1024, 32, 64)
 options = {"fastpack.lowering": "aot_eager", "fastpack.strict": True} | json.loads(sys.argv[1])
-compiled = torch.compile(model, backend="fastpack", options=options)
+if "by layer" in sys.argv:
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = checkpoint_wrapper(layer)
+        model.layers[number].compile(backend="fastpack", options=options)
+    model.forward = lambda x: functools.reduce(lambda x, layer: layer(x), model.layers, x).square().mean()
+    compiled = model
+else:
+    compiled = torch.compile(model, backend="fastpack", options=options)
 loss = compiled(x)
 if "killed" in sys.argv:
     print(json.dumps(fxpasses.offload_stats().bytes_held), flush=True)
@@ -61,9 +69,9 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def peak_memory(**options: Any) -> tuple[int, int, float]:
+def peak_memory(*arguments: str, **options: Any) -> tuple[int, int, float]:
     """The peak of a process's resident memory in bytes, as the system counts it; bytes moved, and the loss."""
-    with start(**options) as process:
+    with start(*arguments, **options) as process:
         assert process.stdout is not None and process.stdin is not None
         moved, loss = json.loads(process.stdout.readline())
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -82,6 +90,17 @@ def test_peak_memory_falls_by_most_of_what_is_moved(tmp_path):
     after, moved, loss = peak_memory(**{"offload": "disk", "offload.directory": str(tmp_path)})
     assert nothing == 0 and loss == expected
     assert moved == 14 * (8 << 20)  # of 15 that are computed, the last one stays
+    assert before - after >= 0.8 * moved, (before, after, moved)
+
+
+@linux
+@pytest.mark.slow
+def test_peak_memory_falls_as_well_where_layers_are_compiled_one_by_one(tmp_path):
+    """What is moved there are the layers' inputs. The first one needs no gradient, and stays."""
+    before, nothing, expected = peak_memory("by layer")
+    after, moved, loss = peak_memory("by layer", **{"offload": "disk", "offload.directory": str(tmp_path)})
+    assert nothing == 0 and loss == expected
+    assert moved == 15 * (8 << 20)
     assert before - after >= 0.8 * moved, (before, after, moved)
 
 
