@@ -24,9 +24,9 @@ class Offload:
 
     tier: "off"; "host", the host's memory, from an accelerator; or "disk", unlinked files in `directory`, from the CPU
     or an accelerator. directory: "" is the system's temporary one. min_bytes: tensors of fewer bytes are kept.
-    keep_last: so many tensors, the first that backward needs, are kept. buffers: how many tensors may be on their way
-    or just used at a time; 1 waits for every copy. device_budget: bytes; move no more than brings the peak that is
-    predicted for the graph under it. host_budget: bytes of host memory, at most.
+    keep_last: so many of the tensors that a graph computes are kept, the first that backward needs. buffers: how many
+    tensors may be on their way or just used at a time; 1 waits for every copy. device_budget: bytes; move no more than
+    brings the peak that is predicted for the graph under it. host_budget: bytes of host memory, at most.
     """
 
     tier: str = "off"
