@@ -55,6 +55,7 @@ class Arrangement:
     same_batch: int = 1
     step: Callable[[nn.Module, int, int], Tensor] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
 
 
 def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
@@ -238,7 +239,7 @@ def _trained(arrangement: Arrangement, compile_it: Compile) -> tuple[list[Tensor
     torch.manual_seed(0)
     model = arrangement.build(compile_it, **arrangement.plan)
     step, rank = arrangement.step or one_step, dist.get_rank() // arrangement.same_batch
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = arrangement.optimizer(model.parameters(), 1e-2)  # type: ignore[call-arg]
     numbers: list[Tensor] = []
     for number in range(len(LENGTHS)):
         torch.manual_seed(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.arrangements import (
     Arrangement,
@@ -97,11 +98,13 @@ def test_numbers_of_eager_mode_in_few_graphs_and_reads(name: str) -> None:
 
 @pytest.mark.slow
 def test_sequence_parallel_with_checkpoints_and_dropout_under_inductor() -> None:
-    """Inductor draws other random numbers than eager mode, unless `fallback_random` is on."""
+    """Inductor draws other random numbers than eager mode, unless `fallback_random` is on. What it fuses is rounded
+    otherwise, which AdamW makes large where gradients are nearly 0."""
     plan = {"sequence": True, "call": "checkpointed", "dropout": 0.2}
     options = {"fastpack.lowering": "inductor", "fallback_random": True}
-    for outcome in run_on_ranks(compare, args=(Arrangement(split, plan, 2, options=options),), seconds=280):
-        assert outcome.difference < 1e-4 and outcome.graphs == 1 and outcome.reads == 7
+    arrangement = Arrangement(split, plan, same_batch=2, options=options, optimizer=torch.optim.SGD)
+    for outcome in run_on_ranks(compare, args=(arrangement,), seconds=280):
+        assert outcome.difference < 1e-5 and outcome.graphs == 1 and outcome.reads == 7
 
 
 def test_a_distributed_checkpoint_continues_elsewhere(tmp_path: Path) -> None:
