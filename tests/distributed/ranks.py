@@ -10,12 +10,14 @@ import faulthandler
 import multiprocessing
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessException
 
 # The last ones are what AOTAutograd's partitioner imports when it is first called.
 _PRELOADED = ["torch._dynamo", "torch.distributed", "fxpasses.backend", "tests.support"]
@@ -23,14 +25,18 @@ _PRELOADED += ["torch._inductor.pattern_matcher", "torch._inductor.codecache", "
 _GRACE = 1.0  # seconds between the stack of a rank that hangs, and its end
 
 
+class RankFailed(RuntimeError):
+    """A rank raised, or its process died."""
+
+
 def run_on_ranks(
     function: Callable[..., Any], *, world: int = 2, args: Sequence[Any] = (), seconds: float = 120
 ) -> Any:
     """`function(rank, *args)` on `world` processes of a gloo group; returns what each returned, by rank.
 
-    `function` stands at the top level of a module. What it returns is pickled by `torch.save`. Raises
-    `torch.multiprocessing.ProcessRaisedException`, with the rank's traceback, where one fails, and `TimeoutError` with
-    the stack of each rank after `seconds`. All processes are ended then.
+    `function` stands at the top level of a module. What it returns is pickled by `torch.save`. Raises `RankFailed` with
+    the traceback of each rank that fails, and `TimeoutError` with the stack of each rank after `seconds`. All processes
+    are ended then.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
@@ -43,6 +49,10 @@ def run_on_ranks(
                 if time.monotonic() >= deadline:
                     stacks = "\n".join(_stack_file(folder, rank).read_text() for rank in range(world))
                     raise TimeoutError(f"{function.__name__} on {world} ranks takes over {seconds:.0f} s\n{stacks}")
+        except ProcessException as failed:
+            # A rank whose peer is gone fails as well, and may be found first.
+            tracebacks = [file.read_text() for file in sorted(Path(folder).glob("*.error"))]
+            raise RankFailed("\n".join(tracebacks) or str(failed)) from None
         finally:
             for process in processes.processes:
                 process.kill()
@@ -53,7 +63,11 @@ def run_on_ranks(
 def _run(rank: int, function: Callable[..., Any], args: Sequence[Any], world: int, folder: str, seconds: float) -> None:
     with _stack_file(folder, rank).open("w") as stack:
         faulthandler.dump_traceback_later(seconds - _GRACE, file=stack)
-        torch.save(_in_group(rank, function, args, world, folder, seconds), Path(folder, str(rank)))
+        try:
+            torch.save(_in_group(rank, function, args, world, folder, seconds), Path(folder, str(rank)))
+        except Exception:
+            Path(folder, f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+            raise
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -69,10 +83,9 @@ def _in_group(
         world_size=world,
         timeout=datetime.timedelta(seconds=seconds),
     )
-    try:
-        return function(rank, *args)
-    finally:
-        torch.distributed.destroy_process_group()
+    result = function(rank, *args)
+    torch.distributed.destroy_process_group()
+    return result
 
 
 def _stack_file(folder: str, rank: int) -> Path:

@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessRaisedException
 
-from tests.distributed.ranks import run_on_ranks
+from tests.distributed.ranks import RankFailed, run_on_ranks
 
 
 def sums(rank: int, start: int) -> torch.Tensor:
@@ -35,7 +34,7 @@ def test_results_come_by_rank() -> None:
 
 
 def test_an_error_of_one_rank_ends_all() -> None:
-    with pytest.raises(ProcessRaisedException, match="the second rank's own error"):
+    with pytest.raises(RankFailed, match="the second rank's own error"):
         run_on_ranks(fails_on_one)
 
 
