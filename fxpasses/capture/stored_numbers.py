@@ -40,12 +40,14 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.base import AttributeMutationExisting
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 import fxpasses
 from fxpasses.capture.hints import hints_for
 
+_OBJECTS = (UserDefinedObjectVariable, UnspecializedNNModuleVariable)  # whose attributes are read as below
 _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _ALL = "__dict__"
 
@@ -118,6 +120,8 @@ def traces_what_was_given() -> bool:
 
 def storing_patches() -> Iterator[tuple[Any, str, Any]]:
     """What is put into Dynamo for the time of a trace. Raises where torch lacks a name."""
+    if hasattr(UserDefinedObjectVariable, "tp_getattro_impl"):  # torch 2.15: reads go there, and none may be missed
+        return
     allowed = side_effects.allow_externally_visible_side_effects_in_subtracer
     yield SideEffects, "store_attr", _store(SideEffects.store_attr, allowed)
     yield SideEffects, "mutation", _mutation(SideEffects.mutation)
@@ -127,10 +131,11 @@ def storing_patches() -> Iterator[tuple[Any, str, Any]]:
 def _store(original: Callable[..., Any], allowed: Callable[[Any], Any]) -> Callable[..., Any]:
     def store_attr(self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
         stores, tx = _stores_of(self)
-        existing = isinstance(item, UserDefinedObjectVariable) and isinstance(
-            item.mutation_type, AttributeMutationExisting
-        )
-        if stores is None or not existing:
+        if (
+            stores is None
+            or type(item) not in _OBJECTS
+            or not isinstance(item.mutation_type, AttributeMutationExisting)
+        ):
             return original(self, item, name, value, *args, **kwargs)
         key, body = (id(item.value), name), _body(tx)
         stores.stored(key)

@@ -244,10 +244,14 @@ class _Patched:
     def _install(self) -> None:
         from fxpasses.capture.questions import patches
 
-        for owner, name, instead in list(patches()):
-            before = owner[name] if isinstance(owner, (list, dict)) else vars(owner).get(name, _INHERITED)
-            self._undo.append((owner, name, before))
-            _put(owner, name, instead)
+        try:
+            for owner, name, instead in patches():  # one that wraps what another has put there finds it there
+                before = owner[name] if isinstance(owner, (list, dict)) else vars(owner).get(name, _INHERITED)
+                self._undo.append((owner, name, before))
+                _put(owner, name, instead)
+        except Exception:
+            self._remove()
+            raise
 
     def _remove(self) -> None:
         for owner, name, before in reversed(self._undo):

@@ -187,9 +187,8 @@ class StoresOnce(Layer):
 
 class AsksWhetherItIsThere(Layer):
     def run(self, x: Tensor) -> Tensor:
-        sizes = counted(x).tolist()
-        self.notes.sizes = sizes if hasattr(self.notes, "sizes") and self.notes.sizes else None
-        return scaled(self.linear(x), sizes)
+        self.notes.seen = 1 if hasattr(self.notes, "seen") else 0
+        return self.linear(x).sin()
 
 
 class LooksIntoTheDict(Layer):
