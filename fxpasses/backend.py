@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from fxpasses import ddp_buckets, inspect, overrides
 from fxpasses.capture import breaks, leaves, recompiles, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
-from fxpasses.eager_checkpoints import uncompiled
+from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.skips import SKIPS
 from fxpasses.lowering import lower

@@ -12,7 +12,7 @@ import torch.compiler.config
 from torch.fx import GraphModule
 
 from fxpasses import __version__
-from fxpasses.eager_checkpoints import uncompiled
+from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.regions import Region
 from fxpasses.options import Options
@@ -101,15 +101,15 @@ def _users_partitioner(options: Options) -> CustomPartitionerFn | None:
 
 def _as_in_eager_mode(gm: GraphModule, compiled: Compiled) -> Compiled:
     """`compiled`, and `gm` itself where that would issue other collectives than eager mode."""
-    from fxpasses.asked_gradients import with_asked_gradients
-    from fxpasses.compiled_in_checkpoints import with_checkpoints_around
+    from fxpasses.collectives.asked_gradients import with_asked_gradients
+    from fxpasses.collectives.in_checkpoints import with_checkpoints_around
 
     return with_checkpoints_around(gm, with_asked_gradients(gm, compiled))
 
 
 def _keeping_collectives(gm: GraphModule, inner: CustomPartitionerFn | None) -> CustomPartitionerFn:
-    from fxpasses.collective_partitioner import CollectivePartitioner
-    from fxpasses.eager_backward import eager_sequences
+    from fxpasses.collectives.eager_sequences import eager_sequences
+    from fxpasses.collectives.partitioner import CollectivePartitioner
 
     check_waits(gm)
     return CollectivePartitioner(eager_sequences(gm) if Region(gm).bodies and communicates(gm) else None, inner)

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses.eager_checkpoints import AS_WRITTEN, run_checkpoint
+from fxpasses.collectives.as_written import AS_WRITTEN, run_checkpoint
 from fxpasses.graph.collectives import OrderChanged, is_collective
 from fxpasses.graph.regions import CHECKPOINT
 

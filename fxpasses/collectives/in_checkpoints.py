@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxpasses.eager_backward import Issued, eager_sequences
-from fxpasses.eager_checkpoints import is_in_checkpoint, uncompiled
+from fxpasses.collectives.as_written import is_in_checkpoint, uncompiled
+from fxpasses.collectives.eager_sequences import Issued, eager_sequences
 from fxpasses.graph.collectives import communicates
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxpasses.eager_backward import Issued, eager_sequences
-from fxpasses.eager_checkpoints import uncompiled
+from fxpasses.collectives.as_written import uncompiled
+from fxpasses.collectives.eager_sequences import Issued, eager_sequences
 from fxpasses.graph.collectives import OrderChanged, communicates
 from fxpasses.graph.effects import leaves
 

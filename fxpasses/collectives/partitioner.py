@@ -6,7 +6,7 @@ up a frame alone, so the partitioner that runs inside is kept from it, and what 
 
     joint:     r0 = all_reduce(a); r1 = all_reduce(a); ...; s0 = all_reduce(grad)
     forward:   r0, r1                each once, in this order
-    backward:  s0                    and before it what a checkpoint's recomputation issues again (`eager_backward.py`)
+    backward:  s0                    and before it what a checkpoint's recomputation issues again (`eager_sequences.py`)
 
 Private names, checked on torch 2.11 and 2.13: `torch._inductor.custom_graph_pass.CustomPartitionerFn`;
 `torch._functorch.partitioners.min_cut_rematerialization_partition`; the marks `partitioner_tag` and `recompute` in a
@@ -30,7 +30,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from fxpasses import __version__
-from fxpasses.eager_backward import Sequences
+from fxpasses.collectives.eager_sequences import Sequences
+from fxpasses.collectives.recomputed import Graphs, partition_with_repeats
 from fxpasses.graph.collectives import (
     KEY,
     OrderChanged,
@@ -41,7 +42,6 @@ from fxpasses.graph.collectives import (
     keys_of,
     may_communicate,
 )
-from fxpasses.recomputed_collectives import Graphs, partition_with_repeats
 
 
 class CollectivePartitioner(CustomPartitionerFn):
