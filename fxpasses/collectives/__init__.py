@@ -11,6 +11,6 @@ what a compiler may do to a pure operator it may not do to a collective:
 - `asked_gradients.py`: backward issues none for a gradient that nobody asks for.
 
 `eager_sequences.py` finds out what eager mode does. Where its sequence cannot be kept, a graph runs uncompiled, and
-says so; where it is too late for that, the program gets an error. Passes know collectives by `graph/collectives.py`, and
+says so; where it is too late for that, the program gets an error. Passes know collectives by `graph/collectives.py`;
 `pipeline.py` leaves out a pass that changes what is issued.
 """

@@ -62,7 +62,7 @@ class CollectivePartitioner(CustomPartitionerFn):
 
         collectives = collectives_of(gm.graph)
         if not collectives:
-            return inner(gm, joint_inputs, **kwargs)
+            return partition(gm)
         for place, node in enumerate(collectives):
             node.meta[KEY] = place
         backward = _of_backward(gm.graph, kwargs["num_fwd_outputs"])

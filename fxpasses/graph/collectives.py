@@ -4,7 +4,7 @@ Ranks choose alone whether they run a frame captured, broken or in eager mode. T
 k-th of the others, whatever it is: so it is an effect, and each way of running the frame issues the same sequence.
 
 Checked on torch 2.11 and 2.13: the namespaces, and `torch.ops._c10d_functional.wait_tensor`, which follows each
-collective, and which dead-code elimination keeps.
+collective, and which dead-code elimination keeps, as it does all of `torch.fx.node._side_effectful_functions`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def check_waits(gm: GraphModule) -> None:
     """Raise `OrderChanged` for a collective whose result nobody waits for: a compiler would leave it out."""
     for module in gm.modules():
         for node in collectives_of(module.graph) if isinstance(module, GraphModule) else ():
-            if not node.users and namespace(node.target) is not None:
+            space, name = namespace(node.target) or ("", "")
+            may_be_dead = space.startswith("_c10d_functional") and not name.endswith("_")
+            if may_be_dead and not node.users and node.target not in torch.fx.node._side_effectful_functions:
                 raise OrderChanged(f"nobody waits for the result of `{node.name}`")
 
 
