@@ -6,6 +6,8 @@
 
 Which gradients are asked for follows from the program behind the graph. So a graph for which it makes a difference runs
 uncompiled until it is known; then compiled, where all of its collectives are asked for, else uncompiled for good.
+
+Private name, checked on torch 2.13: AOTAutograd runs a graph's backward as one node, a `CompiledFunctionBackward`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from fxpasses.collectives.as_written import uncompiled
 from fxpasses.collectives.eager_sequences import Issued, eager_sequences
 from fxpasses.graph.collectives import OrderChanged, communicates
 from fxpasses.graph.effects import leaves
+
+_COMPILED = "CompiledFunctionBackward"
 
 
 def with_asked_gradients(gm: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +46,7 @@ def _differentiable(gm: GraphModule) -> list[int]:
 
 
 class _Chooser:
-    """asked: the places of the outputs whose gradient was asked for while the graph ran uncompiled."""
+    """Runs a graph compiled or not. asked: the places of the outputs whose gradient was asked for, uncompiled."""
 
     def __init__(self, gm: GraphModule, compiled: Callable[..., Any], every: list[Issued]) -> None:
         self.gm, self.compiled, self.every = gm, compiled, every
@@ -65,8 +69,8 @@ class _Chooser:
         self.is_compiled = self._are_all_asked_for(self.asked)
         if not self.is_compiled:
             warnings.warn(
-                "fxpasses: a graph with collectives runs uncompiled: the program does not train on all of its outputs, "
-                "and compiled, its backward would issue collectives that eager mode does not. Detach what is not "
+                "fxpasses: a graph with collectives runs uncompiled, because the program does not train on all of its "
+                "outputs: compiled, its backward would issue collectives that eager mode does not. Detach what is not "
                 "trained on.",
                 stacklevel=3,
             )
@@ -80,17 +84,30 @@ class _Chooser:
 
     def _check(self, outputs: dict[int, torch.Tensor]) -> None:
         """Raise in backward, before it issues anything, where less is asked for than before."""
-        nodes = {output.grad_fn for output in outputs.values() if output.grad_fn is not None}
-        if len(nodes) != 1:
-            raise OrderChanged("outputs of a compiled graph are views, and what is trained on cannot be watched")
-        places = {output.output_nr: place for place, output in outputs.items()}
+        found = {place: _node_of_graph(output) for place, output in outputs.items()}
+        nodes = [node for node, _ in filter(None, found.values())]
+        if not nodes:
+            return
+        own = max(nodes, key=lambda node: node._sequence_nr())  # an input may come from a graph that ran before
+        numbers = {place: node[1] for place, node in found.items() if node is not None and node[0] is own}
+        others = found.keys() - numbers.keys()  # views of inputs, which have nothing of the graph behind them
 
         def check(gradients: tuple[Any, ...]) -> None:
-            given = {place for number, place in places.items() if gradients[number] is not None}
+            given = others | {place for place, number in numbers.items() if gradients[number] is not None}
             if not self.asked <= given and not self._are_all_asked_for(given):
                 raise OrderChanged(
                     "the program trains on fewer outputs of a compiled graph than before, and its backward would issue "
                     "collectives that eager mode does not; detach what is not trained on"
                 )
 
-        nodes.pop().register_prehook(check)
+        own.register_prehook(check)
+
+
+def _node_of_graph(output: torch.Tensor) -> tuple[Any, int] | None:
+    """The node of autograd that runs a compiled graph's backward, and the number of an output, or of what it views."""
+    node, number = output.grad_fn, output.output_nr
+    while node is not None and type(node).__name__ != _COMPILED:
+        if len(node.next_functions) != 1:
+            return None
+        node, number = node.next_functions[0]
+    return None if node is None else (node, number)
