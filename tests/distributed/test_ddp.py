@@ -176,6 +176,9 @@ def test_an_arrangement_is_one_graph_equal_to_eager_mode(name: str) -> None:
     assert sum(counters["graph_break"].values()) == arrangement.breaks
 
 
+COUNTS, EAGER_COUNTS = (8, 1), (27, 2 * 3)  # host reads and masks of a step, of 3 layers in eager mode
+
+
 def test_reads_and_masks_are_those_of_one_layer() -> None:
     def counts(wrap: Wrap, layers: int) -> tuple[int, int]:
         model = seeded(lambda: Decoder(layers), wrap)
@@ -184,8 +187,8 @@ def test_reads_and_masks_are_those_of_one_layer() -> None:
         found = events(lambda: model(x, lengths.clone()).square().mean().backward())
         return sum(found[name] for name in HOST_READS), found["aten::full"]
 
-    assert counts(lambda m: ddp(compiled(m)), 1) == counts(lambda m: ddp(compiled(m)), 3) == (8, 1)
-    assert counts(ddp, 3) == (27, 2 * 3)
+    assert counts(lambda m: ddp(compiled(m)), 1) == counts(lambda m: ddp(compiled(m)), 3) == COUNTS
+    assert counts(ddp, 3) == EAGER_COUNTS
 
 
 @pytest.mark.parametrize("optimized", [True, False])

@@ -1,0 +1,35 @@
+"""README's table of arrangements has the figures that the tests of this folder assert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed import test_ddp, test_expert_parallel
+from tests.distributed.test_sharded import FAST, SLOW
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def rows() -> dict[str, list[str]]:
+    section = README.read_text().split("## Several processes")[1].split("\n## ")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {name: figures for name, _, *figures in cells[2:]}
+
+
+def change(before: int, after: int) -> str:
+    return f"{before} → {after}"
+
+
+def test_each_figure_is_asserted() -> None:
+    reads, masks = zip(test_ddp.EAGER_COUNTS, test_ddp.COUNTS, strict=True)
+    per_layer = test_expert_parallel.EAGER_READS
+    expected = {
+        "DDP, three layers": [change(*reads), change(*masks)],
+        "expert parallel, a layer": [change(per_layer, per_layer - 1), ""],
+    }
+    found = rows()
+    for name, (_, outcome, _) in (FAST | SLOW).items():
+        if name in found:
+            assert (outcome.graphs, outcome.breaks, outcome.difference) == (1, 0, 0.0)
+            expected[name] = [change(outcome.eager_reads, outcome.reads), change(outcome.eager_masks, outcome.masks)]
+    assert found == expected and len(found) > 5
