@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxpasses.report import Report
+from fxpasses.runtime.attention.stats import AttentionStats
 
 SCHEMA = "fxpasses.record"
 VERSION = 1
@@ -217,14 +218,22 @@ class Graph:
 
 @dataclass(slots=True)
 class Run:
-    """What one process compiled. started: UTC, ISO 8601. versions: of python, torch and fxpasses."""
+    """What one process compiled. started: UTC, ISO 8601. versions: of python, torch and fxpasses. attention: what
+    `fxpasses.attention_stats()` counted meanwhile; empty where nothing was, or in a record of a whole process.
+    """
 
     started: str = ""
     program: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     rank: int | None = None
     pid: int = 0
+    attention: dict[str, int] = field(default_factory=dict)
     graphs: list[Graph] = field(default_factory=list)
+
+    @property
+    def attention_in_words(self) -> str:
+        """How many pairs of tokens attention computed, and FLOPs, of how many; "" where that is not known."""
+        return str(AttentionStats(**self.attention))
 
 
 def short_name(target: str) -> str:

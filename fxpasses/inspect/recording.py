@@ -31,6 +31,7 @@ from fxpasses import ddp_buckets
 from fxpasses.inspect import codec
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.report import Report
+from fxpasses.runtime.attention.stats import attention_stats
 
 if TYPE_CHECKING:
     from fxpasses.options import Options
@@ -64,7 +65,7 @@ class Record(Run):
         for number, graph in enumerate(self.graphs):
             lines.append(f"graph {number}: {graph.nodes} nodes")
             lines += [f"  {line}" for report in graph.reports for line in str(report).splitlines()]
-        return "\n".join(lines) or "no graph was compiled"
+        return "\n".join([*lines, *filter(None, [self.attention_in_words])]) or "no graph was compiled"
 
 
 # Open records; Dynamo calls the backend from inside the user's step, so there is no argument to hand one down.
@@ -74,11 +75,13 @@ _open: list[Record] = []
 @contextlib.contextmanager
 def record() -> Iterator[Record]:
     """Collect a `Record` of every graph that the backend compiles inside the `with` block, in any thread."""
-    opened = new_record()
+    opened, before = new_record(), attention_stats()
     _open.append(opened)
     try:
         yield opened
     finally:
+        computed = attention_stats().since(before)
+        opened.attention = asdict(computed) if computed.calls else {}
         # By identity: two records with equal contents are equal.
         _open[:] = [other for other in _open if other is not opened]
 

@@ -23,6 +23,7 @@ def summary(run: Run) -> dict[str, Any]:
         "program": run.program,
         "versions": run.versions,
         "rank": run.rank,
+        "attention": run.attention,
         "graphs": [graph_summary(graph) for graph in run.graphs],
     }
 

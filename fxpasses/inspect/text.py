@@ -75,7 +75,8 @@ def _heading(run: Run, style: Style) -> str:
     if not run.graphs:
         return "no graph was compiled with the backend fastpack"
     count = f"{len(run.graphs)} graph{'s' * (len(run.graphs) != 1)}"
-    return f"{style.bold(count)}{rank}" + style.faint(f"  {versions}" if versions else "")
+    heading = f"{style.bold(count)}{rank}" + style.faint(f"  {versions}" if versions else "")
+    return "\n".join(filter(None, [heading, run.attention_in_words]))
 
 
 def _overview(graphs: list[Graph], style: Style) -> str:

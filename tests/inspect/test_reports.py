@@ -237,3 +237,22 @@ def test_lazy_names_of_the_package():
     assert fxpasses.inspect.report is report
     with pytest.raises(AttributeError):
         fxpasses.inspect.nothing  # noqa: B018
+
+
+def test_a_record_tells_what_attention_computed(tmp_path):
+    """Of two documents of 256 tokens each, a half of all pairs or less."""
+
+    def program(q, document):
+        mask = (document[:, None] == document) & (torch.arange(512)[:, None] >= torch.arange(512))
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    query, documents = torch.randn(1, 2, 512, 8), torch.arange(512) // 256
+    with fxpasses.inspect.record() as record:
+        for _ in range(2):
+            torch.compile(program, backend="fastpack", options={"fastpack.lowering": "eager"})(query, documents)
+    taken = record.attention
+    assert taken["calls"] == taken["tiled"] == 2 and taken["pairs"] == 2 * 2 * 512**2
+    assert 0 < taken["pairs_computed"] <= taken["pairs"] / 2 and taken["flops"] == taken["pairs"] * 2 * (8 + 8)
+    record.save(tmp_path / "record")
+    for text in (str(record), fxpasses.inspect.report(fxpasses.inspect.load(tmp_path / "record"))):
+        assert f"attention: {100 * taken['pairs_computed'] / taken['pairs']:.0f} % of 1.05 M pairs of tokens" in text

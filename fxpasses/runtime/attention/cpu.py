@@ -62,9 +62,10 @@ def forward(
     """The output [B, H, Tq, Dv] and the log-sum-exp [B, H, Tq]; see `operators.sparse_attention`."""
     view = masks.prepared(plan)
     shape = (*query.shape[:-1], key.shape[-2])
+    flops = 2 * (query.shape[-1] + value.shape[-1])  # of a pair: its score, and its share of the output
     as_written = form in ("written", "filled") and view.plan.header.blind
     if view.plan.is_dense or as_written:
-        stats.count(math.prod(shape), math.prod(shape), tiled=False)
+        stats.count(math.prod(shape), math.prod(shape), flops, tiled=False)
         if as_written and mask is not None:
             out = written.forward(query, key, value, mask, _scale(query, scale))
             return out, torch.zeros(query.shape[:-1], dtype=_accumulator(query.dtype))
@@ -73,7 +74,7 @@ def forward(
         return dense.forward(query, key, value, _whole(mask, view, query.dtype, mask_dtype), scale)
     _check(view, query, key)
     computed = sum(part.pairs(*_broadcast(view, shape)) for part in view.plan.tiles)
-    stats.count(computed, math.prod(shape), tiled=True)
+    stats.count(computed, math.prod(shape), flops, tiled=True)
     width, scale = value.shape[-1], _scale(query, scale)
     operands = _Casts(max(query.shape[-1], width), query, key, value)
     out = _empty_like(query, width, zero=not _covers(view))
