@@ -24,6 +24,7 @@ from fxpasses.options import Options
 from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
+from fxpasses.passes.omit_masks import OmitMasks
 from fxpasses.passes.sparsify_attention import SparsifyAttention
 from fxpasses.pipeline import Pass, Result, run_passes
 from fxpasses.prologue_program import Program
@@ -37,6 +38,7 @@ PASSES: Mapping[str, Callable[[], Pass]] = {
     "group_experts": GroupExperts,
     "sparsify_attention": SparsifyAttention,
     "hoist_metadata": HoistMetadata,
+    "omit_masks": OmitMasks,
     "coalesce_reads": CoalesceReads,
 }
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "coalesce_reads", "offload_activations")
+PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads",
+          "offload_activations")  # fmt: skip
 LOWERINGS = ("inductor", "aot_eager", "eager")
 CAPTURE = ("on", "off")
 EXPERTS = ("auto", "slices", "grouped", "off")

@@ -16,6 +16,7 @@ from fxpasses import overrides
 from fxpasses.errors import PassError
 from fxpasses.graph.collectives import sequence
 from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.prologue import Draft
 from fxpasses.options import Options
 from fxpasses.prologue_program import Program
 from fxpasses.report import Report
@@ -28,7 +29,8 @@ class Context:
     """What a pass may know besides the graph, and where it leaves what does not fit in it.
 
     example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
-    shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass cut one out.
+    shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass cut one out; draft:
+    what it was built from.
     pass_name: of the pass that it is for.
     """
 
@@ -38,6 +40,7 @@ class Context:
     shared_inputs: frozenset[Node] = frozenset()
     program: Program | None = None
     pass_name: str = ""
+    draft: Draft | None = None
     _asked: dict[Node, bool] = field(default_factory=dict)
 
     def may_change(self, node: Node) -> bool:
@@ -75,6 +78,7 @@ class Result:
     example_inputs: list[Any]
     program: Program | None = None
     reports: list[Report] = field(default_factory=list)
+    draft: Draft | None = None
 
 
 def run_passes(
@@ -117,7 +121,7 @@ def run_passes(
         log.info("%s (%.3f s)", report, report.seconds)
         result.reports.append(report)
         if report.changed:
-            result = Result(gm, context.example_inputs, context.program, result.reports)
+            result = Result(gm, context.example_inputs, context.program, result.reports, context.draft)
         after_pass(report, result, "")
     return result
 
@@ -129,7 +133,7 @@ def _context(gm: GraphModule, result: Result, options: Options, name: str) -> Co
     if fake_mode is None:
         return None  # a graph without tensors, or one that Dynamo did not make: nothing for these passes
     shared = _inputs_that_share_memory(placeholders, result.example_inputs)
-    return Context(options, list(result.example_inputs), fake_mode, shared, result.program, name)
+    return Context(options, list(result.example_inputs), fake_mode, shared, result.program, name, result.draft)
 
 
 def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence[Any]) -> frozenset[Node]:

@@ -78,4 +78,6 @@ class Program:
 
 
 def _code(module: GraphModule | None) -> str:
-    return "" if module is None else module.code
+    """The code of a graph and of the graphs that it calls."""
+    modules = () if module is None else module.modules()
+    return "\n".join(part.code for part in modules if isinstance(part, GraphModule))

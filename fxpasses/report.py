@@ -39,6 +39,10 @@ class Reason(enum.Enum):
     STRIDES_MAY_CHANGE = "it has four dimensions and convolutions are near, for which a compiler changes strides"
     REPLAYED = "CUDA graphs replay the step, and a replay would not wait for copies"
     UNSUPPORTED_VALUE = "its kind of value cannot be an input of a graph"
+    NOT_BY_ROWS = "its rows are not known to be computed one by one"
+    MASK_NEEDED = "more than plans and the attentions that follow them needs it"
+    NOT_BOOL = "it is no mask of bools"
+    NOT_ON_CPU = "it, or what it is made of, does not lie on the CPU"
     LEFT_OUT = "FXPASSES_CHANGES leaves it out"
 
 

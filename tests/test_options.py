@@ -13,7 +13,14 @@ def test_defaults():
     options = Options.parse(None)
     assert options.attention == "auto"
     assert (options.passes, options.lowering, options.verify, options.strict) == (
-        ("group_experts", "sparsify_attention", "hoist_metadata", "coalesce_reads", "offload_activations"),
+        (
+            "group_experts",
+            "sparsify_attention",
+            "hoist_metadata",
+            "omit_masks",
+            "coalesce_reads",
+            "offload_activations",
+        ),
         "inductor",
         False,
         False,

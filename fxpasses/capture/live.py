@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxpasses.graph.prologue import Extra, build_program
+from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import source
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import integer_behind, is_unbacked, symbol
@@ -99,7 +99,7 @@ class LiveMetadata:
     def program(self, extras: list[Extra]) -> tuple[Program, list[Node]]:
         """A program that computes `extras`, and the placeholders that its inputs stand for."""
         roots = self.roots()
-        return build_program(self.walk.closure.table, roots, extras, []), roots
+        return Draft(self.walk.closure.table, tuple(roots), tuple(extras), ()).program(), roots
 
     def roots(self) -> list[Node]:
         return [entry.node for entry in self.walk.closure.table.entries if entry.kind == "root"]

@@ -53,6 +53,7 @@ class Emitter:
         self.on_host = on_host
         self.nodes: dict[int, Node] = {}  # scalars, tuples and inputs, by number
         self.buffers: dict[int, Node] = {}  # memory, by version
+        self.modules: dict[str, torch.nn.Module] = {}  # that the graph calls
         self._addresses: dict[tuple[int, Node], Node] = {}
         self._autocast: list[tuple[tuple[Any, ...], Node]] = []
 
@@ -147,7 +148,11 @@ class Emitter:
                 args = (args[0], torch.device("cpu"), *args[2:])
             if target == "cuda":
                 target, args, kwargs = "cpu", args[:1], {}
-        node = self.graph.create_node(entry.node.op, target, tuple(args), dict(kwargs))
+        op = entry.node.op
+        if entry.module is not None:
+            op, target = "call_module", f"module_{len(self.modules)}"
+            self.modules[target] = entry.module
+        node = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         node.meta = {k: v for k, v in entry.node.meta.items() if k in ("stack_trace", "nn_module_stack")}
         node.meta["example_value"] = entry.fake
         return node

@@ -50,9 +50,27 @@ class Extra:
     as_int: bool = False
 
 
-def build_program(table: ValueTable, inputs: list[Node], wanted: list[Extra], assertions: list[Assertion]) -> Program:
-    """The prologue that computes `wanted`, in that order, from the main graph's placeholders `inputs`."""
-    return _Builder(table, inputs, wanted, assertions).build()
+@dataclass(frozen=True)
+class Draft:
+    """A prologue as numbered values, from which its program is built, and built again where a pass changes it.
+
+    inputs: the main graph's own placeholders. wanted: what it takes besides, in the order of its other placeholders.
+    written: positions of inputs that the main graph writes to.
+    """
+
+    table: ValueTable
+    inputs: tuple[Node, ...]
+    wanted: tuple[Extra, ...]
+    assertions: tuple[Assertion, ...]
+    written: tuple[int, ...] = ()
+
+    def program(self) -> Program:
+        program = _Builder(self.table, list(self.inputs), list(self.wanted), list(self.assertions)).build()
+        return replace(program, written=self.written)
+
+    def needed(self) -> set[int]:
+        """The numbers of all values that the prologue makes or takes."""
+        return set(_Builder(self.table, list(self.inputs), list(self.wanted), list(self.assertions)).everything)
 
 
 class _Builder:
@@ -109,6 +127,8 @@ class _Builder:
     def _is_large(self, ref: Ref) -> bool:
         """Whether a value is a large tensor, or a plan, which is made of one."""
         entry = self.table.entries[ref.number]
+        if entry.module is not None:  # no compiler looks into it
+            return False
         return (_elements(entry) or 0) >= _LARGE or entry.node.target is torch.ops.fxpasses.attention_plan.default
 
     def _saved(self, refs: list[Ref], on_host: set[int]) -> int:
@@ -156,7 +176,7 @@ class _Builder:
         for ref, node in zip(wanted, outputs, strict=True):
             node.meta["example_value"] = self.table.entries[ref.number].fake
         emitter.graph.output(outputs)
-        module = GraphModule({}, emitter.graph, class_name="Prologue")
+        module = GraphModule(emitter.modules, emitter.graph, class_name="Prologue")
         return module, tuple(self.positions[root.node] for root in roots)
 
 

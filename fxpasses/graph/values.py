@@ -84,7 +84,7 @@ class Entry:
     args, kwargs: of the node, with `Ref` in place of nodes. base: for views, the number of the allocation. previous:
     for writes, the version before; target: for writes, the number written through. fake: the value on fake tensors.
     read: whether the host asks the device (a scalar's value, or the size of a result). work: whether making it takes
-    more than factories, views and arithmetic on scalars.
+    more than factories, views and arithmetic on scalars. module: what computes it from `args`, in place of the node.
     """
 
     number: int
@@ -102,6 +102,7 @@ class Entry:
     read: bool = False
     work: bool = False
     occurrences: int = 0
+    module: torch.nn.Module | None = None
 
 
 # Making these costs a kernel that a compiler fuses away; moving them would only hide their contents from it.
@@ -170,6 +171,13 @@ class ValueTable:
         entry.occurrences += 1
         self._note_same(entry, node)
         return self._result(entry, effect, node, tensors)
+
+    def computed_by(self, module: torch.nn.Module, args: tuple[Any, ...], fake: torch.Tensor, node: Node) -> Ref:
+        """Number a new tensor `fake` that a module computes from `args`, in place of `node`."""
+        refs = tuple(arg for arg in args if isinstance(arg, Ref))
+        entry = Entry(0, "op", node, args=args, operands=refs, fake=fake, work=True, occurrences=1, module=module)
+        number = self._add(entry).number
+        return Ref(number, number)
 
     def source_of(self, found: Any) -> tuple[int, int | None] | None:
         """The number of the value that an unbacked symbol was made for, and the dimension if it is a size of that."""

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxpasses.graph.closure import RANGES, Closure, find_closure
-from fxpasses.graph.prologue import Assertion, Extra, build_program
+from fxpasses.graph.prologue import Assertion, Draft, Extra
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import (
@@ -144,8 +144,9 @@ class _Cut:
             self._erase(region)
             region.gm.graph.lint()
             region.gm.recompile()
-        program = build_program(self.table, self.original_inputs, self.frontier, assertions)
-        self.context.program = replace(program, written=self._written_inputs())
+        inputs, wanted = tuple(self.original_inputs), tuple(self.frontier)
+        draft = Draft(self.table, inputs, wanted, tuple(assertions), self._written_inputs())
+        self.context.program, self.context.draft = draft.program(), draft
         self._describe(reads)
         return set()
 

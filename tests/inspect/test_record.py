@@ -131,6 +131,7 @@ def test_a_pass_that_fails_is_in_the_record(monkeypatch):
     assert [report.pass_name for report in record.graphs[0].reports] == [
         "group_experts",
         "sparsify_attention",
+        "omit_masks",
         "coalesce_reads",
     ]
 

@@ -1,0 +1,331 @@
+"""A large tensor's program, restricted to some of its rows.
+
+    same = document[:, None] == document                same = document[:, None].narrow(-2, start, length) == document
+    mask = same & (position[:, None] >= position)       mask = same & (position[:, None].narrow(...) >= position)
+
+The tensor is followed from its last operator up. What is small, or is there anyway (inputs, and views of what is
+small), is computed as a whole, by whatever program, and cut: there is nothing to prove. What is large must be
+elementwise along the rows: pointwise operators, out of place and in place, views that keep the axis apart, factories,
+triangles, and reads of a table at indices that are elementwise themselves. Values are numbered with their memory's
+version (`graph/values.py`), so that a write in place is one more operator, and no order of reads and writes is lost.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from fxpasses.graph.emission import slice_of
+from fxpasses.graph.families import plain_operator_of
+from fxpasses.graph.symbols import elements_of, expression
+from fxpasses.graph.values import Entry, Ref, ValueTable
+
+
+class NotByRows(Exception):
+    """A tensor's rows are not known to be computed one by one; the text says by what, `node` is where."""
+
+    def __init__(self, text: str, node: Node) -> None:
+        super().__init__(text)
+        self.node = node
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """module: takes start, stop and the values of `operands`, and gives the tensor's rows [start, stop)."""
+
+    module: GraphModule
+    operands: tuple[Ref, ...]
+
+
+def by_rows(table: ValueTable, wanted: Ref, axis: int, small: int) -> ByRows:
+    """The program of `wanted`, restricted along `axis` (negative); what has at most `small` elements is made whole.
+
+    Raises `NotByRows`.
+    """
+    restriction = _Restriction(table, small)
+    restriction.graph.output(restriction.rows(wanted, axis))
+    return ByRows(GraphModule({}, restriction.graph, class_name="Rows"), tuple(restriction.operands))
+
+
+_IN_PLACE = {
+    "iand": operator.and_, "ior": operator.or_, "ixor": operator.xor, "logical_and_": torch.logical_and,
+    "logical_or_": torch.logical_or, "logical_xor_": torch.logical_xor, "logical_not_": torch.logical_not,
+    "bitwise_and_": torch.bitwise_and, "bitwise_or_": torch.bitwise_or, "masked_fill_": torch.masked_fill,
+    "tril_": torch.tril, "triu_": torch.triu,
+}  # fmt: skip
+_POINTWISE = frozenset(
+    {"abs", "add", "and", "and_", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "eq", "floordiv", "ge",
+     "gt", "inv", "invert", "le", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill",
+     "maximum", "minimum", "mod", "mul", "ne", "neg", "or", "or_", "sub", "where", "xor"}
+)  # fmt: skip
+_OF_ONE = frozenset(
+    {"bool", "clone", "contiguous", "float", "full_like", "int", "long", "ones_like", "to", "zeros_like"}
+)
+_SIZES = {"full": 0, "new_full": 1, "new_ones": 1, "new_zeros": 1, "ones": 0, "zeros": 0}  # where sizes begin
+_ANEW = {"new_full": torch.full, "new_ones": torch.ones, "new_zeros": torch.zeros}
+_TRIANGLES = frozenset({"tril", "triu"})
+
+
+class _Restriction:
+    def __init__(self, table: ValueTable, small: int) -> None:
+        self.table, self.small = table, small
+        self.graph = Graph()
+        self.start, self.stop = self.graph.placeholder("start"), self.graph.placeholder("stop")
+        self._last_input = self.stop
+        with self.graph.inserting_after(self.stop):
+            self.length = self.graph.call_function(operator.sub, (self.stop, self.start))
+        self.operands: dict[Ref, Node] = {}
+        self._made: dict[tuple[Ref, int], Node] = {}
+
+    def rows(self, ref: Ref, axis: int) -> Node:
+        """A node that has the rows of a value along `axis`."""
+        if (ref, axis) not in self._made:
+            if self._is_there(ref):
+                node = self.graph.call_method("narrow", (self._whole(ref), axis, self.start, self.length))
+            else:
+                node = self._restricted(ref, axis)
+            self._made[ref, axis] = node
+        return self._made[ref, axis]
+
+    def _is_there(self, ref: Ref) -> bool:
+        """Whether a tensor takes no memory to speak of besides what there is anyway."""
+        entry = self.table.entries[ref.number]
+        return self._is_small(entry if entry.base is None else self.table.entries[entry.base])
+
+    def _is_small(self, owner: Entry) -> bool:
+        if owner.kind in ("root", "look") or not isinstance(owner.fake, torch.Tensor):
+            return True
+        elements = elements_of(owner.fake)
+        return owner.fake.dim() < 2 if elements is None else elements <= self.small
+
+    def _check_whole(self, ref: Ref) -> None:
+        """Raise `NotByRows` for a value that is large, or made of one that is."""
+        for number in slice_of(self.table, [ref]):
+            entry = self.table.entries[number]
+            if entry.base is None and not self._is_small(entry):
+                raise NotByRows(f"`{entry.node.name}` is needed as a whole", entry.node)
+
+    def _whole(self, ref: Ref) -> Node:
+        """A value from outside."""
+        if ref not in self.operands:
+            self._check_whole(ref)
+            with self.graph.inserting_after(self._last_input):
+                self._last_input = self.operands[ref] = self.graph.placeholder(f"operand_{len(self.operands)}")
+        return self.operands[ref]
+
+    def _restricted(self, ref: Ref, axis: int) -> Node:
+        entry = self.table.entries[ref.number]
+        if entry.base is not None and entry.kind == "op":
+            return self._view(entry, ref.version, axis)
+        content = self.table.entries[ref.version] if ref.version is not None else entry
+        if content.autocast and any(
+            isinstance(self.table.entries[part.number].fake, torch.Tensor)
+            and self.table.entries[part.number].fake.dtype.is_floating_point
+            for part in content.operands
+        ):
+            raise _not(content)
+        name = plain_operator_of(content.node)
+        if content.kind == "write":
+            return self._written(content, entry, name, axis)
+        if content.kind != "op" or content is not entry:
+            raise _not(content)
+        return self._made_by(content, name, content.node.target, axis)
+
+    def _written(self, write: Entry, owner: Entry, name: str, axis: int) -> Node:
+        """What a write to all of a tensor leaves there; of one dtype, or it would be another than out of place."""
+        fakes = [owner.fake, *(self.table.entries[ref.number].fake for ref in write.operands)]
+        dtypes = {fake.dtype for fake in fakes if isinstance(fake, torch.Tensor)}
+        if name not in _IN_PLACE or write.target != owner.number or dtypes != {torch.bool}:
+            raise _not(write)
+        return self._made_by(write, name.rstrip("_"), _IN_PLACE[name], axis, owner.fake)
+
+    def _made_by(self, entry: Entry, name: str, target: Any, axis: int, fake: Any = None) -> Node:
+        fake = entry.fake if fake is None else fake
+        if not isinstance(fake, torch.Tensor) or "out" in entry.kwargs:
+            raise _not(entry)
+        in_place = entry.kind == "write"
+        tensors = [ref for ref in entry.operands if isinstance(self.table.entries[ref.number].fake, torch.Tensor)]
+        if name in _SIZES and not in_place:
+            return self._factory(entry, _SIZES[name], fake, axis)
+        if name in _TRIANGLES:
+            return self._triangle(entry, target, axis)
+        if name == "getitem" and not in_place:
+            return self._read(entry, fake, axis)
+        pointwise = in_place or name in _POINTWISE or (name in _OF_ONE and len(tensors) == 1)
+        if not pointwise or (name == "where" and len(entry.args) != 3):
+            raise _not(entry)
+        return self._call(entry, target, lambda ref: self._aligned(ref, fake, axis, entry))
+
+    def _aligned(self, ref: Ref, fake: torch.Tensor, axis: int, entry: Entry) -> Node:
+        """The rows of an operand that is broadcast to `fake`; all of it, where it has one row for all."""
+        operand = self.table.entries[ref.number].fake
+        if operand.dim() < -axis or (type(operand.shape[axis]) is int and operand.shape[axis] == 1):
+            return self._whole(ref)
+        if not _same(operand.shape[axis], fake.shape[axis]):
+            raise _not(entry)
+        return self.rows(ref, axis)
+
+    def _factory(self, entry: Entry, position: int, fake: torch.Tensor, axis: int) -> Node:
+        if len(entry.args) <= position:
+            raise _not(entry)
+        sizes, rest = _sizes(entry.args[position:])
+        if len(sizes) != fake.dim():
+            raise _not(entry)
+        sizes[axis] = self.length
+        target = _ANEW.get(plain_operator_of(entry.node))
+        if target is None:
+            return self._call(entry, entry.node.target, self._whole, (tuple(sizes), *rest))
+        made = self._call(entry, target, self._whole, (tuple(sizes), *rest))  # not from a tensor, which may be large
+        made.kwargs = {**made.kwargs, "dtype": fake.dtype, "device": fake.device}
+        return made
+
+    def _triangle(self, entry: Entry, target: Any, axis: int) -> Node:
+        """Rows from `start` have their diagonal that much further to the right; columns, to the left."""
+        source = entry.args[0]
+        if axis not in (-1, -2) or not isinstance(source, Ref) or len(entry.args) > 2:
+            raise _not(entry)
+        diagonal = entry.args[1] if len(entry.args) == 2 else entry.kwargs.get("diagonal", 0)
+        diagonal = self._whole(diagonal) if isinstance(diagonal, Ref) else diagonal
+        moved = self.graph.call_function(operator.add if axis == -2 else operator.sub, (diagonal, self.start))
+        return self._create(target, (self.rows(source, axis), moved), {})
+
+    def _read(self, entry: Entry, fake: torch.Tensor, axis: int) -> Node:
+        """`table[i, j]`, a number for each pair of indices."""
+        source, index = entry.args
+        indices = index if isinstance(index, tuple) else (index,)
+        if not isinstance(source, Ref) or len(indices) != self.table.entries[source.number].fake.dim():
+            raise _not(entry)
+        for part in indices:
+            found = self.table.entries[part.number].fake if isinstance(part, Ref) else None
+            if not isinstance(found, torch.Tensor) or found.dtype is torch.bool:
+                raise _not(entry)
+
+        def resolve(ref: Ref) -> Node:
+            return self._whole(ref) if ref is source else self._aligned(ref, fake, axis, entry)
+
+        return self._call(entry, entry.node.target, resolve)
+
+    # Views of what is large
+
+    def _view(self, entry: Entry, version: int | None, axis: int) -> Node:
+        name = plain_operator_of(entry.node)
+        source = entry.args[0] if entry.args else None
+        if not isinstance(source, Ref) or source.version is not None:
+            raise _not(entry)
+        viewed, fake = self.table.entries[source.number].fake, entry.fake
+        if not isinstance(viewed, torch.Tensor) or not isinstance(fake, torch.Tensor):
+            raise _not(entry)
+        source = Ref(source.number, version)
+        if name == "expand":
+            sizes, rest = _sizes(entry.args[1:])
+            if rest or entry.kwargs or len(sizes) != fake.dim():
+                raise _not(entry)
+            sizes[axis] = self.length
+            operand = self._aligned(source, fake, axis, entry)
+            sizes = [self._whole(size) if isinstance(size, Ref) else size for size in sizes]
+            return self.graph.call_method("expand", (operand, *sizes))
+        args = entry.args[1:]
+        if name == "getitem":
+            own, index = _picked(args[0], viewed.dim(), fake.dim() + axis)
+            args = (index,)
+        else:
+            own = _VIEWS.get(name, lambda *_: None)(args, entry.kwargs, viewed.dim(), fake.dim() + axis)
+        if own is None or (name != "getitem" and not _same(viewed.shape[own], fake.shape[axis])):
+            raise _not(entry)
+        rows = self.rows(source, own - viewed.dim())
+        args, kwargs = map_aggregate((args, entry.kwargs), self._resolve(self._whole))
+        return self._create(entry.node.target, (rows, *args), kwargs)
+
+    def _call(
+        self, entry: Entry, target: Any, resolve: Callable[[Ref], Node], args: tuple[Any, ...] | None = None
+    ) -> Node:
+        def convert(ref: Ref) -> Node:
+            is_tensor = isinstance(self.table.entries[ref.number].fake, torch.Tensor)
+            return resolve(ref) if is_tensor else self._whole(ref)
+
+        args, kwargs = map_aggregate((entry.args if args is None else args, entry.kwargs), self._resolve(convert))
+        return self._create(target, args, kwargs)
+
+    def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        op = "call_method" if isinstance(target, str) else "call_function"
+        return self.graph.create_node(op, target, args, kwargs)
+
+    def _resolve(self, convert: Callable[[Ref], Node]) -> Callable[[Any], Any]:
+        return lambda leaf: convert(leaf) if isinstance(leaf, Ref) else leaf
+
+
+def _not(entry: Entry) -> NotByRows:
+    return NotByRows(f"rows go through `{plain_operator_of(entry.node) or entry.node.name}`", entry.node)
+
+
+def _same(first: Any, second: Any) -> bool:
+    return bool(expression(first) == expression(second))
+
+
+def _sizes(args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Sizes that are given as one sequence or one by one; and what follows a sequence."""
+    if args and isinstance(args[0], (tuple, list)):
+        return list(args[0]), tuple(args[1:])
+    return list(args), ()
+
+
+# For each view, the axis of its operand that `axis` of its result is; both counted from the left.
+
+
+def _unsqueezed(args: Any, kwargs: Any, dimensions: int, axis: int) -> int | None:
+    dim = _one(args, kwargs)
+    if dim is None:
+        return None
+    dim += (dimensions + 1) * (dim < 0)
+    return None if axis == dim else axis - (axis > dim)
+
+
+def _transposed(args: Any, kwargs: Any, dimensions: int, axis: int) -> int | None:
+    if kwargs or len(args) != 2 or not all(type(arg) is int for arg in args):
+        return None
+    first, second = (arg % dimensions for arg in args)
+    return {first: second, second: first}.get(axis, axis)
+
+
+def _one(args: Any, kwargs: Any) -> int | None:
+    found = args[0] if len(args) == 1 else kwargs.get("dim") if not args and len(kwargs) == 1 else None
+    return found if type(found) is int else None
+
+
+_VIEWS: dict[str, Callable[[Any, Any, int, int], int | None]] = {
+    "transpose": _transposed, "unsqueeze": _unsqueezed,
+}  # fmt: skip
+
+
+def _picked(index: Any, dimensions: int, axis: int) -> tuple[int | None, Any]:
+    """The same for `x[index]`, and the index that takes all rows that are left."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(not (part is None or part is Ellipsis or type(part) in (int, slice)) for part in parts):
+        return None, index
+    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    if Ellipsis not in parts:
+        parts.append(Ellipsis)
+    place = parts.index(Ellipsis)
+    parts[place : place + 1] = [slice(None)] * (dimensions - taken)
+    own = result = 0
+    for position, part in enumerate(parts):
+        if part is None:
+            result += 1
+            if result > axis:
+                return None, index
+            continue
+        if isinstance(part, slice):
+            if result == axis:
+                whole = part.start in (None, 0) and part.step in (None, 1)  # else its rows are others
+                whole = whole and (part.stop is None or (type(part.stop) is int and part.stop > 0))
+                parts[position] = slice(None)
+                return (own if whole else None), tuple(parts)
+            result += 1
+        own += 1
+    return None, index

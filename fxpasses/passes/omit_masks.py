@@ -1,0 +1,279 @@
+"""Have no mask made where its plans say it all.
+
+Before, in the prologue and in each layer:
+
+    mask = (document[:, None] == document) & causal        # T × T
+    plan = fxpasses.attention_plan(mask)
+    out = fxpasses.sparse_attention(q, k, v, mask, plan)
+
+After: rows of the mask are computed in blocks, looked at, and thrown away:
+
+    plan = module_0(document, ...)
+    out = fxpasses.sparse_attention(q, k, v, None, plan)
+
+*Find* the large masks that nothing but plans and the attentions that follow them takes, *prove* their programs to be
+elementwise in rows (`graph/by_rows.py`), *check* that the prologue needs them for nothing else, and *replace*. It is
+decided when the graph is compiled, and holds for every batch: a plan that is made so is never dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxpasses.graph.by_rows import ByRows, NotByRows, by_rows
+from fxpasses.graph.emission import slice_of
+from fxpasses.graph.families import operator_of
+from fxpasses.graph.prologue import Draft, Extra
+from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.regions import Region
+from fxpasses.graph.symbols import elements_of, expression, is_unbacked
+from fxpasses.graph.values import Entry, Ref, ValueTable
+from fxpasses.pipeline import Context
+from fxpasses.report import Reason, Refusal, Report
+from fxpasses.runtime.attention import plan as plans
+from fxpasses.runtime.attention.by_rows import PlanByRows
+
+# 2048 × 2048 pairs take 4 MiB, and 16 MiB more where attention runs dense. Of smaller masks there is little to save,
+# and a dense plan, which is bit for bit what ran before, is worth keeping.
+LARGE = 1 << 22
+_SMALL = 64  # what is made as a whole has at most this part of the mask's elements
+
+_PLAN = torch.ops.fxpasses.attention_plan.default
+_ATTENTION = torch.ops.fxpasses.sparse_attention.default
+_MASK, _PLANNED, _FORM = 3, 4, 6  # positions of its arguments
+_FORMS = ("fused", "repeated")  # others may need the mask for rows that see nothing
+_VIEWS = frozenset({"expand", "getitem", "unsqueeze", "view", "reshape", "transpose", "permute"})
+
+
+class OmitMasks:
+    """The pass. Rebuilds `context.program`, and takes masks from the graph's placeholders."""
+
+    name = "omit_masks"
+    requires: tuple[str, ...] = ()
+    exact = False
+
+    def __call__(self, gm: GraphModule, context: Context) -> Report:
+        report = Report(self.name)
+        if context.draft is None:
+            return report
+        main = Region(gm)
+        masks = []
+        for mask in _masks(main, context.draft):
+            try:
+                mask.check(context.draft)
+                if not context.may_change(mask.owner.node):
+                    raise _Kept(Reason.LEFT_OUT)
+                masks.append(mask)
+            except _Kept as kept:
+                report.refusals.append(_refusal(mask, kept))
+        draft = _without(masks, context.draft)
+        while needed := [mask for mask in masks if draft.needed() & {mask.version, mask.owner.number}]:
+            report.refusals += [_refusal(mask, _Kept(Reason.MASK_NEEDED, "in the prologue")) for mask in needed]
+            masks = [mask for mask in masks if mask not in needed]
+            draft = _without(masks, context.draft)
+        if not masks:
+            return report
+        _rewrite(main, masks, draft, context)
+        context.draft, context.program = draft, draft.program()
+        report.changed = True
+        size = sum(elements_of(mask.owner.fake) or 0 for mask in masks)
+        report.figures = {"masks": len(masks), "bytes": size}
+        what = "the mask is not made: its plan is" if len(masks) == 1 else f"{len(masks)} masks are not made: plans are"
+        report.summary = f"{what} computed in blocks of rows"
+        report.changes = [f"{_name(mask)} at {where(mask.owner.node)} → not made" for mask in masks]
+        return report
+
+
+class _Kept(Exception):
+    def __init__(self, reason: Reason, text: str = "", node: Node | None = None) -> None:
+        super().__init__(text)
+        self.reason, self.text, self.node = reason, text, node
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A node that takes a value which is an input of the main graph; `value` is what the node calls it."""
+
+    region: Region
+    node: Node
+    value: Node
+
+
+@dataclass(eq=False)
+class _Plan:
+    """position: among what the main graph takes from the prologue. by_rows: the program of its mask, once proved."""
+
+    position: int
+    entry: Entry
+    placeholder: Node
+    by_rows: ByRows | None = None
+    extra: Extra | None = None
+
+    @property
+    def mask(self) -> Ref:
+        mask: Ref = self.entry.args[0]
+        return mask
+
+
+@dataclass(eq=False)
+class _Mask:
+    """A large mask: the memory `owner` at `version`, an input of the main graph, and the plans that are made of it."""
+
+    position: int
+    owner: Entry
+    version: int
+    placeholder: Node
+    main: Region
+    plans: list[_Plan] = field(default_factory=list)
+
+    @property
+    def attentions(self) -> list[_Use]:
+        return list(_uses(self.main, self.placeholder))
+
+    def check(self, draft: Draft) -> None:
+        """Raise `_Kept` unless plans and attentions are all that takes the mask, and its rows are made one by one."""
+        table = draft.table
+        if self.owner.fake.dtype is not torch.bool:
+            raise _Kept(Reason.NOT_BOOL, f"but {self.owner.fake.dtype}")
+        behind = (table.entries[number].fake for number in slice_of(table, [plan.mask for plan in self.plans]))
+        if any(isinstance(fake, torch.Tensor) and fake.device.type != "cpu" for fake in behind):
+            raise _Kept(Reason.NOT_ON_CPU)
+        planned: dict[Node, _Plan] = {}
+        for plan in self.plans:
+            if is_unbacked(table.entries[plan.mask.number].fake):
+                raise _Kept(Reason.UNKNOWN_SIZE)
+            planned |= {use.node: plan for use in _uses(self.main, plan.placeholder)}
+        attentions = {use.node: use for use in self.attentions}
+        for node in [*attentions, *planned]:
+            followed, use = planned.get(node), attentions.get(node)
+            if followed is None or use is None or not _follows(use, followed, table):
+                raise _Kept(Reason.MASK_NEEDED, f"`{node.name}`", node)
+        for plan in self.plans:
+            plan.by_rows, plan.extra = self._proved(plan, draft)
+
+    def _proved(self, plan: _Plan, draft: Draft) -> tuple[ByRows, Extra]:
+        fake = draft.table.entries[plan.mask.number].fake
+        mask, rows = plans.four_dimensional(fake), plan.entry.args[2] if len(plan.entry.args) > 2 else None
+        count = draft.table.entries[rows.number].fake if isinstance(rows, Ref) else rows
+        if expression(count) != expression(mask.shape[2]):
+            raise _Kept(Reason.NOT_BY_ROWS, "one row stands for many")
+        try:
+            found = by_rows(draft.table, plan.mask, -2, (elements_of(self.owner.fake) or 0) // _SMALL)
+        except NotByRows as error:
+            raise _Kept(Reason.NOT_BY_ROWS, str(error), error.node) from error
+        repeated = tuple(type(mask.stride(i)) is int and mask.stride(i) == 0 for i in (0, 1))
+        batch, heads = (1 if one_for_all else mask.shape[i] for i, one_for_all in enumerate(repeated))
+        made = plan.entry.fake.new_empty(plans.plan_size(batch, heads, mask.shape[2], mask.shape[3], in_blocks=True))
+        arguments = (plan.entry.args[1], rows, repeated, *found.operands)
+        return found, Extra(draft.table.computed_by(PlanByRows(found.module), arguments, made, plan.entry.node))
+
+
+def _follows(use: _Use, plan: _Plan, table: ValueTable) -> bool:
+    """Whether a mask is used by an attention by its plan, which never needs the mask where the plan is not dense."""
+    node, mask = use.node, use.value
+    if node.target is not _ATTENTION or node.kwargs or len(node.args) <= _FORM:
+        return False
+    others = [argument for i, argument in enumerate(node.args) if i != _MASK]
+    shape = table.entries[plan.mask.number].fake.shape
+    same = list(map(expression, mask.meta["example_value"].shape)) == list(map(expression, shape))
+    return same and node.args[_MASK] is mask and mask not in others and node.args[_FORM] in _FORMS
+
+
+def _masks(main: Region, draft: Draft) -> Iterator[_Mask]:
+    """The large masks that the graph takes, in the order of its inputs."""
+    entries = draft.table.entries
+    taken = list(zip(draft.wanted, main.placeholders()[len(draft.inputs) :], strict=True))
+    found: dict[int, list[_Plan]] = {}
+    for position, (extra, placeholder) in enumerate(taken):
+        entry = entries[extra.ref.number]
+        if _is_plain(extra) and entry.node.target is _PLAN and entry.kind == "op":
+            found.setdefault(entry.args[0].version, []).append(_Plan(position, entry, placeholder))
+    for position, (extra, placeholder) in enumerate(taken):
+        if not _is_plain(extra) or extra.ref.version not in found:
+            continue
+        owner = entries[extra.ref.number]
+        if owner.kind in ("op", "item") and owner.base is None and (elements_of(owner.fake) or 0) >= LARGE:
+            yield _Mask(position, owner, extra.ref.version, placeholder, main, found[extra.ref.version])
+
+
+def _is_plain(extra: Extra) -> bool:
+    return extra.dimension is None and extra.as_dtype is None and not extra.as_int
+
+
+def _uses(region: Region, node: Node) -> Iterator[_Use]:
+    """What takes a value, or a view of it, in a graph and its checkpoint bodies; nodes that only hand it on do not."""
+    for user in list(node.users):
+        body = region.bodies.get(user)
+        if body is not None:
+            for inner in _inside(body, node):
+                yield from _uses(body, inner)
+        elif operator_of(user) in _VIEWS and user.all_input_nodes[0] is node:
+            yield from _uses(region, user)
+        else:
+            yield _Use(region, user, node)
+
+
+def _inside(body: Region, node: Node) -> list[Node]:
+    return [placeholder for placeholder, operand in body.operands.items() if operand is node]
+
+
+def _without(masks: list[_Mask], draft: Draft) -> Draft:
+    """The prologue with plans that are made in blocks, and without the masks."""
+    replaced = {plan.position: plan.extra for mask in masks for plan in mask.plans}
+    omitted = {mask.position for mask in masks}
+    wanted = [replaced.get(i) or extra for i, extra in enumerate(draft.wanted) if i not in omitted]
+    return replace(draft, wanted=tuple(wanted))
+
+
+def _rewrite(main: Region, masks: list[_Mask], draft: Draft, context: Context) -> None:
+    positions = {node: position for position, node in enumerate(main.placeholders())}
+    for mask in masks:
+        for use in mask.attentions:
+            use.node.update_arg(_MASK, None)
+        for plan in mask.plans:
+            assert plan.extra is not None
+            made = draft.table.entries[plan.extra.ref.number].fake
+            context.example_inputs[positions[plan.placeholder]] = made
+            _tell(main, plan.placeholder, made)
+        _erase(main, mask.placeholder)
+    for position in sorted((positions[mask.placeholder] for mask in masks), reverse=True):
+        del context.example_inputs[position]
+    for region in main.walk():
+        region.gm.recompile()
+
+
+def _tell(region: Region, node: Node, made: torch.Tensor) -> None:
+    node.meta["example_value"] = made
+    for user in node.users:
+        if user in region.bodies:
+            for inner in _inside(region.bodies[user], node):
+                _tell(region.bodies[user], inner, made)
+
+
+def _erase(region: Region, node: Node) -> None:
+    """Erase an input of the main graph, its views, and what stands for it in checkpoint bodies."""
+    for user in list(node.users):
+        body = region.bodies.get(user)
+        if body is None:
+            _erase(region, user)
+            continue
+        for inner in _inside(body, node):
+            position = body.placeholders().index(inner)
+            _erase(body, inner)
+            del body.operands[inner]
+            user.args = (*user.args[: 1 + position], *user.args[2 + position :])
+    region.gm.graph.erase_node(node)
+
+
+def _name(mask: _Mask) -> str:
+    return f"{mask.owner.node.name} {list(mask.owner.fake.shape)}"
+
+
+def _refusal(mask: _Mask, kept: _Kept) -> Refusal:
+    node = mask.owner.node
+    place = where(kept.node) if kept.node is not None else ""
+    return Refusal(node.name, kept.reason, kept.text, place or where(node), module_of(node)[0])
