@@ -89,7 +89,7 @@ class Partitioner(CustomPartitionerFn):
         inner = self.inner.uuid() if self.inner is not None else ""
         if inner is None:
             return None
-        return ("fxpasses", __version__, _source(), repr(self.options), sorted(self.activations), inner)
+        return ("fxpasses", __version__, _source(), repr(self.options), tuple(sorted(self.activations)), inner)
 
 
 def _replayed() -> bool:
