@@ -44,7 +44,7 @@ def test_expert_loop():
 def test_the_demos_host_reads_and_masks_do_not_depend_on_the_number_of_layers():
     tables = {}
     for layers in ("2", "4"):
-        arguments = ["--layers", layers, "--tokens", "128", "--steps", "4", "--lowering", "aot_eager"]
+        arguments = ["--layers", layers, "--tokens", "128", "--steps", "4", "--lowering", "aot_eager", "--peer", "none"]
         done = run("packed_training.py", *arguments)
         assert done.returncode == 0, done.stderr
         tables[layers] = figures(done.stdout)
@@ -93,6 +93,7 @@ def test_a_wrong_argument_gives_one_line_and_exit_code_2(arguments, words):
 @pytest.mark.slow
 def test_the_demo_with_activations_on_disk():
     arguments = ["--offload", "--layers", "3", "--tokens", "128", "--steps", "3", "--lowering", "aot_eager"]
+    arguments += ["--peer", "none"]
     done = run("packed_training.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
