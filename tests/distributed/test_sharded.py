@@ -79,8 +79,9 @@ SLOW = {
         Arrangement(split, {"sequence": True}, same_batch=2), Outcome(eager_reads=8, eager_masks=2), 2,
     ),
     "sequence parallel, selective checkpoints": (
-        Arrangement(split, {"sequence": True, "call": "selective"}, same_batch=2),
-        Outcome(eager_reads=20, eager_masks=8), 2,
+        # Its collectives cannot be brought into eager mode's order: it runs as it was captured, with a warning.
+        Arrangement(split, {"sequence": True, "call": "selective"}, same_batch=2, options={"fastpack.strict": False}),
+        Outcome(graphs=10, eager_reads=20, eager_masks=8), 2,
     ),
     "FSDP2 and sequence parallel": (
         Arrangement(fully_sharded, {"mesh": (2, 2), "tensors": True, "sequence": True, "whole": True}, same_batch=2),
