@@ -9,10 +9,12 @@ After, in the place of the first:
     host = torch.cat([counts.reshape(-1), sums.reshape(-1)]).to("cpu")
     count_0 = host[0].item();  count_1 = host[1].item();  total = host[2].item()
 
-Each number keeps its node, and so the unbacked symbol that it binds. Numbers that are computed later than the first of
-a copy start a copy of their own: nothing waits for longer than before, and nothing else moves, collectives least of
-all. An element that is read twice, with no write in between, is one number. What depends on the batch alone is not here
-any more: `hoist_metadata` runs before, and reads it once per batch.
+Each number keeps its node, and so the unbacked symbol that it binds. A number that is computed later than the first of
+a copy joins it where the few integers that it is made of can be computed before: an expert-parallel layer reads the
+splits of its all-to-all, and after the all-to-all the rows of its own experts, which follow from the same counts. Else
+it starts a copy of its own. Nothing else moves, collectives least of all. An element that is read twice, with no write
+in between, is one number. What depends on the batch alone is not here any more: `hoist_metadata` runs before, and reads
+it once per batch.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxpasses.graph import effects
 from fxpasses.graph.families import operator_of
 from fxpasses.graph.host_copies import is_copy_to_host
 from fxpasses.graph.provenance import module_of, where
@@ -37,6 +40,8 @@ from fxpasses.report import Reason, Refusal, Report
 
 # All of them fit into an int64, so that one copy may hold elements of several tensors.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
+# What is computed earlier than the program asks for has at most so many elements: counts, and nothing of tokens' size.
+_MOST_MOVED = 4096
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,10 @@ class Read:
 
 @dataclass
 class Copy:
-    """Reads that one copy answers, in program order."""
+    """Reads that one copy answers, in program order; `moved` is computed before the first of them for that."""
 
     reads: list[Read] = field(default_factory=list)
+    moved: dict[Node, None] = field(default_factory=dict)
 
     @property
     def first(self) -> Node:
@@ -111,22 +117,60 @@ def copies_of(graph: Graph, fake_mode: Any, inputs_in_one: set[int]) -> list[Cop
     memory = Memory(graph, fake_mode, inputs_in_one)
     copies: list[Copy] = []
     for read in (read for item in items if (read := _read(item, memory)) is not None):
-        copy = next((copy for copy in reversed(copies) if _fits(read, copy, memory)), None)
-        if copy is None:
+        for copy in reversed(copies):
+            if (moved := _fits(read, copy, memory, fake_mode)) is not None:
+                copy.moved |= dict.fromkeys(moved)
+                break
+        else:
             copies.append(copy := Copy())
         copy.reads.append(read)
     return [copy for copy in copies if copy.waits > 1]
 
 
-def _fits(read: Read, copy: Copy, memory: Memory) -> bool:
-    """Whether a copy in the place of its first read holds what a later read asks for."""
+def _fits(read: Read, copy: Copy, memory: Memory, fake_mode: Any) -> list[Node] | None:
+    """What has to be computed earlier for a copy in the place of its first read to answer a later one; None: cannot."""
     example, other = (node.meta["example_value"] for node in (read.tensor, copy.reads[0].tensor))
-    if memory.positions[read.tensor] > memory.positions[copy.first] or example.device != other.device:
-        return False
+    if example.device != other.device:
+        return None
     if read.tensor not in copy.tensors and not {example.dtype, other.dtype} <= _INTEGERS:
-        return False
+        return None
     between = sorted((read.at, copy.first), key=memory.positions.__getitem__)
-    return memory.writer(read.tensor, *between) is None
+    if memory.writer(read.tensor, *between) is not None:
+        return None
+    return _computed_after(copy.first, read.tensor, memory, fake_mode)
+
+
+def _computed_after(first: Node, tensor: Node, memory: Memory, fake_mode: Any) -> list[Node] | None:
+    """The nodes after `first` that `tensor` is made of, in program order, if each can be evaluated before `first`."""
+    found: set[Node] = set()
+    waiting = [tensor]
+    while waiting:
+        node = waiting.pop()
+        if node in found or memory.positions[node] < memory.positions[first]:
+            continue
+        if not _can_move(node, first, memory, fake_mode):
+            return None
+        found.add(node)
+        waiting += node.all_input_nodes
+    return sorted(found, key=memory.positions.__getitem__)
+
+
+def _can_move(node: Node, first: Node, memory: Memory, fake_mode: Any) -> bool:
+    """Whether a node gives the same before `first`: pure, of few integers, which nobody has written to since."""
+    operands = node.all_input_nodes
+    for tensor in (node, *operands):
+        if not _is_dense(tensor) or tensor.meta["example_value"].dtype not in _INTEGERS | {torch.bool}:
+            return False
+    example = node.meta["example_value"]
+    if example.numel() > _MOST_MOVED or any(example.device != n.meta["example_value"].device for n in operands):
+        return False  # a copy between devices would be another wait
+    if any(memory.writer(operand, first, node) is not None for operand in operands):
+        return False
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
+    try:
+        return not effects.observe(node, args, kwargs, fake_mode).writes
+    except effects.Refused:
+        return False
 
 
 def _read(node: Node, memory: Memory) -> Read | None:
@@ -182,8 +226,11 @@ def _is_dense(node: Any) -> bool:
 
 
 def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
-    """Write the copy before its first read, and let all read from it; raises `Unknown`, and changes nothing."""
+    """Write the copy before its first read, and let all read from it; raises `Unknown`, and changes no value."""
     emit = Emitter(graph, fake_mode, copy.first)
+    for node in copy.moved:
+        if copy.first < node:  # and not moved to before a still earlier copy
+            copy.first.prepend(node)
     try:
         with graph.inserting_before(copy.first):
             host, starts = _copied(emit, copy.tensors)

@@ -77,6 +77,14 @@ def copied_by_the_program(x: Tensor) -> Tensor:
     return scaled(x.split(first.tolist())) * second.tolist()[0]
 
 
+def computed_after_the_first_read(x: Tensor) -> Tensor:
+    """As an expert-parallel layer does: splits, rows, and then the padded numbers of rows, from the same counts."""
+    counts = counted(x)
+    first = scaled(x.split(counts.tolist()))
+    padded = (counts.clamp(min=2) + 1) // 2 * 2
+    return first * padded.to(torch.int32).cumsum(0)[-1].item() + first.sin() * padded.max().item()
+
+
 def floats(x: Tensor) -> Tensor:
     low, high = x.aminmax(dim=0)
     return x * low[1].item() + x.sin() * low[2].item() + high
@@ -90,6 +98,7 @@ def floats(x: Tensor) -> Tensor:
         (a_matrix, 4),
         (last_element, 2),
         (copied_by_the_program, 2),
+        (computed_after_the_first_read, 5),
         (floats, 2),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -161,6 +170,37 @@ def copy_then_write(x: Tensor) -> Tensor:
     return x * host[1].item() + x.sin() * counts[2].item()
 
 
+def written_before_it_is_made(x: Tensor) -> Tensor:
+    counts = counted(x)
+    before = counts[0].item()
+    counts.add_(1)
+    return x * before + x.sin() * counts.sum().item()
+
+
+def made_in_place(x: Tensor) -> Tensor:
+    counts = counted(x)
+    sums, before = counts.clone(), counts[0].item()
+    return x * before + x.sin() * sums.mul_(2).sum().item() + sums.sum()
+
+
+def made_of_random_numbers(x: Tensor) -> Tensor:
+    before = counted(x)[0].item()
+    return x * before + x.sin() * torch.randint(3, 4, (PARTS,)).sum().item()
+
+
+def made_of_its_own_answer(x: Tensor) -> Tensor:
+    counts = counted(x)
+    return x * (counts + counts[0].item()).sum().item()
+
+
+def written_before_it_is_made_of_a_view(x: Tensor) -> Tensor:
+    counts = counted(x)
+    row, before = counts.view(PARTS, 1)[1], counts[0].item()
+    row.mul_(3)
+    doubled = counts * 2
+    return x * before + x.sin() * doubled.sum().item()
+
+
 def write_to_the_copy(x: Tensor) -> Tensor:
     counts = counted(x)
     host = counts.to("cpu", copy=True)
@@ -168,8 +208,20 @@ def write_to_the_copy(x: Tensor) -> Tensor:
     return x * host[1].item() + x.sin() * counts[1].item()
 
 
-@pytest.mark.parametrize("program", [written_between, written_through_a_view, copy_then_write])
-def test_a_write_between_the_reads(program: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        written_between,
+        written_through_a_view,
+        copy_then_write,
+        written_before_it_is_made,
+        written_before_it_is_made_of_a_view,
+        made_in_place,
+        made_of_random_numbers,
+        made_of_its_own_answer,
+    ],
+)
+def test_numbers_that_the_first_copy_cannot_have(program: Callable[..., Any]) -> None:
     record = assert_same(program, batches(), "aot_eager")
     assert not record.figures("coalesce_reads"), record
 
@@ -178,7 +230,7 @@ def test_a_copy_that_was_changed_is_another_tensor() -> None:
     assert_same(write_to_the_copy, batches(), "aot_eager")
 
 
-def test_what_is_computed_later_waits_for_a_copy_of_its_own() -> None:
+def test_what_activations_decide_later_waits_for_a_copy_of_its_own() -> None:
     def program(x: Tensor) -> Tensor:
         first = scaled(x.split(counted(x).tolist()))
         return scaled(first.split(counted(first).tolist()))
