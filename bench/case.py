@@ -43,12 +43,16 @@ class Program:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run the step. unavailable: why it cannot take part in a group ("" where it can)."""
+    """One way to run the step. unavailable: why it cannot take part in a group ("" where it can).
+
+    bound: leaves a part of the step out, to show what no contender can be faster than; its values are not compared.
+    """
 
     name: str
     build: Callable[[Parameters, str], Program]  # (parameters, device)
     compiles: bool = True
     ours: bool = False
+    bound: bool = False
     unavailable: Callable[[Parameters, str], str] = lambda parameters, device: ""
 
 

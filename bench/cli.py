@@ -43,6 +43,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     threads = torch.get_num_threads()
     run.add_argument("--threads", type=int, default=threads, help="of each contender (default %(default)s)")
     run.add_argument("--rounds", type=int, metavar="N", help="time every contender so many times, at most")
+    run.add_argument("--processes", type=int, metavar="N", help="start every contender so many times (default 2)")
     run.add_argument("--limit", type=float, metavar="SECONDS", help="for a contender to compile and see every batch")
     folder: dict[str, Any] = {
         "type": Path,
@@ -60,7 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"there is no case {unknown[0]!r}; cases: {', '.join(CASES)}")
         if wrong := next((text for text in given.only if "=" not in text), None):
             parser.error(f"--only is {wrong!r}; it takes KEY=VALUE, such as layers=8")
-        for option in ("threads", "rounds"):
+        for option in ("threads", "rounds", "processes"):
             if (value := getattr(given, option)) is not None and value < 1:
                 parser.error(f"--{option} is {value}; it takes a number from 1")
         if given.device == "cuda" and not torch.cuda.is_available():
@@ -78,7 +79,7 @@ def show_cases() -> None:
 
 def run(given: argparse.Namespace) -> None:
     settings = (Settings.quick if given.quick else Settings)(given.device, given.threads)
-    chosen = {"limit_s": given.limit, "rounds": given.rounds}
+    chosen = {"limit_s": given.limit, "rounds": given.rounds, "processes": given.processes}
     settings = dataclasses.replace(settings, **{key: value for key, value in chosen.items() if value})
     for name in given.cases or CASES:
         case = only(load(name), given.only)

@@ -68,7 +68,7 @@ def in_short(measured: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]
         theirs = {contender.name for contender in case.contenders if not contender.ours}
         for contender in case.contenders:
             mine = [e["against"] for e in entries if e["contender"] == contender.name and "against" in e]
-            if not contender.ours or not any(theirs & ratios.keys() for ratios in mine):
+            if not contender.ours or contender.bound or not any(theirs & ratios.keys() for ratios in mine):
                 continue
             to_baseline = [ratios[case.baseline]["median"] for ratios in mine if case.baseline in ratios]
             to_best = [max(ratios[other]["median"] for other in theirs & ratios.keys()) for ratios in mine]

@@ -31,7 +31,13 @@ class Pretender:
     def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
         self.asked.append((self.name, verb))
         if verb == "prepare":
-            return {"values": {"loss": 1.0}, "step_s": 1.0, "compile_s": 2.0, "graphs": 1, "graph_breaks": 0}
+            return {
+                "values": {"loss": 2.0 if self.name in ("other", "bound") else 1.0},
+                "step_s": 1.0,
+                "compile_s": 2.0,
+                "graphs": 1,
+                "graph_breaks": 0,
+            }
         if verb == "time":
             self.round += 1
             if self.name == "breaking" and self.round == 2:
@@ -59,7 +65,10 @@ def nothing_asked() -> None:
 
 
 def case(*names: str) -> Case:
-    contenders = [Contender(name, build=None, ours=name == "ours") for name in names]  # type: ignore[arg-type]
+    contenders = [
+        Contender(name, build=None, ours=name == "ours", bound=name == "bound")  # type: ignore[arg-type]
+        for name in names
+    ]
     groups = lambda device, quick: [{"size": 1}, {"size": 2}]  # noqa: E731
     return Case("toys", "Toys", groups, contenders, baseline=names[0], expected="")
 
@@ -91,6 +100,11 @@ def test_ratios_are_taken_within_rounds():
     lower, middle, upper = spread([3 / 1, 3 / 2, 3 / 3] * 2)
     assert ratio == {"q1": lower, "median": middle, "q3": upper}
     assert entries["a"]["against"]["a"] == {"q1": 1, "median": 1, "q3": 1}
+
+
+def test_values_are_the_baselines_but_where_a_part_is_left_out_on_purpose():
+    entries = measured("a", "other", "bound")
+    assert entries["other"]["outcome"] == "wrong" and entries["bound"]["outcome"] == "measured"
 
 
 def test_memory_of_a_step_is_its_peak_less_what_is_held_between_steps():
