@@ -178,7 +178,7 @@ def packed_batches(arguments: argparse.Namespace) -> list[Batch]:
     return batches
 
 
-# The run: the same training loop for each column of the table
+# The run: the same training step for each column of the table, in turns
 
 
 @dataclass
@@ -205,31 +205,84 @@ class Run:
         return max(0.0, self.seconds[0] - self.step_seconds)
 
 
-def train(compiled: Callable[..., Any], model: LlamaForCausalLM, batches: list[Batch], bar: tqdm) -> Run:
-    """A step a batch; `compiled` runs `model`. The last step is profiled, forward and backward."""
-    run = Run()
-    memory = PeakMemory(model.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    counters.clear()
-    for number, batch in enumerate(batches):
-        last = number == len(batches) - 1
+class Column:
+    """A fresh model, trained eagerly, with `fastpack`, or with a peer, whose failure is shown and not raised."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, batches: list[Batch]) -> None:
+        self.run = Run()
+        self.ours, self.offloads, self.is_peer = name.startswith("fastpack"), name == OFFLOAD, name.startswith("stock")
+        # Tensors of its own for each column: what a column learned of a batch is kept with the batch.
+        self.batches = [{name: value.clone() for name, value in batch.items()} for batch in batches]
+        self.model = new_model(arguments)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.memory = PeakMemory(self.model.device)
+        self.compiled: Callable[..., Any] = self.model
+        if self.ours:
+            options: dict[str, Any] = {"fastpack.lowering": arguments.lowering}
+            if self.offloads:
+                # The model is small, and so are its activations: without a limit of its own it would keep them all.
+                options |= {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}
+            self.compiled = torch.compile(self.model, backend="fastpack", options=options)
+        elif self.is_peer:
+            self.compiled = torch.compile(self.model, backend=arguments.peer)
+
+    def step(self, number: int) -> None:
+        """Forward, backward and optimizer on a batch; the last one is profiled, forward and backward."""
+        if self.run.failure:
+            return
+        graphs, breaks = counted_graphs()
+        try:
+            with stock_flags() if self.is_peer else contextlib.nullcontext():
+                self._train(self.batches[number], last=number == len(self.batches) - 1)
+        except Exception as error:
+            if not self.is_peer:
+                raise
+            self.run = Run(failure=f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0]:.60}")
+        self.run.graphs += counted_graphs()[0] - graphs
+        self.run.graph_breaks += counted_graphs()[1] - breaks
+        if self.ours:
+            self.run.attention = fxpasses.attention_stats(reset=True)
+        if self.offloads:
+            self.run.offloaded = fxpasses.offload_stats()
+
+    def _train(self, batch: Batch, last: bool) -> None:
+        self.memory.reset()
         started = time.perf_counter()
-        with counted(run.events) if last else contextlib.nullcontext():
-            loss = compiled(**batch).loss
+        with counted(self.run.events) if last else contextlib.nullcontext():
+            loss = self.compiled(**batch).loss
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if last:
-            run.peak_bytes = memory.peak()
-        elif number == WARM_UP:
-            memory.reset()
-        run.losses.append(loss.item())  # waits for the device, which makes the time that of the step
-        run.seconds.append(time.perf_counter() - started)
-        bar.set_postfix(loss=f"{run.losses[-1]:.3f}")
-        bar.update()
-    run.graphs = counters["stats"]["unique_graphs"]
-    run.graph_breaks = sum(counters["graph_break"].values())
-    return run
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.run.losses.append(loss.item())  # waits for the device, which makes the time that of the step
+        self.run.seconds.append(time.perf_counter() - started)
+        if len(self.run.losses) > WARM_UP:
+            self.run.peak_bytes = max(self.run.peak_bytes, self.memory.peak())
+
+
+def run_columns(names: list[str], arguments: argparse.Namespace, batches: list[Batch], bar: tqdm) -> dict[str, Run]:
+    """In turns, a step each, so that other work on the machine slows all columns alike."""
+    # Where stock PyTorch breaks the graph in every layer, Dynamo says so at length.
+    torch._logging.set_logs(dynamo=logging.ERROR)
+    torch._dynamo.reset()
+    fxpasses.offload_stats(reset=True)
+    fxpasses.attention_stats(reset=True)
+    columns = {name: Column(name, arguments, batches) for name in names}
+    for number in range(len(batches)):
+        for name, column in columns.items():
+            bar.set_description(name)
+            column.step(number)
+            bar.update()
+    return {name: column.run for name, column in columns.items()}
+
+
+def stock_flags() -> contextlib.AbstractContextManager[None]:
+    """As PyTorch comes: without the flags that `fastpack` switches on, every layer breaks the graph."""
+    return torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False)
+
+
+def counted_graphs() -> tuple[int, int]:
+    """Graphs compiled and graph breaks so far."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 class PeakMemory:
@@ -273,37 +326,6 @@ def counted(events: Counter[str]) -> Iterator[None]:
     with torch.profiler.profile(activities=activities) as profile:
         yield
     events.update({event.key: event.count for event in profile.key_averages()})
-
-
-def run_column(name: str, arguments: argparse.Namespace, batches: list[Batch], bar: tqdm) -> Run:
-    """Train a fresh model: eagerly, with `fastpack`, or with a peer, whose failure is shown and not raised."""
-    bar.set_description(name)
-    model = new_model(arguments)
-    # Tensors of its own for each column: what a column learned of a batch is kept with the batch.
-    batches = [{name: value.clone() for name, value in batch.items()} for batch in batches]
-    if name == "eager":
-        return train(model, model, batches, bar)
-    torch._dynamo.reset()
-    if name in ("fastpack", OFFLOAD):
-        options: dict[str, Any] = {"fastpack.lowering": arguments.lowering}
-        if name == OFFLOAD:
-            # The model is small, and so are its activations: without a limit of its own it would keep them all.
-            options |= {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}
-        fxpasses.offload_stats(reset=True)
-        fxpasses.attention_stats(reset=True)
-        run = train(torch.compile(model, backend="fastpack", options=options), model, batches, bar)
-        run.offloaded = fxpasses.offload_stats()
-        run.attention = fxpasses.attention_stats()
-        return run
-    # As PyTorch comes: without the flags that `fastpack` switches on, every layer breaks the graph, and Dynamo says so
-    # at length.
-    torch._logging.set_logs(dynamo=logging.ERROR)
-    stock = torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False)
-    try:
-        with stock:
-            return train(torch.compile(model, backend=arguments.peer), model, batches, bar)
-    except Exception as error:
-        return Run(failure=f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0]:.60}")
 
 
 # What is shown
@@ -423,7 +445,7 @@ def main() -> int:
         ["eager", "fastpack"] + [OFFLOAD] * arguments.offload + ([f"stock {arguments.peer}"] if arguments.peer else [])
     )
     with tqdm(total=arguments.steps * len(columns), unit="step") as bar, fxpasses.inspect.record() as record:
-        runs = {name: run_column(name, arguments, batches, bar) for name in columns}
+        runs = run_columns(columns, arguments, batches, bar)
     print(table(runs, arguments))
     for line in notes(runs, arguments):
         print(line)
