@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import logging
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 from fxpasses import __version__
-from fxpasses.errors import PassError
 from fxpasses.options import Offload
 from fxpasses.passes.offload.inputs import movable
 from fxpasses.passes.offload.saved import Partition
 from fxpasses.passes.offload_activations import NAME, OffloadActivations
+from fxpasses.pipeline import dropped
 from fxpasses.report import Report
 from fxpasses.saved_order import order_saved
 
@@ -75,9 +74,7 @@ class Partitioner(CustomPartitionerFn):
         try:
             report = OffloadActivations(options, replayed=_replayed())(partition)
         except Exception as error:
-            if self.strict:
-                raise PassError(f"the pass {NAME} failed: {error}") from error
-            _warn_once(error)
+            dropped(NAME, error, self.strict, "all activations where they are")
             partition.forward.graph, partition.backward.graph = plain
             return
         report.seconds = time.perf_counter() - started
@@ -121,20 +118,3 @@ def _source() -> str:
     for file in sorted([*files, *(file for folder in folders for file in folder.glob("*.py"))]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-_warned = False
-
-
-def _warn_once(error: Exception) -> None:
-    global _warned
-    log.debug("the pass %s failed", NAME, exc_info=error)
-    if _warned:
-        return
-    _warned = True
-    warnings.warn(
-        f"fxpasses: the pass {NAME} failed and was left out ({type(error).__name__}: {error}). Training goes on, and "
-        "activations stay where they are. Please report this, with the error that "
-        'options={"fastpack.strict": True} raises.',
-        stacklevel=2,
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from fxpasses.errors import PassError
 from fxpasses.graph.collectives import sequence
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.prologue import Draft
+from fxpasses.once import warn_once
 from fxpasses.options import Options
 from fxpasses.prologue_program import Program
 from fxpasses.report import Report
@@ -111,10 +111,7 @@ def run_passes(
                 if options.verify:
                     _verify(graph_pass, result, gm, context)
         except Exception as error:
-            if options.strict:
-                raise PassError(f"the pass {graph_pass.name} failed: {error}") from error
-            _warn_once(graph_pass.name, error)
-            after_pass(Report(graph_pass.name), result, f"{type(error).__name__}: {error}")
+            after_pass(Report(graph_pass.name), result, dropped(graph_pass.name, error, options.strict))
             continue
         report.seconds = time.perf_counter() - started
         report.asked = context.changes_asked_for
@@ -157,16 +154,12 @@ def _verify(graph_pass: Pass, before: Result, after: GraphModule, context: Conte
         raise PassError(f"its result differs from its input: {difference}")
 
 
-_warned: set[str] = set()  # once per process and pass: a training step must not repeat it
-
-
-def _warn_once(name: str, error: Exception) -> None:
+def dropped(name: str, error: Exception, strict: bool, instead: str = "the graph as it was") -> str:
+    """What becomes of a pass that failed: an error with `strict`, else one warning; returns the failure in words."""
+    if strict:
+        raise PassError(f"the pass {name} failed: {error}") from error
     log.debug("the pass %s failed", name, exc_info=error)
-    if name in _warned:
-        return
-    _warned.add(name)
-    warnings.warn(
-        f"fxpasses: the pass {name} failed and was left out ({type(error).__name__}: {error}). Training goes on with "
-        f'the graph as it was. Please report this, with the error that options={{"fastpack.strict": True}} raises.',
-        stacklevel=2,
-    )
+    failure = f"{type(error).__name__}: {error}"
+    text = f"the pass {name} failed and was left out ({failure}). Training goes on with {instead}. "
+    warn_once(name, text + 'Please report this, with the error that options={"fastpack.strict": True} raises.', 3)
+    return failure

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-import fxpasses.pipeline as pipeline
+from fxpasses import once
 from fxpasses.errors import PassError
 from fxpasses.options import Options
 from fxpasses.pipeline import run_passes
@@ -57,7 +57,7 @@ def graph():
 
 @pytest.fixture(autouse=True)
 def forget_warnings(monkeypatch):
-    monkeypatch.setattr(pipeline, "_warned", set())
+    monkeypatch.setattr(once, "_given", set())
 
 
 def test_a_pass_that_raises_is_dropped_with_one_warning(graph):

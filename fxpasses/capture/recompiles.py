@@ -6,7 +6,6 @@ compiles. Where it is missing there is no warning.
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -15,11 +14,11 @@ from torch.fx import GraphModule
 
 from fxpasses.graph.provenance import source
 from fxpasses.graph.symbols import constant
+from fxpasses.once import forget, warn_once
 
 _MOST = 3
 # Frame and input to the sizes compiled so far. Dynamo keeps no such history that a backend could ask.
 _sizes: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
-_warned: set[tuple[int, str]] = set()
 
 
 def note_sizes(gm: GraphModule) -> None:
@@ -35,16 +34,15 @@ def note_sizes(gm: GraphModule) -> None:
         key = (compilation.frame_id, source(node))
         if compilation.frame_compile_id == 0:  # the first time for this frame; `torch._dynamo.reset` counts anew
             _sizes[key].clear()
-            _warned.discard(key)
+            forget(key)
         _sizes[key].add(size)
-        if len(_sizes[key]) > _MOST and key not in _warned:
-            _warned.add(key)
-            warnings.warn(
-                f"fxpasses: a model is compiled for the {len(_sizes[key])}th size of {source(node)} "
+        if len(_sizes[key]) > _MOST:
+            warn_once(
+                key,
+                f"a model is compiled for the {len(_sizes[key])}th size of {source(node)} "
                 f"({', '.join(map(str, sorted(_sizes[key])))}): `.tolist()` is unrolled, so each number of sequences "
                 "is a graph of its own, and Dynamo stops at its limit. Pad the lengths with "
                 "fxpasses.data.bucket_lengths.",
-                stacklevel=2,
             )
 
 

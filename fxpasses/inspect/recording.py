@@ -18,7 +18,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch.fx import GraphModule
 from fxpasses import ddp_buckets
 from fxpasses.inspect import codec
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
+from fxpasses.once import warn_once
 from fxpasses.report import Report
 from fxpasses.runtime.attention.stats import attention_stats
 
@@ -147,23 +147,17 @@ def watch(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> W
     return recorder
 
 
-_warned = False
-
-
 def _observing(note: Callable[..., None]) -> Callable[..., None]:
     """If what only observes fails, the user's program goes on, with one warning."""
 
     @functools.wraps(note)
     def guarded(*args: Any, **kwargs: Any) -> None:
-        global _warned
         try:
             note(*args, **kwargs)
         except Exception as error:
             log.debug("recording failed", exc_info=error)
-            if not _warned:
-                _warned = True
-                text = f"fxpasses: recording a graph failed, and it is left out ({type(error).__name__}: {error})"
-                warnings.warn(text, stacklevel=3)
+            text = f"recording a graph failed, and it is left out ({type(error).__name__}: {error})"
+            warn_once("recording", text, stacklevel=3)
 
     return guarded
 

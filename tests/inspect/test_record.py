@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fxpasses.inspect
+from fxpasses import once
 from fxpasses.inspect import codec, recording
 from fxpasses.inspect.codec import RecordError
 from fxpasses.inspect.model import MAIN, Run
@@ -101,7 +102,7 @@ def test_nothing_is_looked_at_while_no_record_is_open(monkeypatch):
         raise AssertionError("a snapshot was taken")
 
     monkeypatch.setattr("fxpasses.inspect.snapshot.snapshot", never)
-    monkeypatch.setattr(recording, "_warned", False)
+    once.forget("recording")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled(model)(*inputs())
@@ -112,7 +113,7 @@ def test_a_failure_to_record_leaves_the_program_alone(monkeypatch):
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr("fxpasses.inspect.snapshot.snapshot", fails)
-    monkeypatch.setattr(recording, "_warned", False)
+    once.forget("recording")
     x, lengths = inputs()
     with fxpasses.inspect.record() as record, pytest.warns(UserWarning, match="recording a graph failed.*on purpose"):
         assert torch.equal(compiled(model)(x, lengths), model(x, lengths))
@@ -261,7 +262,7 @@ def test_each_process_that_compiles_has_its_own_file_and_no_other(tmp_path):
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FXPASSES_RECORD", str(tmp_path / "file" / "records"))
-    monkeypatch.setattr(recording, "_warned", False)
+    once.forget("recording")
     x, lengths = inputs()
     with pytest.warns(UserWarning, match="recording a graph failed"):
         assert torch.equal(compiled(model)(x, lengths), model(x, lengths))

@@ -12,10 +12,9 @@ from torch import nn
 
 import fxpasses
 import fxpasses.inspect
-from fxpasses import fastpack_backend, partitioner
+from fxpasses import fastpack_backend, once, partitioner
 from fxpasses.passes import offload_activations
 from fxpasses.report import Reason
-from fxpasses.runtime.offload import stats
 from tests.passes import offload_programs as programs
 from tests.passes.offload_programs import Broken, Decoder, Packed, Plain
 
@@ -239,7 +238,7 @@ cube.register_autograd(
 
 
 def test_the_host_tier_on_the_cpu_says_why_it_moves_nothing():
-    stats._warned.discard("wrong_device")
+    once.forget(("offload", "wrong_device"))
     expected = numbers(Decoder, programs.one_step, "cpu", "off")
     with pytest.warns(UserWarning, match="lie in host memory already"):
         told = report(tier="host")
@@ -278,7 +277,7 @@ def test_a_failing_pass_leaves_the_plain_partition(monkeypatch):
         raise ZeroDivisionError("for the test")
 
     monkeypatch.setattr(offload_activations, "insert", half_done)
-    monkeypatch.setattr(partitioner, "_warned", False)
+    once.forget("offload_activations")
     program = torch.compile(
         copy.deepcopy(_seeded()),
         backend=fastpack_backend,

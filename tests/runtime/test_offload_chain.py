@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fxpasses
-from fxpasses import OffloadError
-from fxpasses.runtime.offload import chain, device_copies, disk, operators, pinned, stats
+from fxpasses import OffloadError, once
+from fxpasses.runtime.offload import chain, device_copies, disk, operators, pinned
 from fxpasses.runtime.offload.disk import DiskTier, UnlinkedFile
 from fxpasses.runtime.offload.host import HostTier
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(stats, "_warned", set())
+    monkeypatch.setattr(once, "_given", set())
     fxpasses.offload_stats(reset=True)
     yield
     if chain._stored or chain._ahead:
@@ -278,7 +278,7 @@ def test_where_what_is_needed_found_no_memory_the_next_steps_keep_it_on_the_devi
 
 def test_what_is_kept_is_given_to_the_last_backward_pass_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(chain, "_full", {CPU})
-    monkeypatch.setattr(stats, "_warned", {"on_device"})
+    monkeypatch.setattr(once, "_given", {("offload", "on_device")})
     same: list[bool] = []
 
     class Move(torch.autograd.Function):

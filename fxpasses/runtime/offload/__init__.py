@@ -2,7 +2,8 @@
 
     operators ── what the rewritten graphs call
     chain ────── the life of a moved tensor: written, waited for, read ahead, handed out; `kept`, one that stays
-    disk, host ─ where it lies meanwhile; `device_copies` has the streams of an accelerator, `pinned` the host memory
+    tiers ────── `disk` and `host`, where it lies meanwhile: each a `tier.Tier`
+    device_copies, pinned ─ the streams of an accelerator, and host memory for them
     stats ────── what was moved, what it cost, and what fell back
 
 A moved tensor is stood in for by its *handle*, an ordinary CPU tensor of the same size, strides and dtype. Autograd

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpasses.runtime.offload import layout, stats
-from fxpasses.runtime.offload.disk import DiskTier
-from fxpasses.runtime.offload.host import HostTier
+from fxpasses.runtime.offload import layout, stats, tiers
+from fxpasses.runtime.offload.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +46,13 @@ def rates(tier: str, directory: str, device: torch.device) -> Rates:
 
 
 def _measure(tier: str, directory: str, device: torch.device) -> Rates:
-    out, back = _copies(DiskTier(directory) if tier == "disk" else HostTier(None), device)
+    out, back = _copies(tiers.of(tier, directory), device)
     found = Rates(out, back, *_compute(device))
     log.info("%s on %s: %s", tier, device, found)
     return found
 
 
-def _copies(tier: DiskTier | HostTier, device: torch.device) -> tuple[float, float]:
+def _copies(tier: Tier, device: torch.device) -> tuple[float, float]:
     data = torch.ones(_BYTES, dtype=torch.uint8, device=device)
     handle, stored = tier.store(data)  # the first use pays for pages, streams and threads
     stored.settle()

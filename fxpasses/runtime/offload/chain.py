@@ -13,34 +13,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fxpasses.errors import OffloadError
 from fxpasses.runtime.offload import device_copies, layout, stats
-from fxpasses.runtime.offload.disk import DiskTier, no_room
-from fxpasses.runtime.offload.host import HostTier
 from fxpasses.runtime.offload.kept import Kept
-
-
-class Incoming(Protocol):
-    """A copy in that was started."""
-
-    def wait(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-class Stored(Protocol):
-    """A tensor in a tier. It holds no reference to its handle, whose end is its own."""
-
-    def settle(self) -> None: ...
-
-    def fetch(self, target: Tensor) -> Incoming: ...
-
-    def release(self) -> None: ...
+from fxpasses.runtime.offload.tier import Stored, Tier
 
 
 class Fetched:
@@ -62,7 +42,7 @@ _full: set[torch.device] = set()  # had no memory for what backward needed at on
 # held.
 
 
-def store(source: Tensor, tier: DiskTier | HostTier) -> Tensor:
+def store(source: Tensor, tier: Tier) -> Tensor:
     """Start to move a tensor away; returns its handle, a CPU tensor of the same size, strides and dtype.
 
     The source must stay as it is until `settle`.
@@ -81,12 +61,12 @@ def store(source: Tensor, tier: DiskTier | HostTier) -> Tensor:
     return layout.shaped(handle, source)
 
 
-def _move(data: Tensor, tier: DiskTier | HostTier) -> tuple[Tensor, Stored | Kept]:
+def _move(data: Tensor, tier: Tier) -> tuple[Tensor, Stored | Kept]:
     try:
         moved = tier.store(data)
     except (OSError, MemoryError) as error:
         kept = Kept(data)
-        stats.fell_back(tier.name, _not_moved(tier, data, error))
+        stats.fell_back(tier.name, tier.refusal(data.numel(), error))
         return kept.handle(), kept
     stats.moved_out(data.numel())
     return moved
@@ -206,12 +186,6 @@ def _free_slots(keep: int) -> None:
             _ahead.pop(oldest).incoming.abandon()
         except (KeyError, StopIteration, RuntimeError):  # taken by another thread meanwhile
             continue
-
-
-def _not_moved(tier: DiskTier | HostTier, data: Tensor, error: Exception) -> str:
-    if isinstance(tier, DiskTier):
-        return no_room(tier.directory, data.numel(), error)
-    return f"an activation of {data.numel()} bytes is not moved: {error}. It stays on the device"
 
 
 def _forget(key: int, size: int) -> None:

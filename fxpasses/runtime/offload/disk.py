@@ -117,6 +117,9 @@ class DiskTier:
         file, handle = UnlinkedFile.create(self.directory, source.numel())
         return handle, OnDisk(file, source)
 
+    def refusal(self, size: int, error: Exception) -> str:
+        return no_room(self.directory, size, error)
+
 
 class OnDisk:
     """A tensor in a file, or on its way there."""

@@ -25,6 +25,9 @@ class HostTier:
             raise
         return layout.alias(block.memory), stored  # the end of its storage gives the block back
 
+    def refusal(self, size: int, error: Exception) -> str:
+        return f"an activation of {size} bytes is not moved: {error}. It stays on the device"
+
 
 class OnHost:
     """A tensor in host memory, or on its way there."""

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fxpasses.runtime.offload import chain, layout
-from fxpasses.runtime.offload.disk import DiskTier
-from fxpasses.runtime.offload.host import HostTier
+from fxpasses.runtime.offload import chain, layout, tiers
 
 # A compiler keeps to the strides that were traced where it knows them; else a handle has those of what it is given, and
 # they come back. A replayed CUDA graph would not wait for a copy.
@@ -45,7 +43,7 @@ def offload(
     """
     if previous is not None and previous_handle is not None:
         chain.settle(previous_handle, previous)
-    handle = chain.store(source, DiskTier(directory) if tier == "disk" else HostTier(host_budget))
+    handle = chain.store(source, tiers.of(tier, directory, host_budget))
     if at_once:
         chain.settle(handle, source)
     return handle

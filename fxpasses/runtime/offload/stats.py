@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+
+from fxpasses.once import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ class OffloadStats:
 
 
 _now = OffloadStats()
-_warned: set[str] = set()
 _device_waits: deque[tuple[torch.Event, torch.Event]] = deque()  # before and after a wait on a device's stream
 
 
@@ -118,6 +118,4 @@ def fell_back(name: str, text: str) -> None:
     """Count a guardrail, and warn of it once per process."""
     _now.fallbacks[name] = _now.fallbacks.get(name, 0) + 1
     log.debug("%s: %s", name, text)
-    if name not in _warned:
-        _warned.add(name)
-        warnings.warn(f"fxpasses: offload_activations: {text}. Results do not change.", stacklevel=2)
+    warn_once(("offload", name), f"offload_activations: {text}. Results do not change.")

@@ -1,0 +1,12 @@
+"""The tiers there are, by the names that `fastpack.offload` gives them."""
+
+from __future__ import annotations
+
+from fxpasses.runtime.offload.disk import DiskTier
+from fxpasses.runtime.offload.host import HostTier
+from fxpasses.runtime.offload.tier import Tier
+
+
+def of(name: str, directory: str = "", host_budget: int | None = None) -> Tier:
+    """name: "disk" or "host". directory: of the disk tier; "" for the system's temporary one. host_budget: bytes."""
+    return DiskTier(directory) if name == "disk" else HostTier(host_budget)
