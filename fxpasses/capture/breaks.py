@@ -6,6 +6,7 @@ the symbol's value, tracing can end in an error that stock does not have:
     for i in mask.nonzero().flatten().tolist():   # GuardOnDataDependentSymNode: Eq(u0, 0), in Dynamo
     w[e]                                          # the same error inside the backend, with e a 0-d integer tensor
     for k in range(4): if n.item() > k: ...       # no error, but a break in a loop: the whole frame runs eagerly
+    x[: a.item() + b.item()], in two checkpoints  # an assertion of Dynamo's own, which lost one of the symbols
 
 Such a frame takes the steps (`.item()` captured, data-dependent shapes captured) = (yes, yes), (yes, no), (no, no).
 The middle one is what helps most: `nonzero` breaks the graph as in stock, and what follows, traced with both flags,
@@ -20,12 +21,14 @@ import functools
 import inspect
 import logging
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
+from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
 
 from fxpasses import ddp_buckets
@@ -98,6 +101,19 @@ def is_data_dependent(error: BaseException) -> bool:
         # `BackendCompilerFailed` keeps what the backend raised as `inner_exception`.
         pending += [error.__cause__, error.__context__, getattr(error, "inner_exception", None)]
     return False
+
+
+def comes_of_capture(error: BaseException) -> bool:
+    """Whether tracing with fewer flags may do without `error`: it is data-dependent, or fails inside of Dynamo itself.
+
+    Dynamo wraps what the program or the backend raises; what it does not wrap is its own.
+    """
+    if is_data_dependent(error):
+        return True
+    if isinstance(error, TorchDynamoException) or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).startswith(("torch._dynamo.", "torch.fx.experimental."))
 
 
 def install() -> bool:
@@ -203,7 +219,7 @@ class _TraceFrameInSteps:
         token = _is_reason_to_retrace.set(is_data_dependent if fewer else None)
 
         def gives_up(error: Exception) -> bool:
-            reads_are_captured_next = bool(fewer) and fewer[0].scalar_outputs and is_data_dependent(error)
+            reads_are_captured_next = bool(fewer) and fewer[0].scalar_outputs and comes_of_capture(error)
             return not isinstance(error, self._restart_kind) and not reads_are_captured_next
 
         try:
@@ -214,7 +230,7 @@ class _TraceFrameInSteps:
         except self._passed_on:
             raise
         except Exception as error:
-            if not fewer or not is_data_dependent(error):
+            if not fewer or not comes_of_capture(error):
                 raise
             log.info("%s is traced again with %s: %s", _where(frame["code"]), fewer[0], _first_line(error))
             attempts.clear()  # it records positions in a trace that the next one does not repeat

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Program = Callable[..., Any]
 Check = Callable[[Program, Any], None]
@@ -173,6 +174,18 @@ def failing_access_is_caught(x: Tensor, n: Tensor) -> Tensor:
         return x.narrow(0, 0, n[0].item())
     except RuntimeError:
         return x * 7
+
+
+@program(LENGTHS)
+def size_of_one_checkpoint_in_the_next(x: Tensor, lengths: Tensor) -> Tensor:
+    """Dynamo binds the sum of two numbers of the first checkpoint nowhere, and fails in an assertion of its own."""
+
+    def cut(x: Tensor) -> Tensor:
+        first, second = (lengths - (x.detach() > 1e9).sum()).tolist()
+        return torch.cat([x[:first].sin(), x[:second].cos()])
+
+    x = checkpoint(cut, x, use_reentrant=False)
+    return checkpoint(lambda x: (x.sin() * 2).cos(), x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, *KNOWN_LIMITS])
