@@ -65,7 +65,9 @@ class Case:
     shows: names of `bench.report.TABLES`; all of them, if empty.
     expected: what the arithmetic says, in words. arithmetic: rows of a table, computed from the entries of the
     results. model: seconds by contender and value of `x`, as theory has them, drawn as dashed lines. notes: what the
-    figures do not say themselves. timeline: on CUDA, record when copies and kernels ran.
+    figures do not say themselves. timeline: on CUDA, record when copies and kernels ran. cpu_time: on one thread of a
+    CPU, count the time that the process computes, which other work on the machine does not lengthen; for steps that
+    never wait.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Case:
     model: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Mapping[Any, float]]] | None = None
     notes: str = ""
     timeline: bool = False
+    cpu_time: bool = False
 
     def contender(self, name: str) -> Contender:
         return next(contender for contender in self.contenders if contender.name == name)

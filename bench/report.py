@@ -115,13 +115,19 @@ def origin(found: Mapping[str, Any], file: Path, base: Path) -> str:
     memory = f", {machine['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in machine else ""
     fixed = [key for key in found["entries"][0]["parameters"] if key not in plots.varying(found["entries"])]
     groups = ", ".join(f"{key} {found['entries'][0]['parameters'][key]}" for key in fixed)
+    clock = "CPU time of its process; " if computing(found) else ""
     return (
         f"{'Quick run' if found['quick'] else 'Full run'} of {found['started'][:10]} at commit {found['commit']}: "
         f"{machine['processor']}, {machine['cores']} cores{memory}{accelerator}; "
         f"{counted(found['threads'], 'thread')}, {counted(found.get('processes', 1), 'process')} of each contender; "
-        f"torch {versions['torch']}, transformers {versions['transformers']}, fxpasses {versions['fxpasses']}, "
+        f"{clock}torch {versions['torch']}, transformers {versions['transformers']}, fxpasses {versions['fxpasses']}, "
         f"Python {versions['python']}{'; ' + groups if groups else ''}. [{file.name}]({file.relative_to(base)})\n"
     )
+
+
+def computing(found: Mapping[str, Any]) -> bool:
+    """Whether `bench.worker` took the time that processes computed, and not that of the clock on the wall."""
+    return load(found["case"]).cpu_time and found["device"] == "cpu" and found["threads"] == 1
 
 
 def counted(number: int, thing: str) -> str:

@@ -13,7 +13,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+import timeit
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,26 +30,36 @@ class Worker:
     def __init__(self, case: str, contender: str, parameters: Mapping[str, Any], device: str, threads: int) -> None:
         torch.set_num_threads(threads)
         self.device = device
-        self.contender = load(case).contender(contender)
+        self.case = load(case)
+        self.contender = self.case.contender(contender)
         self.parameters = parameters
 
     def prepare(self) -> dict[str, Any]:
         """Build, compile, and see every batch once. compile_s: what that took more than the same steps take warm."""
         torch.manual_seed(0)
         self.program = self.contender.build(self.parameters, self.device)
-        self.timer = Timer("step()", globals={"step": self.program.step}, num_threads=torch.get_num_threads())
+        self._timed = self._timer()
         started = time.perf_counter()
         values = dict(self.program.values())
         for _ in range(self.program.batches):
             self.program.step()
         self._wait()
         warm_up = time.perf_counter() - started
-        step = self.timer.timeit(1).median
+        step = self._timed(1)
         compiling = max(0.0, warm_up - (self.program.batches + 1) * step) if self.contender.compiles else None
         return {"values": values, "step_s": step, "compile_s": compiling, **counting.graphs()}
 
     def time(self, number: int) -> dict[str, float]:
-        return {"seconds": self.timer.timeit(number).median}
+        return {"seconds": self._timed(number)}
+
+    def _timer(self) -> Callable[[int], float]:
+        """What gives the seconds of a step, from so many of them."""
+        threads = torch.get_num_threads()
+        if self.case.cpu_time and threads == 1 and self.device == "cpu":
+            timer = timeit.Timer(self.program.step, timer=time.process_time)
+            return lambda number: timer.timeit(number) / number
+        measured = Timer("step()", globals={"step": self.program.step}, num_threads=threads)
+        return lambda number: measured.timeit(number).median
 
     def count(self) -> dict[str, Any]:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -164,6 +164,7 @@ CASE = Case(
         "leaves w·T. The rest of a layer grows with T, so at a fixed length of documents the whole step should, too."
     ),
     arithmetic=arithmetic,
+    cpu_time=True,
     notes=(
         "The models are transformers' own, with `sdpa`, and `position_ids` that start again at each document, or a "
         "padding mask. On a CPU the flash path ends in the operator of examples/varlen_attention.py, which is no "
