@@ -8,8 +8,8 @@ import torch
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule, Node
 
+from fxpasses.graph.calls import VIEWS, operator_of
 from fxpasses.graph.copying import copy_graph_module
-from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import constant, is_symbolic
 from fxpasses.lowering import Compiled, inductor
 from fxpasses.options import Options
@@ -43,9 +43,6 @@ def lower_prologue(program: Program, options: Options) -> Compiled | None:
     return call
 
 
-_VIEWS = frozenset({"expand", "getitem", "unsqueeze", "view", "reshape", "transpose", "permute"})
-
-
 def _take_plans_out(gm: GraphModule) -> GraphModule:
     """Have the graph return what its plans of attention are made of; returns a graph that makes all that it returned.
 
@@ -58,7 +55,7 @@ def _take_plans_out(gm: GraphModule) -> GraphModule:
     def take(node: Node, inside: bool) -> Node:
         if node not in taken:
             if inside and node.all_input_nodes == [node.args[0]]:
-                is_view = operator_of(node.all_input_nodes[0]) in _VIEWS
+                is_view = operator_of(node.all_input_nodes[0]) in VIEWS
                 taken[node] = rest.node_copy(node, lambda operand: take(operand, is_view))
             else:
                 returned.append(node)

@@ -64,7 +64,6 @@ class Pass(Protocol):
     """
 
     name: str
-    requires: tuple[str, ...]
     exact: bool
 
     def __call__(self, gm: GraphModule, context: Context) -> Report: ...

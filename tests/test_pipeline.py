@@ -17,7 +17,6 @@ from fxpasses.report import Report
 
 class Raises:
     name = "raises"
-    requires = ()
     exact = True
 
     def __call__(self, gm, context):
@@ -29,7 +28,6 @@ class AddsOne:
     """Changes `a + b` to `a - b`: a wrong pass."""
 
     name = "adds_one"
-    requires = ()
     exact = True
 
     def __call__(self, gm, context):

@@ -20,7 +20,8 @@ from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import source
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import integer_behind, is_unbacked, symbol
-from fxpasses.graph.values import Many, Memory, Ref, Scalar, Tensor, Value
+from fxpasses.graph.values import Allocation as Memory
+from fxpasses.graph.values import Many, Ref, Scalar, Tensor, Value
 from fxpasses.graph.walk import Walk
 from fxpasses.prologue_program import Program
 from fxpasses.report import Reason

@@ -21,18 +21,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from fxpasses.graph.calls import CASTS, OperatorCall, is_pointwise, operator_of
 from fxpasses.graph.emission import slice_of
-from fxpasses.graph.families import plain_operator_of
+from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import elements_of, expression
 from fxpasses.graph.values import Entry, Ref, ValueTable
-
-
-class NotByRows(Exception):
-    """A tensor's rows are not known to be computed one by one; the text says by what, `node` is where."""
-
-    def __init__(self, text: str, node: Node) -> None:
-        super().__init__(text)
-        self.node = node
+from fxpasses.report import Reason
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class ByRows:
 def by_rows(table: ValueTable, wanted: Ref, axis: int, small: int) -> ByRows:
     """The program of `wanted`, restricted along `axis` (negative); what has at most `small` elements is made whole.
 
-    Raises `NotByRows`.
+    Raises `Refused`.
     """
     restriction = _Restriction(table, small)
     restriction.graph.output(restriction.rows(wanted, axis))
@@ -54,19 +48,11 @@ def by_rows(table: ValueTable, wanted: Ref, axis: int, small: int) -> ByRows:
 
 
 _IN_PLACE = {
-    "iand": operator.and_, "ior": operator.or_, "ixor": operator.xor, "logical_and_": torch.logical_and,
-    "logical_or_": torch.logical_or, "logical_xor_": torch.logical_xor, "logical_not_": torch.logical_not,
-    "bitwise_and_": torch.bitwise_and, "bitwise_or_": torch.bitwise_or, "masked_fill_": torch.masked_fill,
-    "tril_": torch.tril, "triu_": torch.triu,
+    "bitwise_and_": torch.bitwise_and, "bitwise_or_": torch.bitwise_or, "bitwise_xor_": torch.bitwise_xor,
+    "logical_and_": torch.logical_and, "logical_not_": torch.logical_not, "logical_or_": torch.logical_or,
+    "logical_xor_": torch.logical_xor, "masked_fill_": torch.masked_fill, "tril_": torch.tril, "triu_": torch.triu,
 }  # fmt: skip
-_POINTWISE = frozenset(
-    {"abs", "add", "and", "and_", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "eq", "floordiv", "ge",
-     "gt", "inv", "invert", "le", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill",
-     "maximum", "minimum", "mod", "mul", "ne", "neg", "or", "or_", "sub", "where", "xor"}
-)  # fmt: skip
-_OF_ONE = frozenset(
-    {"bool", "clone", "contiguous", "float", "full_like", "int", "long", "ones_like", "to", "zeros_like"}
-)
+_OF_ONE = CASTS | {"full_like", "ones_like", "zeros_like"}
 _SIZES = {"full": 0, "new_full": 1, "new_ones": 1, "new_zeros": 1, "ones": 0, "zeros": 0}  # where sizes begin
 _ANEW = {"new_full": torch.full, "new_ones": torch.ones, "new_zeros": torch.zeros}
 _TRIANGLES = frozenset({"tril", "triu"})
@@ -105,11 +91,11 @@ class _Restriction:
         return owner.fake.dim() < 2 if elements is None else elements <= self.small
 
     def _check_whole(self, ref: Ref) -> None:
-        """Raise `NotByRows` for a value that is large, or made of one that is."""
+        """Raise `Refused` for a value that is large, or made of one that is."""
         for number in slice_of(self.table, [ref]):
             entry = self.table.entries[number]
             if entry.base is None and not self._is_small(entry):
-                raise NotByRows(f"`{entry.node.name}` is needed as a whole", entry.node)
+                raise Refused(Reason.NOT_BY_ROWS, f"`{entry.node.name}` is needed as a whole", entry.node)
 
     def _whole(self, ref: Ref) -> Node:
         """A value from outside."""
@@ -130,7 +116,7 @@ class _Restriction:
             for part in content.operands
         ):
             raise _not(content)
-        name = plain_operator_of(content.node)
+        name = operator_of(content.node)
         if content.kind == "write":
             return self._written(content, entry, name, axis)
         if content.kind != "op" or content is not entry:
@@ -157,7 +143,7 @@ class _Restriction:
             return self._triangle(entry, target, axis)
         if name == "getitem" and not in_place:
             return self._read(entry, fake, axis)
-        pointwise = in_place or name in _POINTWISE or (name in _OF_ONE and len(tensors) == 1)
+        pointwise = in_place or is_pointwise(name) or (name in _OF_ONE and len(tensors) == 1)
         if not pointwise or (name == "where" and len(entry.args) != 3):
             raise _not(entry)
         return self._call(entry, target, lambda ref: self._aligned(ref, fake, axis, entry))
@@ -178,7 +164,7 @@ class _Restriction:
         if len(sizes) != fake.dim():
             raise _not(entry)
         sizes[axis] = self.length
-        target = _ANEW.get(plain_operator_of(entry.node))
+        target = _ANEW.get(operator_of(entry.node))
         if target is None:
             return self._call(entry, entry.node.target, self._whole, (tuple(sizes), *rest))
         made = self._call(entry, target, self._whole, (tuple(sizes), *rest))  # not from a tensor, which may be large
@@ -188,9 +174,10 @@ class _Restriction:
     def _triangle(self, entry: Entry, target: Any, axis: int) -> Node:
         """Rows from `start` have their diagonal that much further to the right; columns, to the left."""
         source = entry.args[0]
-        if axis not in (-1, -2) or not isinstance(source, Ref) or len(entry.args) > 2:
+        call = OperatorCall(entry.node.target, entry.args, entry.kwargs)
+        if axis not in (-1, -2) or not isinstance(source, Ref) or not call.has_only("input", "diagonal"):
             raise _not(entry)
-        diagonal = entry.args[1] if len(entry.args) == 2 else entry.kwargs.get("diagonal", 0)
+        diagonal = call.argument("diagonal", 0)
         diagonal = self._whole(diagonal) if isinstance(diagonal, Ref) else diagonal
         moved = self.graph.call_function(operator.add if axis == -2 else operator.sub, (diagonal, self.start))
         return self._create(target, (self.rows(source, axis), moved), {})
@@ -214,7 +201,7 @@ class _Restriction:
     # Views of what is large
 
     def _view(self, entry: Entry, version: int | None, axis: int) -> Node:
-        name = plain_operator_of(entry.node)
+        name = operator_of(entry.node)
         source = entry.args[0] if entry.args else None
         if not isinstance(source, Ref) or source.version is not None:
             raise _not(entry)
@@ -260,8 +247,8 @@ class _Restriction:
         return lambda leaf: convert(leaf) if isinstance(leaf, Ref) else leaf
 
 
-def _not(entry: Entry) -> NotByRows:
-    return NotByRows(f"rows go through `{plain_operator_of(entry.node) or entry.node.name}`", entry.node)
+def _not(entry: Entry) -> Refused:
+    return Refused(Reason.NOT_BY_ROWS, f"rows go through `{operator_of(entry.node) or entry.node.name}`", entry.node)
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -150,3 +150,41 @@ def _signatures(target: Any) -> tuple[tuple[str, ...], ...]:
 
 def _renamed(names: Any) -> tuple[str, ...]:
     return tuple(_PARAMETERS.get(name, name) for name in names)
+
+
+# Give the values of their operand, in a dtype and in some memory.
+CASTS = frozenset(
+    {"bfloat16", "bool", "contiguous", "detach", "double", "float", "half", "int", "long", "to", "type"}
+)  # fmt: skip
+# Give memory of their first operand, whatever else they are given; `getitem` does with an index of numbers and slices.
+VIEWS = frozenset({"expand", "getitem", "permute", "reshape", "transpose", "unsqueeze", "view"})
+# Make a tensor from numbers, and look at no more than the size, dtype and device of another.
+FACTORIES = frozenset(
+    {"arange", "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_tensor",
+     "new_zeros", "ones", "ones_like", "scalar_tensor", "tensor", "zeros", "zeros_like"}
+)  # fmt: skip
+# Elementwise by what they compute; PyTorch puts the tag on some of their overloads, or on what they are made of.
+_UNTAGGED = frozenset({"floor_divide", "hardswish", "logsigmoid", "masked_fill", "rsub", "softsign", "where"})
+
+
+@functools.lru_cache(maxsize=4096)
+def is_pointwise(name: str) -> bool:
+    """Whether an operator computes each element from those in its place of all operands, broadcast; `where` of three.
+
+    `torch.Tag.pointwise` says so of overloads, some of which reduce: those of `max`.
+    """
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if packet is None or name in _UNTAGGED:
+        return name in _UNTAGGED
+    overloads = [overload for overload in map(packet.__getattr__, packet.overloads()) if _is_of_tensors(overload)]
+    tags = [overload.tags for overload in overloads]
+    if any(torch.Tag.nondeterministic_seeded in found for found in tags):
+        return False
+    return bool(tags) and all(torch.Tag.pointwise in found for found in tags)
+
+
+def _is_of_tensors(overload: torch._ops.OpOverload) -> bool:
+    schema = overload._schema
+    taken = {str(argument.type) for argument in schema.arguments}
+    gives = all(str(result.type) == "Tensor" for result in schema.returns)
+    return gives and bool({"Tensor", "Optional[Tensor]"} & taken) and not any(a.is_out for a in schema.arguments)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpasses.graph.collectives import is_collective
+from fxpasses.graph.refusals import Refused
 from fxpasses.report import Reason
 
 # Modules whose functions are known to act through ATen operators, or on Python numbers, alone.
@@ -68,15 +69,6 @@ class Effects:
     aliases: tuple[int | None, ...]
     same: tuple[bool, ...]
     writes: tuple[int, ...]
-
-
-class Refused(Exception):
-    """The node's effects are unknown or cannot be moved; `reason` says which, the text says more."""
-
-    def __init__(self, reason: Reason, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-        self.text = text
 
 
 class _Recorder(TorchDispatchMode):
@@ -171,7 +163,7 @@ def observe(
     inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     recorder = _Recorder()
     try:
-        with quiet(fake_mode), _regions(autocast), recorder:
+        with quiet(fake_mode), regions(autocast), recorder:
             output = call(node, args, kwargs)
     except Refused:
         raise
@@ -200,7 +192,8 @@ def _check_example(node: Node, output: Any) -> None:
 
 
 @contextlib.contextmanager
-def _regions(autocast: Sequence[tuple[Any, ...]]) -> Iterator[None]:
+def regions(autocast: Sequence[tuple[Any, ...]]) -> Iterator[None]:
+    """Be inside of autocast regions, by the arguments of `_enter_autocast`."""
     with contextlib.ExitStack() as stack:
         for device_type, dtype, enabled, cache_enabled in autocast:
             stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))

@@ -16,13 +16,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from fxpasses.graph.refusals import NotProved
 
-class Mismatch(Exception):
+
+class Mismatch(NotProved):
     """The branches are not the same program; the text says where they part."""
-
-    def __init__(self, text: str, node: Node | None = None) -> None:
-        super().__init__(text)
-        self.node = node
 
 
 def operator_of(node: Node) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.calls import argument, operator_of
 
 _CHAIN = ("getitem", "reshape", "view", "detach")
 
@@ -18,7 +18,7 @@ def is_copy_to_host(node: Any) -> bool:
         return False
     if operator_of(node) == "cpu":
         return True
-    asked = node.kwargs.get("device", node.args[1] if len(node.args) > 1 else None)
+    asked = argument(node, "device")
     return operator_of(node) == "to" and isinstance(asked, (str, torch.device)) and torch.device(asked).type == "cpu"
 
 

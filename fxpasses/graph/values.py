@@ -25,13 +25,15 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from fxpasses.graph import effects
-from fxpasses.graph.effects import Refused, leaves
+from fxpasses.graph.calls import FACTORIES, operator_of
+from fxpasses.graph.effects import leaves
+from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import constant, integer_behind, symbol
 from fxpasses.report import Reason
 
 
 @dataclass(eq=False)
-class Memory:
+class Allocation:
     """One allocation. `alloc` numbers the value that it was born with, `version` the last write (or `alloc`)."""
 
     alloc: int
@@ -49,7 +51,7 @@ class Tensor:
     """`number` says how the tensor is reached from its memory: `memory.alloc` itself, or a view of it."""
 
     number: int
-    memory: Memory
+    memory: Allocation
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +107,6 @@ class Entry:
     module: torch.nn.Module | None = None
 
 
-# Making these costs a kernel that a compiler fuses away; moving them would only hide their contents from it.
-_FACTORIES = frozenset(
-    {"arange", "empty", "full", "full_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "ones",
-     "ones_like", "scalar_tensor", "tensor", "zeros", "zeros_like", "empty_like"}
-)  # fmt: skip
-
-
 class ValueTable:
     """Numbers for the values of closure nodes; entries only refer to entries with smaller numbers."""
 
@@ -127,7 +122,7 @@ class ValueTable:
         """Number an input of the main graph."""
         entry = self._add(Entry(len(self.entries), "root", node, fake=fake))
         if isinstance(fake, torch.Tensor):
-            return Tensor(entry.number, Memory(entry.number, entry.number, node))
+            return Tensor(entry.number, Allocation(entry.number, entry.number, node))
         return Scalar(entry.number)
 
     def look(self, node: Node, example: torch.Tensor, sizes: Sequence[int | Scalar]) -> Tensor:
@@ -140,7 +135,7 @@ class ValueTable:
             operands = tuple(ref for ref in refs if isinstance(ref, Ref))
             self._views[key] = self._add(Entry(0, "look", node, args=refs, operands=operands, fake=fake))
         number = self._views[key].number
-        return Tensor(number, Memory(number, number, node))
+        return Tensor(number, Allocation(number, number, node))
 
     def apply(self, node: Node, value_of: Callable[[Node], Value], autocast: tuple[Any, ...]) -> Value:
         """Number the result of `node`, all of whose operands have numbers; raises `Refused`.
@@ -198,7 +193,7 @@ class ValueTable:
 
     def _pick(self, node: Node, value_of: Callable[[Node], Value]) -> Any:
         """`pair[1]`: the value is there already."""
-        if node.op != "call_function" or getattr(node.target, "__name__", "") != "getitem" or len(node.args) != 2:
+        if operator_of(node) != "getitem" or len(node.args) != 2:
             return _NO_PICK
         source, index = node.args
         if not isinstance(source, Node) or not isinstance(index, int):
@@ -264,7 +259,7 @@ class ValueTable:
     def _fakes(self, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
         """The operands on fake tensors. Tensors of equal value in different memory get different fakes."""
         remaining = iter(tensors)
-        owners: dict[int, Memory] = {}
+        owners: dict[int, Allocation] = {}
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Ref):
@@ -282,10 +277,12 @@ class ValueTable:
         return mapped[0], mapped[1]
 
     def _is_factory(self, entry: Entry) -> bool:
-        """Whether a result is made from numbers alone; `torch.full(size, tensor)` reads memory."""
-        name = getattr(entry.node.target, "__name__", str(entry.node.target))
+        """Whether a result is made from numbers alone; `torch.full(size, tensor)` reads memory.
+
+        To make it costs a kernel that a compiler fuses away; to move it would only hide its contents from the compiler.
+        """
         tensors = (self.entries[ref.number] for ref in entry.operands if ref.version is not None)
-        return name in _FACTORIES and all(operand.kind == "look" for operand in tensors)
+        return operator_of(entry.node) in FACTORIES and all(operand.kind == "look" for operand in tensors)
 
     def _number_view(
         self, entry: Entry, effect: effects.Effects, tensors: list[Tensor], key: Any
@@ -345,7 +342,7 @@ class ValueTable:
             if not isinstance(fake, torch.Tensor):
                 return Scalar(number)
             source = next(remaining)
-            return Tensor(number, source.memory if source is not None else Memory(number, number, node))
+            return Tensor(number, source.memory if source is not None else Allocation(number, number, node))
 
         if isinstance(effect.output, (tuple, list)):
             items = enumerate(effect.output, start=entry.number + 1)

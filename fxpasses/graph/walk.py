@@ -15,11 +15,13 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from fxpasses.graph import effects
-from fxpasses.graph.effects import Refused
+from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.provenance import source, where
+from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import is_symbolic, symbol
-from fxpasses.graph.values import Many, Memory, Scalar, Tensor, Value, ValueTable
+from fxpasses.graph.values import Allocation, Many, Scalar, Tensor, Value, ValueTable
 from fxpasses.report import Reason, Refusal
 
 # These tell the shape environment a range of a number; what it must hold at run time stands beside them.
@@ -47,7 +49,7 @@ class Use:
     region: Region
     user: Node
     operand: Node
-    versions: tuple[tuple[Memory, int], ...]
+    versions: tuple[tuple[Allocation, int], ...]
 
 
 @dataclass(eq=False)
@@ -84,7 +86,7 @@ class Walk:
         self.obstacles = self.closure.obstacles
         self.violations: dict[Node, Refusal] = {}
         self.scratch: set[Node] = set()  # violating allocations that hold nothing of the closure: no near misses
-        self.foreign: dict[Node, tuple[Memory, ...]] = {}  # memory of the closure that outside nodes return
+        self.foreign: dict[Node, tuple[Allocation, ...]] = {}  # memory of the closure that outside nodes return
         self.touches: dict[Hashable, effects.Touch | None] = {}
         self.symbols: dict[Any, Value] = {}
         self.levels = 0  # of vmap and grad transforms around the node
@@ -212,8 +214,7 @@ class Walk:
 
     def _looks_at_outside(self, node: Node, outside: list[Node], autocast: tuple[Any, ...]) -> bool:
         """Number `x.new_full(size, 0)`, `mask.type_as(x)` and the like, which ask an activation for no values."""
-        name = getattr(node.target, "__name__", str(node.target))
-        position = _LOOKS.get(name)
+        position = _LOOKS.get(operator_of(node))
         if position is None or len(node.args) <= position or outside != [node.args[position]] or self.nothing:
             return False
         if self.levels:
@@ -247,7 +248,7 @@ class Walk:
 
     def _outside(self, region: Region, node: Node) -> None:
         """Note what a node outside the closure looks at, writes and returns."""
-        touched: list[tuple[Node, Memory]] = []
+        touched: list[tuple[Node, Allocation]] = []
         for operand in node.all_input_nodes:
             memories = self._memories(operand)
             if operand in self.values:
@@ -264,10 +265,14 @@ class Walk:
         if isinstance(first, Node) and isinstance(first.meta.get("example_value"), (tuple, list)):
             return  # a part of a body's result, whose example shares no memory with those of the operands
         effect = self._touch(node)
-        if effect is None and isinstance(node.target, torch._ops.HigherOrderOperator) and not _writes(region, node):
+        if (
+            effect is None
+            and isinstance(node.target, torch._ops.HigherOrderOperator)
+            and not written_operands(node, region.gm)
+        ):
             return
         tensors = self._tensor_arguments(node)
-        returned: list[Memory] = []
+        returned: list[Allocation] = []
         for position, operand in enumerate(tensors):
             for memory in self._memories(operand):
                 if effect is None or position in effect.writes:
@@ -302,7 +307,7 @@ class Walk:
             found += [leaf for example in examples if isinstance(example, torch.Tensor)]
         return found
 
-    def _returned(self, body: Region) -> tuple[Memory, ...]:
+    def _returned(self, body: Region) -> tuple[Allocation, ...]:
         """The memory of inputs that a body returns views of. Other memory that it returns leaves the closure."""
         operands = effects.leaves(body.gm.graph.output_node().args)
         found = (memory for operand in operands if isinstance(operand, Node) for memory in self._memories(operand))
@@ -322,11 +327,11 @@ class Walk:
                 if memories:
                     self.closure.copied.add(operand)
 
-    def _is_whole(self, node: Node, memory: Memory) -> bool:
+    def _is_whole(self, node: Node, memory: Allocation) -> bool:
         value = self.values.get(node)
         return isinstance(value, Tensor) and value.number == memory.alloc
 
-    def _memories(self, node: Node) -> tuple[Memory, ...]:
+    def _memories(self, node: Node) -> tuple[Allocation, ...]:
         value = self.values.get(node)
         if isinstance(value, Tensor):
             return (value.memory,)
@@ -334,10 +339,10 @@ class Walk:
             return tuple(dict.fromkeys(item.memory for item in value.items if isinstance(item, Tensor)))
         return self.foreign.get(node, ())
 
-    def _is_root(self, memory: Memory) -> bool:
+    def _is_root(self, memory: Allocation) -> bool:
         return self.closure.table.entries[memory.alloc].kind == "root"
 
-    def _ban(self, memory: Memory, reason: Reason, text: str, culprit: Node, subject: Node | None = None) -> None:
+    def _ban(self, memory: Allocation, reason: Reason, text: str, culprit: Node, subject: Node | None = None) -> None:
         if self._is_root(memory):
             if reason in (Reason.READ_BEFORE_WRITE, Reason.ESCAPES, Reason.UNSUPPORTED_VALUE):
                 return  # inputs stay inputs, whoever looks at them
@@ -364,21 +369,3 @@ def _signature(tree: Any) -> Hashable:
 
     map_aggregate(tree, add)
     return tuple(parts)
-
-
-def _writes(region: Region, call: Node) -> bool:
-    """Whether a body among the operands of a higher-order operator may write to something."""
-    for operand in call.all_input_nodes:
-        body = getattr(region.gm, str(operand.target), None) if operand.op == "get_attr" else None
-        if not isinstance(body, torch.fx.GraphModule):
-            continue
-        for node in body.graph.nodes:
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            in_place = name.endswith("_") and not name.endswith("__")
-            if node.op.startswith("call") and (in_place or name in effects.WRITERS or "out" in node.kwargs):
-                return True
-            if isinstance(node.target, torch._ops.HigherOrderOperator) and _writes(Region(body), node):
-                return True
-            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-                return True
-    return False

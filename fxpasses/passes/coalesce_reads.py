@@ -27,16 +27,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.graph import effects
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.aliases import AliasAnalysis, storages
+from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.host_copies import is_copy_to_host
-from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.provenance import where
+from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import declare_equal
-from fxpasses.passes.experts.emitting import Emitter
-from fxpasses.passes.experts.memory import Memory, storages
-from fxpasses.passes.experts.selection import Unknown
 from fxpasses.pipeline import Context
-from fxpasses.report import Reason, Refusal, Report
+from fxpasses.report import Reason, Report
 
 # All of them fit into an int64, so that one copy may hold elements of several tensors.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
@@ -79,7 +79,6 @@ class CoalesceReads:
     """The pass."""
 
     name = "coalesce_reads"
-    requires: tuple[str, ...] = ()
     exact = True
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
@@ -90,17 +89,14 @@ class CoalesceReads:
             for copy in copies_of(region.gm.graph, context.fake_mode, shared):
                 waits, place = copy.waits, where(copy.first)
                 elements = f"{len(copy.reads)} numbers of {_names(copy.tensors)}"
-                if not context.may_change(copy.first):
-                    reason, text = Reason.LEFT_OUT, ""
-                else:
-                    try:
-                        coalesce(region.gm.graph, copy, context.fake_mode)
-                        before, after = before + waits, after + 1
-                        report.changes.append(f"{elements} at {place} → one copy")
-                        continue
-                    except Unknown as unknown:
-                        reason, text = Reason.UNKNOWN_OPERATOR, str(unknown)
-                report.refusals.append(Refusal(copy.first.name, reason, text, place, module_of(copy.first)[0]))
+                try:
+                    if not context.may_change(copy.first):
+                        raise Refused(Reason.LEFT_OUT)
+                    coalesce(region.gm.graph, copy, context.fake_mode)
+                    before, after = before + waits, after + 1
+                    report.changes.append(f"{elements} at {place} → one copy")
+                except Refused as refused:
+                    report.refusals.append(refused.of(copy.first))
             region.gm.recompile()
         if report.changes:
             report.changed = True
@@ -110,11 +106,11 @@ class CoalesceReads:
 
 
 def copies_of(graph: Graph, fake_mode: Any, inputs_in_one: set[int]) -> list[Copy]:
-    """The copies for which the host waits less often. inputs_in_one: see `Memory`."""
+    """The copies for which the host waits less often. inputs_in_one: see `AliasAnalysis`."""
     items = graph.find_nodes(op="call_method", target="item")
     if len(items) < 2:
         return []
-    memory = Memory(graph, fake_mode, inputs_in_one)
+    memory = AliasAnalysis(graph, fake_mode, inputs_in_one)
     copies: list[Copy] = []
     for read in (read for item in items if (read := _read(item, memory)) is not None):
         for copy in reversed(copies):
@@ -127,7 +123,7 @@ def copies_of(graph: Graph, fake_mode: Any, inputs_in_one: set[int]) -> list[Cop
     return [copy for copy in copies if copy.waits > 1]
 
 
-def _fits(read: Read, copy: Copy, memory: Memory, fake_mode: Any) -> list[Node] | None:
+def _fits(read: Read, copy: Copy, memory: AliasAnalysis, fake_mode: Any) -> list[Node] | None:
     """What has to be computed earlier for a copy in the place of its first read to answer a later one; None: cannot."""
     example, other = (node.meta["example_value"] for node in (read.tensor, copy.reads[0].tensor))
     if example.device != other.device:
@@ -140,7 +136,7 @@ def _fits(read: Read, copy: Copy, memory: Memory, fake_mode: Any) -> list[Node] 
     return _computed_after(copy.first, read.tensor, memory, fake_mode)
 
 
-def _computed_after(first: Node, tensor: Node, memory: Memory, fake_mode: Any) -> list[Node] | None:
+def _computed_after(first: Node, tensor: Node, memory: AliasAnalysis, fake_mode: Any) -> list[Node] | None:
     """The nodes after `first` that `tensor` is made of, in program order, if each can be evaluated before `first`."""
     found: set[Node] = set()
     waiting = [tensor]
@@ -155,7 +151,7 @@ def _computed_after(first: Node, tensor: Node, memory: Memory, fake_mode: Any) -
     return sorted(found, key=memory.positions.__getitem__)
 
 
-def _can_move(node: Node, first: Node, memory: Memory, fake_mode: Any) -> bool:
+def _can_move(node: Node, first: Node, memory: AliasAnalysis, fake_mode: Any) -> bool:
     """Whether a node gives the same before `first`: pure, of few integers, which nobody has written to since."""
     operands = node.all_input_nodes
     for tensor in (node, *operands):
@@ -169,11 +165,11 @@ def _can_move(node: Node, first: Node, memory: Memory, fake_mode: Any) -> bool:
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
     try:
         return not effects.observe(node, args, kwargs, fake_mode).writes
-    except effects.Refused:
+    except Refused:
         return False
 
 
-def _read(node: Node, memory: Memory) -> Read | None:
+def _read(node: Node, memory: AliasAnalysis) -> Read | None:
     """What `.item()` reads: an element by constant indices of a tensor of known size, or the only one it has."""
     if not isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat)) or len(node.args) != 1:
         return None
@@ -226,8 +222,8 @@ def _is_dense(node: Any) -> bool:
 
 
 def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
-    """Write the copy before its first read, and let all read from it; raises `Unknown`, and changes no value."""
-    emit = Emitter(graph, fake_mode, copy.first)
+    """Write the copy before its first read, and let all read from it; raises `Refused`, and changes no value."""
+    emit = NodeBuilder(graph, fake_mode, copy.first)
     for node in copy.moved:
         if copy.first < node:  # and not moved to before a still earlier copy
             copy.first.prepend(node)
@@ -240,7 +236,7 @@ def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
             if place not in elements:
                 with graph.inserting_before(read.node):
                     elements[place] = emit(operator.getitem, (host, place))
-    except Unknown:
+    except Refused:
         emit.undo()
         raise
     numbers: dict[int, Node] = {}
@@ -256,7 +252,7 @@ def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
         _erase_unused(graph, asked, read.tensor)
 
 
-def _copied(emit: Emitter, tensors: list[Node]) -> tuple[Node, dict[Node, int]]:
+def _copied(emit: NodeBuilder, tensors: list[Node]) -> tuple[Node, dict[Node, int]]:
     """One tensor on the host with all elements, and where each tensor's begin."""
     parts, starts, end = [], dict[Node, int](), 0
     several = len({node.meta["example_value"].dtype for node in tensors}) > 1

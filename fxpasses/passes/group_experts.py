@@ -15,7 +15,7 @@ After, whatever E is:
 *Find* loops by their ends (`experts/loops.py`), *unify* the branches (`graph/families.py`), know what their queries
 mean (`experts/selection.py`), and *lift* the common program to all rows (`experts/lifting.py`); `experts/grouping.py`
 does so for one loop. Sums are taken in the order of the loop. A loop in which anything is not understood keeps its
-branches, with the reason in the report; its queries become one sort and slices (`experts/slices.py`), where they are
+branches, with the reason in the report; its queries become one sort and slices (`experts/slicing.py`), where they are
 understood.
 """
 
@@ -27,17 +27,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import Mismatch
+from fxpasses.graph.aliases import AliasAnalysis, storages
+from fxpasses.graph.checkpoints import save_routing
 from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.skips import Skip, skips_of
-from fxpasses.passes.experts.checkpoints import save_routing
 from fxpasses.passes.experts.grouping import Grouping
 from fxpasses.passes.experts.loops import Loop, find_loops
-from fxpasses.passes.experts.memory import Memory, storages
-from fxpasses.passes.experts.selection import Unknown
 from fxpasses.passes.experts.skips import erase_answers, prove_idle, prove_numbers
-from fxpasses.passes.experts.slices import slice_queries
+from fxpasses.passes.experts.slicing import slice_queries
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
@@ -48,7 +47,6 @@ class GroupExperts:
     """The pass."""
 
     name = "group_experts"
-    requires: tuple[str, ...] = ()
     exact = True
 
     def __call__(self, gm: torch.fx.GraphModule, context: Context) -> Report:
@@ -60,7 +58,7 @@ class GroupExperts:
         counts = {"loops_grouped": 0, "loops_sliced": 0}
         for region in Region(gm).walk():
             erase_answers(region.gm.graph)
-            memory = Memory(region.gm.graph, context.fake_mode, shared)
+            memory = AliasAnalysis(region.gm.graph, context.fake_mode, shared)
             left: list[tuple[Loop, Refusal]] = []
             changes: list[str] = []
             if level != "slices":
@@ -92,7 +90,7 @@ class GroupExperts:
         return report
 
     def _loops_of(
-        self, region: Region, memory: Memory, context: Context, skips: dict[int, Skip]
+        self, region: Region, memory: AliasAnalysis, context: Context, skips: dict[int, Skip]
     ) -> Iterator[tuple[Loop, list[str] | Refusal]]:
         """What became of each loop. One may go on with another's sum, so they are looked for anew after each change."""
         tried: set[tuple[Node, ...]] = set()
@@ -110,7 +108,7 @@ class GroupExperts:
                 yield loop, Refusal(first.name, Reason.LEFT_OUT, "", where(first), module_of(first)[0])
 
     def _group(
-        self, region: Region, loop: Loop, memory: Memory, fake_mode: Any, skips: dict[int, Skip]
+        self, region: Region, loop: Loop, memory: AliasAnalysis, fake_mode: Any, skips: dict[int, Skip]
     ) -> list[str] | Refusal:
         """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
         refusal = None
@@ -119,14 +117,10 @@ class GroupExperts:
             try:
                 groupings = [Grouping(region, inner, memory, fake_mode, skips) for inner in rounds]
                 if len({grouping.experts() for grouping in groupings}) > 1:
-                    raise Unknown("the rounds of the loop are of different experts")
+                    raise NotProved("the rounds of the loop are of different experts")
                 return self._run_all(groupings)
-            except (Unknown, Mismatch) as unknown:
-                at = where(unknown.node) if unknown.node is not None else ""
-                first = loop.merges[0].node
-                refusal = refusal or Refusal(
-                    first.name, Reason.NOT_ALIKE, str(unknown), at or where(first), module_of(first)[0]
-                )
+            except Refused as refused:
+                refusal = refusal or refused.of(loop.merges[0].node)
         assert refusal is not None
         return refusal
 
@@ -135,7 +129,7 @@ class GroupExperts:
         for grouping in groupings:
             try:
                 changes.append(grouping.run())
-            except (Unknown, Mismatch):
+            except Refused:
                 if not changes:
                     raise
                 break  # the rounds before stand for themselves

@@ -41,7 +41,7 @@ from fxpasses.graph.symbols import (
     scalar_tensor,
     symbol,
 )
-from fxpasses.graph.values import Entry, Memory, Ref, Scalar, Tensor, Value, number_of
+from fxpasses.graph.values import Allocation, Entry, Ref, Scalar, Tensor, Value, number_of
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
@@ -53,7 +53,6 @@ class HoistMetadata:
     """The pass. Sets `context.program` and appends the prologue's outputs to the graph's placeholders."""
 
     name = "hoist_metadata"
-    requires: tuple[str, ...] = ()
     exact = True
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
@@ -102,7 +101,7 @@ class _Provide:
     """Replace a node by an input: a scalar (`memory` is None), or a tensor at the last version of its memory."""
 
     number: int
-    memory: Memory | None = None
+    memory: Allocation | None = None
 
     @property
     def row(self) -> int:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
+from fxpasses.graph.aliases import AliasSets
 from fxpasses.graph.provenance import where
 from fxpasses.options import Offload
 from fxpasses.passes.offload.candidates import candidate, step_of
 from fxpasses.passes.offload.choose import Candidate, Choice, Decision, Limits, choose
 from fxpasses.passes.offload.insert import insert, mark
-from fxpasses.passes.offload.memory import Memory
 from fxpasses.passes.offload.saved import Group, Partition, groups
 from fxpasses.passes.offload.transfers import transfers
 from fxpasses.report import Reason, Refusal, Report
@@ -47,7 +47,7 @@ class OffloadActivations:
     def __call__(self, partition: Partition) -> Report:
         report = Report(self.name)
         found, refused = groups(partition, self.options.tier, self.replayed)
-        forward, backward = (Memory.of(g.graph.nodes) for g in (partition.forward, partition.backward))
+        forward, backward = (AliasSets(g.graph.nodes) for g in (partition.forward, partition.backward))
         candidates: list[Candidate] = []
         movable: list[Group] = []
         for group in found:

@@ -24,16 +24,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from fxpasses.graph.by_rows import ByRows, NotByRows, by_rows
+from fxpasses.graph.by_rows import ByRows, by_rows
+from fxpasses.graph.calls import VIEWS, OperatorCall, operator_of
 from fxpasses.graph.emission import slice_of
-from fxpasses.graph.families import operator_of
 from fxpasses.graph.prologue import Draft, Extra
-from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.provenance import where
+from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import elements_of, expression, is_unbacked
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.pipeline import Context
-from fxpasses.report import Reason, Refusal, Report
+from fxpasses.report import Reason, Report
 from fxpasses.runtime.attention import plan as plans
 from fxpasses.runtime.attention.by_rows import PlanByRows
 
@@ -46,14 +47,12 @@ _PLAN = torch.ops.fxpasses.attention_plan.default
 _ATTENTION = torch.ops.fxpasses.sparse_attention.default
 _MASK, _PLANNED, _FORM = 3, 4, 6  # positions of its arguments
 _FORMS = ("fused", "repeated")  # others may need the mask for rows that see nothing
-_VIEWS = frozenset({"expand", "getitem", "unsqueeze", "view", "reshape", "transpose", "permute"})
 
 
 class OmitMasks:
     """The pass. Rebuilds `context.program`, and takes masks from the graph's placeholders."""
 
     name = "omit_masks"
-    requires: tuple[str, ...] = ()
     exact = False
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
@@ -66,13 +65,13 @@ class OmitMasks:
             try:
                 mask.check(context.draft)
                 if not context.may_change(mask.owner.node):
-                    raise _Kept(Reason.LEFT_OUT)
+                    raise Refused(Reason.LEFT_OUT)
                 masks.append(mask)
-            except _Kept as kept:
-                report.refusals.append(_refusal(mask, kept))
+            except Refused as refused:
+                report.refusals.append(refused.of(mask.owner.node))
         draft = _without(masks, context.draft)
         while needed := [mask for mask in masks if draft.needed() & {mask.version, mask.owner.number}]:
-            report.refusals += [_refusal(mask, _Kept(Reason.MASK_NEEDED, "in the prologue")) for mask in needed]
+            report.refusals += [Refused(Reason.MASK_NEEDED, "in the prologue").of(mask.owner.node) for mask in needed]
             masks = [mask for mask in masks if mask not in needed]
             draft = _without(masks, context.draft)
         if not masks:
@@ -86,12 +85,6 @@ class OmitMasks:
         report.summary = f"{what} computed in blocks of rows"
         report.changes = [f"{_name(mask)} at {where(mask.owner.node)} → not made" for mask in masks]
         return report
-
-
-class _Kept(Exception):
-    def __init__(self, reason: Reason, text: str = "", node: Node | None = None) -> None:
-        super().__init__(text)
-        self.reason, self.text, self.node = reason, text, node
 
 
 @dataclass(frozen=True)
@@ -135,36 +128,36 @@ class _Mask:
         return list(_uses(self.main, self.placeholder))
 
     def check(self, draft: Draft) -> None:
-        """Raise `_Kept` unless plans and attentions are all that takes the mask, and its rows are made one by one."""
+        """Raise `Refused` unless plans and attentions are all that takes the mask, and its rows are made one by one."""
         table = draft.table
         if self.owner.fake.dtype is not torch.bool:
-            raise _Kept(Reason.NOT_BOOL, f"but {self.owner.fake.dtype}")
+            raise Refused(Reason.NOT_BOOL, f"but {self.owner.fake.dtype}")
         behind = (table.entries[number].fake for number in slice_of(table, [plan.mask for plan in self.plans]))
         if any(isinstance(fake, torch.Tensor) and fake.device.type != "cpu" for fake in behind):
-            raise _Kept(Reason.NOT_ON_CPU)
+            raise Refused(Reason.NOT_ON_CPU)
         planned: dict[Node, _Plan] = {}
         for plan in self.plans:
             if is_unbacked(table.entries[plan.mask.number].fake):
-                raise _Kept(Reason.UNKNOWN_SIZE)
+                raise Refused(Reason.UNKNOWN_SIZE)
             planned |= {use.node: plan for use in _uses(self.main, plan.placeholder)}
         attentions = {use.node: use for use in self.attentions}
         for node in [*attentions, *planned]:
             followed, use = planned.get(node), attentions.get(node)
             if followed is None or use is None or not _follows(use, followed, table):
-                raise _Kept(Reason.MASK_NEEDED, f"`{node.name}`", node)
+                raise Refused(Reason.MASK_NEEDED, f"`{node.name}`", node)
         for plan in self.plans:
             plan.by_rows, plan.extra = self._proved(plan, draft)
 
     def _proved(self, plan: _Plan, draft: Draft) -> tuple[ByRows, Extra]:
         fake = draft.table.entries[plan.mask.number].fake
-        mask, rows = plans.four_dimensional(fake), plan.entry.args[2] if len(plan.entry.args) > 2 else None
+        mask, rows = (
+            plans.four_dimensional(fake),
+            OperatorCall(_PLAN, plan.entry.args, plan.entry.kwargs).argument("rows"),
+        )
         count = draft.table.entries[rows.number].fake if isinstance(rows, Ref) else rows
         if expression(count) != expression(mask.shape[2]):
-            raise _Kept(Reason.NOT_BY_ROWS, "one row stands for many")
-        try:
-            found = by_rows(draft.table, plan.mask, -2, (elements_of(self.owner.fake) or 0) // _SMALL)
-        except NotByRows as error:
-            raise _Kept(Reason.NOT_BY_ROWS, str(error), error.node) from error
+            raise Refused(Reason.NOT_BY_ROWS, "one row stands for many")
+        found = by_rows(draft.table, plan.mask, -2, (elements_of(self.owner.fake) or 0) // _SMALL)
         repeated = tuple(type(mask.stride(i)) is int and mask.stride(i) == 0 for i in (0, 1))
         batch, heads = (1 if one_for_all else mask.shape[i] for i, one_for_all in enumerate(repeated))
         made = plan.entry.fake.new_empty(plans.plan_size(batch, heads, mask.shape[2], mask.shape[3], in_blocks=True))
@@ -211,7 +204,7 @@ def _uses(region: Region, node: Node) -> Iterator[_Use]:
         if body is not None:
             for inner in _inside(body, node):
                 yield from _uses(body, inner)
-        elif operator_of(user) in _VIEWS and user.all_input_nodes[0] is node:
+        elif operator_of(user) in VIEWS and user.all_input_nodes[0] is node:
             yield from _uses(region, user)
         else:
             yield _Use(region, user, node)
@@ -271,9 +264,3 @@ def _erase(region: Region, node: Node) -> None:
 
 def _name(mask: _Mask) -> str:
     return f"{mask.owner.node.name} {list(mask.owner.fake.shape)}"
-
-
-def _refusal(mask: _Mask, kept: _Kept) -> Refusal:
-    node = mask.owner.node
-    place = where(kept.node) if kept.node is not None else ""
-    return Refusal(node.name, kept.reason, kept.text, place or where(node), module_of(node)[0])

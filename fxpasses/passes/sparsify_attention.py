@@ -26,22 +26,23 @@ import torch
 from torch.fx import GraphModule, Node
 
 import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
+from fxpasses.graph.aliases import AliasAnalysis, storages
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.closure import Closure, find_closure
-from fxpasses.graph.families import operator_of
-from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.provenance import where
+from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import hint_of, is_unbacked
 from fxpasses.graph.values import Tensor
-from fxpasses.passes.attention.emitting import Emitter
-from fxpasses.passes.attention.found import Attention, Kept, Operand
+from fxpasses.passes.attention.building import AttentionBuilder
+from fxpasses.passes.attention.found import Attention, Operand
 from fxpasses.passes.attention.fused import fused_attention, is_fused_attention
 from fxpasses.passes.attention.heads import unrepeated
 from fxpasses.passes.attention.masks import check_mask, operand
 from fxpasses.passes.attention.products import without_permutations
 from fxpasses.passes.attention.spelling import same, shape_of
 from fxpasses.passes.attention.written import Written, is_softmax
-from fxpasses.passes.experts.checkpoints import has_policy
-from fxpasses.passes.experts.memory import Memory, storages
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
@@ -53,7 +54,6 @@ class SparsifyAttention:
     """The pass."""
 
     name = "sparsify_attention"
-    requires: tuple[str, ...] = ()
     exact = False
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
@@ -69,9 +69,9 @@ class SparsifyAttention:
         closure = find_closure(main, context.fake_mode, banned)
         shared = {key for node in context.shared_inputs for key in storages(node)}
         masks: set[Any] = set()
-        memories: dict[Region, Memory] = {}
+        memories: dict[Region, AliasAnalysis] = {}
         for site in sites:
-            memory = memories.setdefault(site.region, Memory(site.region.gm.graph, context.fake_mode, shared))
+            memory = memories.setdefault(site.region, AliasAnalysis(site.region.gm.graph, context.fake_mode, shared))
             rewrite = _Rewrite(site, closure, memory, context)
             try:
                 attention = rewrite.find()
@@ -79,8 +79,8 @@ class SparsifyAttention:
                     continue
                 report.changes.append(rewrite.run(attention))
                 masks.add(_identity(closure, attention.mask.node))
-            except Kept as kept:
-                report.refusals.append(_refusal(site.node, kept))
+            except Refused as refused:
+                report.refusals.append(refused.of(site.node))
         for region in main.walk():
             region.gm.recompile()
         report.changed = bool(report.changes)
@@ -123,9 +123,9 @@ def _sites(region: Region, autocast: tuple[Any, ...] = (), levels: int = 0, sele
 
 
 class _Rewrite:
-    """One attention, found, checked and replaced; `Kept` where it is not."""
+    """One attention, found, checked and replaced; `Refused` where it is not."""
 
-    def __init__(self, site: _Site, closure: Closure, memory: Memory, context: Context) -> None:
+    def __init__(self, site: _Site, closure: Closure, memory: AliasAnalysis, context: Context) -> None:
         self.site, self.closure, self.memory, self.context = site, closure, memory, context
         self.graph = site.region.gm.graph
 
@@ -136,34 +136,35 @@ class _Rewrite:
         if attention is None:
             return None
         if self.site.transformed:
-            raise Kept(Reason.HIGHER_ORDER, "a function transform")
+            raise Refused(Reason.HIGHER_ORDER, "a function transform")
         obstacle = self.obstacle(attention.mask.node)
         if obstacle is not None:
             raise obstacle
         check_mask(attention)
         self._check_sizes(attention)
         if self.site.selective:
-            raise Kept(Reason.SELECTIVE)
+            raise Refused(Reason.SELECTIVE)
         self._check_writes(attention)
         if not self.context.may_change(attention.node):
-            raise Kept(Reason.LEFT_OUT)
+            raise Refused(Reason.LEFT_OUT)
         return attention
 
     def run(self, attention: Attention) -> str:
         """Replace the attention; what was done, in words."""
         node = attention.node
-        emit = Emitter(self.graph, self.context.fake_mode, node, self.site.autocast)
+        emit = AttentionBuilder(self.graph, self.context.fake_mode, node, Reason.NOT_BY_HEADS, self.site.autocast)
         try:
-            key_and_value = self._keys_and_values(attention)
-            query, key, value = map(emit.by_heads, (attention.query, *key_and_value))
-            mask = operand(emit, attention, self._source)
-            heads = hint_of(shape_of(query)[1]) // (hint_of(shape_of(mask)[1]) if len(shape_of(mask)) == 4 else 1)
-            rows = emit.size(attention.query, -2)
-            plan = emit(torch.ops.fxpasses.attention_plan.default, (mask, heads, rows))
-            arguments = (query, key, value, mask, plan, attention.scale, _form(attention, key_and_value[0]))
-            result = emit(torch.ops.fxpasses.sparse_attention.default, arguments)
-            result = emit.as_before(result, attention)
-        except Kept:
+            with self.graph.inserting_before(node):
+                key_and_value = self._keys_and_values(attention)
+                query, key, value = map(emit.by_heads, (attention.query, *key_and_value))
+                mask = operand(emit, attention, self._source)
+                heads = hint_of(shape_of(query)[1]) // (hint_of(shape_of(mask)[1]) if len(shape_of(mask)) == 4 else 1)
+                rows = emit.size(attention.query, -2)
+                plan = emit(torch.ops.fxpasses.attention_plan.default, (mask, heads, rows))
+                arguments = (query, key, value, mask, plan, attention.scale, _form(attention, key_and_value[0]))
+                result = emit(torch.ops.fxpasses.sparse_attention.default, arguments)
+                result = emit.as_before(result, attention)
+        except Refused:
             emit.undo()
             raise
         shape, place = shape_of(result), where(node)
@@ -171,12 +172,12 @@ class _Rewrite:
         self._erase([*attention.inside, node])
         return f"{attention.mask.node.name} {list(shape)} at {place} → tiles"
 
-    def obstacle(self, node: Node) -> Kept | None:
+    def obstacle(self, node: Node) -> Refused | None:
         """Why a value is not the batch's metadata; None where it is."""
         if isinstance(self.closure.values.get(node), Tensor):
             return None
         reason, text = self.closure.obstacles.get(node, (Reason.ACTIVATION, f"`{node.name}`"))
-        return Kept(reason, text, node)
+        return Refused(reason, text, node)
 
     def _check_sizes(self, attention: Attention) -> None:
         query, key, value = map(_dimensions, (attention.query, attention.key, attention.value))
@@ -188,20 +189,20 @@ class _Rewrite:
             counts = isinstance(query[-3], int) and isinstance(heads, int)
             fits = fits and (same(query[-3], heads) or (groups and counts and query[-3] % heads == 0))
         if not fits:
-            raise Kept(
+            raise Refused(
                 Reason.NOT_BY_HEADS, f"query {list(query)}, key {list(key)}, value {list(value)}", attention.node
             )
         if any(map(is_unbacked, (*query, *key, *value))):
-            raise Kept(Reason.UNKNOWN_SIZE, "", attention.node)
+            raise Refused(Reason.UNKNOWN_SIZE, "", attention.node)
         if hint_of(queries) * hint_of(keys) < _SMALLEST:
-            raise Kept(Reason.SMALL, f"{queries} × {keys} pairs", attention.node)
+            raise Refused(Reason.SMALL, f"{queries} × {keys} pairs", attention.node)
 
     def _check_writes(self, attention: Attention) -> None:
         """Query and key are read where the output is made, and not before."""
         for read in (attention.query, attention.key):
             writer = self.memory.writer(read.node, attention.started, attention.node)
             if writer is not None and attention.started is not attention.node:
-                raise Kept(Reason.WRITTEN_BY_LAYER, f"by `{writer.name}`", writer)
+                raise Refused(Reason.WRITTEN_BY_LAYER, f"by `{writer.name}`", writer)
 
     def _keys_and_values(self, attention: Attention) -> tuple[Operand, Operand]:
         """Key and value; as they were before their heads were repeated, if both were."""
@@ -260,11 +261,6 @@ def _identity(closure: Closure, mask: Node) -> Any:
     value = closure.values[mask]
     assert isinstance(value, Tensor)
     return value.number, value.memory.version
-
-
-def _refusal(node: Node, kept: Kept) -> Refusal:
-    at = kept.node if kept.node is not None else node
-    return Refusal(node.name, kept.reason, kept.text, where(at) or where(node), module_of(node)[0])
 
 
 def _summary(attentions: int, masks: int) -> str:

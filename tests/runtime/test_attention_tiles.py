@@ -172,13 +172,6 @@ def test_a_plan_that_saves_less_than_a_tenth_is_dense(monkeypatch):
     assert not plans.read(operators.attention_plan(mostly.float().log(), 8)).is_dense
 
 
-def test_attention_of_few_tokens_does_not_pay(monkeypatch):
-    monkeypatch.undo()
-    assert not cost.may_pay(64, 64, 8)
-    assert cost.may_pay(512, 512, 8)
-    assert cost.may_pay(64, 64, 256)
-
-
 def test_tiny_documents_share_tiles(monkeypatch):
     monkeypatch.undo()
     mask = documents([4] * 512)

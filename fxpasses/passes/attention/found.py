@@ -9,16 +9,6 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from fxpasses.report import Reason
-
-
-class Kept(Exception):
-    """An attention is not taken; `reason` says which kind of obstacle, the text says more, `node` is where it is."""
-
-    def __init__(self, reason: Reason, text: str = "", node: Node | None = None) -> None:
-        super().__init__(text)
-        self.reason, self.text, self.node = reason, text, node
-
 
 @dataclass(frozen=True)
 class Mask:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxpasses.graph.families import plain_operator_of
-from fxpasses.passes.attention.spelling import argument, same, shape_of
+from fxpasses.graph.calls import argument, operator_of
+from fxpasses.passes.attention.spelling import same, shape_of
 
 _MERGES = frozenset({"reshape", "view", "flatten"})
 _COPIES = frozenset({"contiguous", "clone"})
@@ -21,12 +21,12 @@ _COPIES = frozenset({"contiguous", "clone"})
 def unrepeated(node: Node, axis: int) -> Node | None:
     """What a tensor of four dimensions repeats the heads of, along `axis`, each for a group; None if it does not."""
     *_, last = _without_copies(node)
-    if plain_operator_of(last) == "repeat_interleave":
+    if operator_of(last) == "repeat_interleave":
         return _repeated_at_once(last, axis)
-    if plain_operator_of(last) not in _MERGES or len(shape_of(last)) != 4:
+    if operator_of(last) not in _MERGES or len(shape_of(last)) != 4:
         return None
     *_, expanded = _without_copies(last.args[0])
-    if plain_operator_of(expanded) != "expand" or not isinstance(expanded.args[0], Node):
+    if operator_of(expanded) != "expand" or not isinstance(expanded.args[0], Node):
         return None
     source = _source_of_groups(expanded.args[0], axis)
     if source is None or len(shape_of(expanded)) != 5:
@@ -40,11 +40,11 @@ def unrepeated(node: Node, axis: int) -> Node | None:
 def _without_copies(node: Any) -> Iterator[Node]:
     while isinstance(node, Node):
         yield node
-        node = node.args[0] if plain_operator_of(node) in _COPIES else None
+        node = node.args[0] if operator_of(node) in _COPIES else None
 
 
 def _repeated_at_once(node: Node, axis: int) -> Node | None:
-    source, times, dim = node.args[0], argument(node, 1, "repeats"), argument(node, 2, "dim")
+    source, times, dim = node.args[0], argument(node, "repeats"), argument(node, "dim")
     fits = type(times) is int and dim in (axis, axis - 4) and len(shape_of(source)) == 4
     return source if fits and isinstance(source, Node) else None
 
@@ -54,13 +54,9 @@ def _source_of_groups(node: Node, axis: int) -> Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or len(shape_of(source)) != 4:
         return None
-    if plain_operator_of(node) == "unsqueeze":
-        return source if argument(node, 1, "dim") in (axis + 1, axis - 4) else None
-    if (
-        plain_operator_of(node) != "getitem"
-        or not isinstance(node.args[1], tuple)
-        or Ellipsis in node.args[1][: axis + 2]
-    ):
+    if operator_of(node) == "unsqueeze":
+        return source if argument(node, "dim") in (axis + 1, axis - 4) else None
+    if operator_of(node) != "getitem" or not isinstance(node.args[1], tuple) or Ellipsis in node.args[1][: axis + 2]:
         return None
     index = [part for part in node.args[1] if part is not Ellipsis]
     new = [position for position, part in enumerate(index) if part is None]

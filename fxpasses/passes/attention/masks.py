@@ -15,41 +15,44 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import plain_operator_of
-from fxpasses.passes.attention.emitting import Emitter, size_of
-from fxpasses.passes.attention.found import Attention, Kept, Mask
-from fxpasses.passes.attention.spelling import argument, constant_of, same, shape_of, tensor_of
+from fxpasses.graph.calls import VIEWS, argument, operator_of
+from fxpasses.graph.refusals import Refused
+from fxpasses.passes.attention.building import AttentionBuilder, size_of
+from fxpasses.passes.attention.found import Attention, Mask
+from fxpasses.passes.attention.spelling import constant_of, same, shape_of, tensor_of
 from fxpasses.report import Reason
 
-_KEEP_VALUES = frozenset({"getitem", "expand", "unsqueeze", "view", "reshape", "contiguous", "transpose", "expand_as"})
+_KEEP_VALUES = VIEWS | {"contiguous", "expand_as"}
 
 
 def check_mask(attention: Attention) -> None:
-    """Raise `Kept` for a mask that cannot stand for what the program does with it."""
+    """Raise `Refused` for a mask that cannot stand for what the program does with it."""
     mask, out = tensor_of(attention.mask.node), tensor_of(attention.node)
     assert mask is not None and out is not None
     if mask.ndim > 4 or mask.ndim == 0:
-        raise Kept(Reason.NOT_BY_HEADS, f"its mask has {mask.ndim} dimensions", attention.mask.node)
+        raise Refused(Reason.NOT_BY_HEADS, f"its mask has {mask.ndim} dimensions", attention.mask.node)
     if attention.fused:
         if not (mask.dtype is torch.bool or mask.dtype.is_floating_point):
-            raise Kept(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
+            raise Refused(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
         return
     fill = attention.mask.fill
     if out.device.type != "cpu" and (fill is None or math.isfinite(fill)):
         # Only the operator for the CPU computes rows that finite values hide as they are written.
-        raise Kept(Reason.SCORES_CHANGED, f"finite values may hide a whole row, on {out.device.type}", attention.node)
+        raise Refused(
+            Reason.SCORES_CHANGED, f"finite values may hide a whole row, on {out.device.type}", attention.node
+        )
     if fill is None:
         if out.dtype is torch.float16 or mask.dtype is torch.float16:
-            raise Kept(Reason.SCORES_CHANGED, "the least float16 does not hide a score", attention.mask.node)
+            raise Refused(Reason.SCORES_CHANGED, "the least float16 does not hide a score", attention.mask.node)
         return
     if mask.dtype is not torch.bool:
-        raise Kept(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
+        raise Refused(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
     least = torch.finfo(out.dtype).min
     if fill != -math.inf and (fill > least or out.dtype is torch.float16):
-        raise Kept(Reason.SCORES_CHANGED, f"{fill:g} does not hide a score for certain", attention.mask.node)
+        raise Refused(Reason.SCORES_CHANGED, f"{fill:g} does not hide a score for certain", attention.mask.node)
 
 
-def operand(emit: Emitter, attention: Attention, source: Callable[[Node], Any]) -> Node:
+def operand(emit: AttentionBuilder, attention: Attention, source: Callable[[Node], Any]) -> Node:
     """The mask as it is given to both operators: bool or additive, broadcast to the scores.
 
     source: what a placeholder of a checkpoint's body stands for.
@@ -70,7 +73,7 @@ def operand(emit: Emitter, attention: Attention, source: Callable[[Node], Any]) 
     return _of_all_keys(emit, attention, added)
 
 
-def _as_added(emit: Emitter, mask: Mask, dtype: torch.dtype) -> Node:
+def _as_added(emit: AttentionBuilder, mask: Mask, dtype: torch.dtype) -> Node:
     if mask.fill is None:
         return mask.node
     fill = max(mask.fill, torch.finfo(dtype).min) if math.isfinite(mask.fill) else mask.fill
@@ -81,13 +84,13 @@ def _as_added(emit: Emitter, mask: Mask, dtype: torch.dtype) -> Node:
     return emit(torch.where, (mask.node, first, other))
 
 
-def _with_nan_for_rows_of_inf(emit: Emitter, added: Node) -> Node:
+def _with_nan_for_rows_of_inf(emit: AttentionBuilder, added: Node) -> Node:
     hidden = emit(torch.eq, (added, -math.inf))
     nothing = emit("all", (hidden, -1, True))
     return emit("masked_fill", (added, nothing, math.nan))
 
 
-def _of_all_keys(emit: Emitter, attention: Attention, mask: Node) -> Node:
+def _of_all_keys(emit: AttentionBuilder, attention: Attention, mask: Node) -> Node:
     """A view of the mask with all keys, in two dimensions or more."""
     keys, shape = emit.size(attention.key, -2), shape_of(mask)
     if len(shape) > 1 and same(shape[-1], size_of(keys)):
@@ -100,9 +103,9 @@ def _is_finite(mask: Mask, source: Callable[[Node], Any]) -> bool:
     if mask.fill is not None:
         return math.isfinite(mask.fill)
     node: Any = mask.node
-    while isinstance(node := source(node), Node) and plain_operator_of(node) in _KEEP_VALUES:
+    while isinstance(node := source(node), Node) and operator_of(node) in _KEEP_VALUES:
         node = node.args[0]
-    if not isinstance(node, Node) or plain_operator_of(node) != "where":
+    if not isinstance(node, Node) or operator_of(node) != "where":
         return False
-    numbers = [constant_of(argument(node, position, name)) for position, name in ((1, "input"), (2, "other"))]
+    numbers = [constant_of(argument(node, name)) for name in ("input", "other")]
     return all(number is not None and math.isfinite(number) for number in numbers)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import plain_operator_of
+from fxpasses.graph.calls import OperatorCall, argument, operator_of
 from fxpasses.passes.attention.found import Operand
-from fxpasses.passes.attention.spelling import argument, tensor_of
+from fxpasses.passes.attention.spelling import tensor_of
 
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum"})
 
@@ -33,12 +33,11 @@ class Product:
 
 def product_of(node: Any) -> Product | None:
     """The product that a node is, of two tensors of three or four dimensions; None where it is not one."""
-    if not isinstance(node, Node) or plain_operator_of(node) not in _PRODUCTS:
+    if not isinstance(node, Node) or operator_of(node) not in _PRODUCTS:
         return None
-    if plain_operator_of(node) == "einsum":
+    if operator_of(node) == "einsum":
         return _einsum(node)
-    left, right = (argument(node, position, name) for position, name in ((0, "input"), (1, "other")))
-    right = argument(node, 1, "mat2") if right is None else right
+    left, right = argument(node, "input"), argument(node, "other")
     found, other = tensor_of(left), tensor_of(right)
     if found is None or other is None or found.ndim != other.ndim or found.ndim not in (3, 4):
         return None
@@ -110,17 +109,23 @@ def without_permutations(operand: Operand) -> Operand:
 
 def _permutation(node: Node) -> tuple[int, ...] | None:
     """For a view that only swaps axes: which axis of its argument each of its own is."""
-    name, found = plain_operator_of(node), tensor_of(node)
+    name, found = operator_of(node), tensor_of(node)
     source = tensor_of(node.args[0]) if node.args else None
     if found is None or source is None or source.ndim != found.ndim:
         return None
     rank = found.ndim
     order = list(range(rank))
-    axes: Any = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
-    if name in ("transpose", "swapaxes", "swapdims") and len(axes) == 2 and all(type(axis) is int for axis in axes):
+    axes = (
+        (argument(node, "dim0"), argument(node, "dim1"))
+        if name == "transpose"
+        else OperatorCall.of(node).sequence("dims")
+    )
+    if name in ("transpose", "permute") and not all(type(axis) is int for axis in axes):
+        return None
+    if name == "transpose":
         first, second = (axis % rank for axis in axes)
         order[first], order[second] = order[second], order[first]
-    elif name == "permute" and all(type(axis) is int for axis in axes):
+    elif name == "permute":
         order = [axis % rank for axis in axes]
     elif name == "getattr" and node.args[1:] == ("mT",):
         order[-2:] = order[:-3:-1]

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import plain_operator_of
+from fxpasses.graph.calls import CASTS, argument, operator_of
 from fxpasses.graph.symbols import expression
 
-_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"})
-_CONSTANTS = {"tensor": 0, "scalar_tensor": 0, "full": 1}
+_CASTS = CASTS | {"clone", "type_as"}
+_CONSTANTS = {"tensor": "data", "scalar_tensor": "s", "full": "fill_value"}
 
 
 def tensor_of(value: Any) -> torch.Tensor | None:
@@ -32,15 +32,10 @@ def same(first: Any, second: Any) -> bool:
     return bool(expression(first) == expression(second))
 
 
-def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument that may be given by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
 def is_cast(node: Node) -> bool:
     """Whether a node gives the values of its first argument, in a floating-point dtype and some memory."""
     found = tensor_of(node)
-    return plain_operator_of(node) in _CASTS and found is not None and found.dtype.is_floating_point
+    return operator_of(node) in _CASTS and found is not None and found.dtype.is_floating_point
 
 
 def constant_of(value: Any) -> float | None:
@@ -49,13 +44,12 @@ def constant_of(value: Any) -> float | None:
         return float(value)
     if not isinstance(value, Node) or shape_of(value) or tensor_of(value) is None:
         return None
-    name = plain_operator_of(value)
+    name = operator_of(value)
     if name == "zeros":
         return 0.0
     if name == "to" or name == "detach":
         return constant_of(value.args[0])
     if name not in _CONSTANTS:
         return None
-    position = _CONSTANTS[name]
-    found = argument(value, position, "fill_value") if len(value.args) > position or name == "full" else None
+    found = argument(value, _CONSTANTS[name])
     return constant_of(found) if not isinstance(found, Node) else None

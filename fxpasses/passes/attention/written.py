@@ -16,33 +16,34 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxpasses.graph.families import plain_operator_of
-from fxpasses.passes.attention.found import Attention, Kept, Mask
+from fxpasses.graph.calls import argument, operator_of
+from fxpasses.graph.refusals import Refused
+from fxpasses.passes.attention.found import Attention, Mask
 from fxpasses.passes.attention.products import Product, as_output, as_scores, product_of
-from fxpasses.passes.attention.spelling import argument, constant_of, is_cast, shape_of, tensor_of
+from fxpasses.passes.attention.spelling import constant_of, is_cast, shape_of, tensor_of
 from fxpasses.report import Reason
 
-_ADDS = frozenset({"add", "iadd", "add_"})
+_ADDS = frozenset({"add", "add_"})
 _FILLS = frozenset({"masked_fill", "masked_fill_"})
-_SCALES = frozenset({"mul", "imul", "mul_", "multiply"})
-_DIVISIONS = frozenset({"truediv", "itruediv", "div", "div_", "true_divide"})
+_SCALES = frozenset({"mul", "mul_"})
+_DIVISIONS = frozenset({"div", "div_"})
 _NEAR = 12  # steps from a softmax up to a product, at most, for the two to be spoken of as one attention
 
 
 def is_softmax(node: Node) -> bool:
     """Whether a node is a softmax over the last axis of what may be the scores of an attention."""
-    if plain_operator_of(node) != "softmax" or not node.args:
+    if operator_of(node) != "softmax" or not node.args:
         return False
     found = tensor_of(node.args[0])
     if found is None or not found.dtype.is_floating_point or found.ndim not in (3, 4):
         return False
-    return argument(node, 1, "dim") in (-1, found.ndim - 1)
+    return argument(node, "dim") in (-1, found.ndim - 1)
 
 
 class Written:
     """One softmax, and the attention around it. obstacle: why a value is not the batch's metadata; None where it is."""
 
-    def __init__(self, softmax: Node, obstacle: Callable[[Node], Kept | None]) -> None:
+    def __init__(self, softmax: Node, obstacle: Callable[[Node], Refused | None]) -> None:
         self.softmax = softmax
         self._obstacle = obstacle
         self._scale = 1.0
@@ -50,10 +51,10 @@ class Written:
         self._steps: list[Node] = []  # from the softmax up to the product
 
     def attention(self) -> Attention | None:
-        """None if there is none, or none with a mask. Raises `Kept`."""
+        """None if there is none, or none with a mask. Raises `Refused`."""
         try:
             product = self._upwards()
-        except Kept:
+        except Refused:
             if _is_near_miss(self.softmax):
                 raise
             return None
@@ -69,7 +70,7 @@ class Written:
         inside = (*reversed(self._steps), *weights)
         for step in inside[:-1]:
             if len(step.users) != 1:
-                raise Kept(Reason.WEIGHTS_USED, f"`{step.name}`", step)
+                raise Refused(Reason.WEIGHTS_USED, f"`{step.name}`", step)
         return Attention(weights[-1], *scores, value, self._mask, self._scale, product.node, order, inside)
 
     def _upwards(self) -> Product | None:
@@ -84,8 +85,8 @@ class Written:
         return None
 
     def _before(self, node: Node) -> Any:
-        """The scores that a step takes; raises `Kept` for a step that is not known."""
-        name = plain_operator_of(node)
+        """The scores that a step takes; raises `Refused` for a step that is not known."""
+        name = operator_of(node)
         if is_cast(node):
             return node.args[0]
         scaled = _scaled(node, name)
@@ -99,7 +100,7 @@ class Written:
         if obstacle is not None:
             raise obstacle
         if self._mask is not None:
-            raise Kept(Reason.SCORES_CHANGED, "the scores are masked twice", node)
+            raise Refused(Reason.SCORES_CHANGED, "the scores are masked twice", node)
         self._mask = masked[1]
         return masked[0]
 
@@ -108,8 +109,8 @@ class Written:
         if name in _ADDS and not node.kwargs.get("alpha") and len(node.args) == 2:
             return self._added(node)
         if name in _FILLS:
-            fill = constant_of(argument(node, 2, "value"))
-            return self._filled(node.args[0], argument(node, 1, "mask"), fill, hides=True)
+            fill = constant_of(argument(node, "value"))
+            return self._filled(node.args[0], argument(node, "mask"), fill, hides=True)
         if name == "where" and len(node.args) == 3:
             condition, *sides = node.args
             fills = [constant_of(side) for side in sides]
@@ -134,19 +135,19 @@ class Written:
         return scores, Mask(condition, fill, hides)
 
     def _downwards(self) -> list[Node]:
-        """The nodes from the softmax to the product with the value; raises `Kept`."""
+        """The nodes from the softmax to the product with the value; raises `Refused`."""
         nodes = [self.softmax]
         while True:
             node = nodes[-1]
             if len(node.users) != 1:
-                raise Kept(Reason.WEIGHTS_USED, f"`{node.name}`", node)
+                raise Refused(Reason.WEIGHTS_USED, f"`{node.name}`", node)
             (user,) = node.users
             if user.op == "output":
-                raise Kept(Reason.WEIGHTS_USED, f"`{node.name}` is returned", node)
+                raise Refused(Reason.WEIGHTS_USED, f"`{node.name}` is returned", node)
             nodes.append(user)
             if product_of(user) is not None:
                 return nodes
-            if plain_operator_of(user) == "dropout":
+            if operator_of(user) == "dropout":
                 _check_dropout(user)
             elif not is_cast(user):
                 raise _changed(user, "the weights")
@@ -167,13 +168,13 @@ def _scaled(node: Node, name: str) -> tuple[Node, float] | None:
 
 
 def _check_dropout(node: Node) -> None:
-    probability, training = argument(node, 1, "p", 0.5), argument(node, 2, "training", True)
+    probability, training = argument(node, "p", 0.5), argument(node, "training", True)
     if probability not in (0, 0.0) and training is not False:
-        raise Kept(Reason.DROPOUT, f"p = {probability}", node)
+        raise Refused(Reason.DROPOUT, f"p = {probability}", node)
 
 
-def _changed(node: Node, what: str) -> Kept:
-    return Kept(Reason.SCORES_CHANGED, f"{what} go through `{plain_operator_of(node) or node.name}`", node)
+def _changed(node: Node, what: str) -> Refused:
+    return Refused(Reason.SCORES_CHANGED, f"{what} go through `{operator_of(node) or node.name}`", node)
 
 
 def _product_above(node: Node, steps: int = _NEAR) -> bool:
@@ -194,7 +195,7 @@ def _is_near_miss(softmax: Node) -> bool:
             continue
         if product_of(node) is not None:
             return masked
-        name = plain_operator_of(node)
+        name = operator_of(node)
         masked = masked or (name in (_ADDS | _FILLS | {"where"}) and len(node.all_input_nodes) > 1)
         waiting += [(part, steps + 1) for part in node.all_input_nodes if len(shape_of(part)) in (3, 4)]
     return False

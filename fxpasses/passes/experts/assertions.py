@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import constant, expression, is_symbolic
 
 

@@ -16,9 +16,11 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxpasses.graph.families import Constants, Family, leaves, operator_of
+from fxpasses.graph.calls import argument, operator_of
+from fxpasses.graph.families import Constants, Family, leaves
+from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import expression, is_symbolic, symbol
-from fxpasses.passes.experts.selection import Unknown, progression
+from fxpasses.passes.experts.selection import progression
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,16 @@ class Cut:
 
 
 def cut_of(family: Any) -> Cut | None:
-    """The cut that a family of parts comes from, if it does; raises `Unknown` for one of another order."""
+    """The cut that a family of parts comes from, if it does; raises `NotProved` for one of another order."""
     if not isinstance(family, Family) or family.name != "getitem" or len(family.args) != 2:
         return None
     source, index = family.args
     index = index if isinstance(index, tuple) else (index,)
     if index and isinstance(index[0], Spans):
         if not isinstance(source, Node):
-            raise Unknown("slices of what each branch made", family.nodes[0])
+            raise NotProved("slices of what each branch made", family.nodes[0])
         if any(isinstance(leaf, (Node, Family, Constants)) for leaf in leaves(index[1:])):
-            raise Unknown("slices with an index that is not known", family.nodes[0])
+            raise NotProved("slices with an index that is not known", family.nodes[0])
         spans = index[0]
         return Cut(source, index[1:], spans.counts, spans.running, spans.nodes, checks=False)
     if isinstance(source, Node) and len(index) == 1 and isinstance(index[0], Constants):
@@ -71,14 +73,14 @@ def cut_of(family: Any) -> Cut | None:
 
 
 def _split(split: Node, places: Constants) -> Cut | None:
-    sizes = split.args[1] if len(split.args) > 1 else split.kwargs.get("split_size_or_sections")
-    if operator_of(split) not in ("split", "split_with_sizes") or not isinstance(sizes, (list, tuple)):
+    sizes = argument(split, "split_size")
+    if operator_of(split) != "split" or not isinstance(sizes, (list, tuple)):
         return None
     rows = split.args[0]
-    if split.kwargs.get("dim", split.args[2] if len(split.args) > 2 else 0) != 0 or not isinstance(rows, Node):
-        raise Unknown("a split along another dimension", split)
+    if argument(split, "dim", 0) != 0 or not isinstance(rows, Node):
+        raise NotProved("a split along another dimension", split)
     if progression(places) != (0, 1) or len(sizes) != len(places.values):
-        raise Unknown("not all parts of a split, or in another order", split)
+        raise NotProved("not all parts of a split, or in another order", split)
     reads = [_element(size) for size in sizes]
     counts = _all_of([read[:2] for read in reads], split)
     nodes = (split, *(node for read in reads for node in read[2]))
@@ -98,7 +100,7 @@ def _bound_of_prefix(rows: Node) -> Node | None:
 
 
 def spans_of(slices: Sequence[slice]) -> Spans | None:
-    """What the branches' slices are together; None where no bound is read from a tensor. Raises `Unknown`."""
+    """What the branches' slices are together; None where no bound is read from a tensor. Raises `NotProved`."""
     bounds = [bound for part in slices for bound in (part.start, part.stop) if isinstance(bound, Node)]
     if not bounds:
         return None
@@ -107,16 +109,16 @@ def spans_of(slices: Sequence[slice]) -> Spans | None:
     elements = {place: symbol(node.meta["example_value"]) for _, place, (node, *_) in reads}
     by_place = sorted(reads, key=lambda read: read[1])
     if len(reads) != len(slices) or None in elements.values() or len(set(elements.values())) != len(slices):
-        raise Unknown("slices whose bounds are not made of an element for each expert", bounds[0])
+        raise NotProved("slices whose bounds are not made of an element for each expert", bounds[0])
     counts = _all_of([read[:2] for read in by_place], bounds[0])
     starts = [_value(part.start) for part in slices]
     stops = [_value(part.stop) for part in slices]
     if any(part.step is not None for part in slices) or starts != [0, *stops[:-1]]:
-        raise Unknown("slices that do not follow one another", bounds[0])
+        raise NotProved("slices that do not follow one another", bounds[0])
     in_order = [elements[place] for place in range(len(slices))]
     running = stops == list(itertools.accumulate(in_order))
     if not running and stops != in_order:
-        raise Unknown("slices whose bounds are not the sums of the counts, in their order", bounds[0])
+        raise NotProved("slices whose bounds are not the sums of the counts, in their order", bounds[0])
     reading = tuple(node for read in reads for node in read[2])
     return Spans(tuple(slices), counts, running, tuple(dict.fromkeys((*reading, *nodes))))
 
@@ -132,7 +134,7 @@ def _made_of(bounds: Sequence[Node]) -> list[Node]:
         if operator_of(node) in ("add", "sym_sum") and is_symbolic(node.meta.get("example_value")):
             waiting += node.all_input_nodes
         elif operator_of(node) != "item":
-            raise Unknown(f"`{node.name}` as the bound of a slice is not known", node)
+            raise NotProved(f"`{node.name}` as the bound of a slice is not known", node)
     return list(found)
 
 
@@ -146,17 +148,17 @@ def _all_of(reads: Sequence[tuple[Node, int]], at: Node) -> Node:
     """The tensor of which the reads are all elements, in order."""
     counts = reads[0][0]
     if any(read != (counts, place) for place, read in enumerate(reads)):
-        raise Unknown("sizes of parts that are not the elements of one tensor, in order", at)
+        raise NotProved("sizes of parts that are not the elements of one tensor, in order", at)
     if expression(counts.meta["example_value"].shape[0]) != len(reads):
-        raise Unknown("some of the counts alone", at)
+        raise NotProved("some of the counts alone", at)
     return counts
 
 
 def _element(size: Any) -> tuple[Node, int, tuple[Node, ...]]:
     """(counts, e, nodes) of `counts[e].item()`."""
     inner = size.args[0] if isinstance(size, Node) and operator_of(size) == "item" else None
-    if isinstance(inner, Node) and getattr(inner.target, "__name__", "") == "getitem":
+    if isinstance(inner, Node) and operator_of(inner) == "getitem":
         source, place = inner.args
         if isinstance(source, Node) and isinstance(place, int):
             return source, place, (size, inner)
-    raise Unknown("a part whose size is no element of a tensor", size if isinstance(size, Node) else None)
+    raise NotProved("a part whose size is no element of a tensor", size if isinstance(size, Node) else None)

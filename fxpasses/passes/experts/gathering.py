@@ -10,10 +10,10 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.families import Constants, Family, mapped
+from fxpasses.graph.refusals import NotProved
 from fxpasses.passes.experts.lifted import Rows, Weights, dimensions_of, is_tensor
 from fxpasses.passes.experts.rows import ALONG, POINTWISE, along_last_dimensions, keeps_rows
 from fxpasses.passes.experts.rowwise import call
-from fxpasses.passes.experts.selection import Unknown
 
 if TYPE_CHECKING:
     from fxpasses.passes.experts.lifting import Lifting
@@ -26,7 +26,7 @@ def lift_getitem(lifting: Lifting, family: Family, source: Any) -> Any:
     if isinstance(source, Rows):
         lifted = mapped(index, lifting.lift)
         if not keeps_rows(lifted, source.row, source.ndim):
-            raise Unknown("an index among an expert's rows", family.nodes[0])
+            raise NotProved("an index among an expert's rows", family.nodes[0])
         return call(lifting, family, None)
     parts = index if isinstance(index, tuple) else (index,)
     places: list[Any] = []
@@ -34,7 +34,7 @@ def lift_getitem(lifting: Lifting, family: Family, source: Any) -> Any:
         is_mask = isinstance(part, Family) and getattr(part.example, "dtype", None) is torch.bool
         places += lifting.coordinates_of(part) if is_mask else [lifting.index(part)]
     if not any(isinstance(place, Rows) for place in places):
-        raise Unknown("an index that is not known", family.nodes[0])
+        raise NotProved("an index that is not known", family.nodes[0])
     return gather(lifting, family, source, places)
 
 
@@ -42,14 +42,14 @@ def gather(lifting: Lifting, family: Family, source: Any, index: Sequence[Any]) 
     """`x[tok]`, `weights[tok, slot, None]`: rows of what all branches share, or of what each makes of it."""
     nodes = tuple(part.node if isinstance(part, Rows) else part for part in index)
     if any(isinstance(node, (Family, Constants, Weights)) for node in nodes):
-        raise Unknown("an index that is not known", family.nodes[0])
+        raise NotProved("an index that is not known", family.nodes[0])
     if isinstance(source, (Family, Weights)) or isinstance(family.args[0], Family):
         if len(nodes) != 1:
-            raise Unknown("an index of what the branch made", family.nodes[0])
+            raise NotProved("an index of what the branch made", family.nodes[0])
         return at_rows(lifting, family.args[0], index[0])
     places = [place for place, part in enumerate(index) if isinstance(part, (Rows, int))]
     if places != list(range(places[0], places[-1] + 1)):
-        raise Unknown("index tensors apart from each other", family.nodes[0])
+        raise NotProved("index tensors apart from each other", family.nodes[0])
     example = source.meta["example_value"]
     if len(nodes) == 1 and example.ndim == 2 and example.dtype.is_floating_point:
         return Rows(lifting.emit(ops.gather_rows.default, (source, nodes[0])))
@@ -62,7 +62,7 @@ def lift_index_select(lifting: Lifting, family: Family, source: Any) -> Rows:
     dim = family.kwargs.get("dim", family.args[1] if len(family.args) > 1 else None)
     index = lifting.lift(family.kwargs.get("index", family.args[-1]))
     if dim != 0 or not isinstance(index, Rows) or not isinstance(source, Node):
-        raise Unknown("an `index_select` that is not known", family.nodes[0])
+        raise NotProved("an `index_select` that is not known", family.nodes[0])
     return gather(lifting, family, source, (index,))
 
 
@@ -71,7 +71,7 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
     if isinstance(value, Node):
         return Rows(lifting.emit(operator.getitem, (value, (tokens.node,))))
     if not isinstance(value, Family):
-        raise Unknown("a value that is not known for each token")
+        raise NotProved("a value that is not known for each token")
     name, node = value.name, value.nodes[0]
     if name in ("eq", "__eq__") and any(isinstance(arg, Constants) for arg in value.args):
         source, constants = value.args if isinstance(value.args[1], Constants) else value.args[::-1]
@@ -83,16 +83,16 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
     if name in ALONG and isinstance(value.args[0], Family):
         known = along_last_dimensions(value, value.args[0].example.ndim, 0)
     if not known:
-        raise Unknown(f"`{name}` is not known to work token by token", node)
+        raise NotProved(f"`{name}` is not known to work token by token", node)
     tokens_of = value.example.shape[0]
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Constants):
-            raise Unknown("a number that differs between the experts", node)
+            raise NotProved("a number that differs between the experts", node)
         if isinstance(leaf, Family) or (isinstance(leaf, Node) and is_tensor(leaf)):
             example = leaf.example if isinstance(leaf, Family) else leaf.meta["example_value"]
             if (example.ndim != value.example.ndim and name in POINTWISE) or example.shape[0] != tokens_of:
-                raise Unknown("a broadcast over tokens", node)
+                raise NotProved("a broadcast over tokens", node)
             return at_rows(lifting, leaf, tokens).node
         return leaf
 

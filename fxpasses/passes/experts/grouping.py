@@ -9,23 +9,25 @@ import sympy
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import Family, Mismatch, Unifier, leaves, members
+from fxpasses.graph.aliases import AliasAnalysis, storages
+from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.families import Family, Unifier, leaves, members
 from fxpasses.graph.provenance import where
+from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.skips import Skip
 from fxpasses.graph.symbols import constant, expression, is_unbacked, symbol
 from fxpasses.passes.experts.assertions import Sizes
 from fxpasses.passes.experts.cuts import Cut, Spans, cut_of, spans_of
-from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.lifted import example_of, parts_of
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop, has_rows
-from fxpasses.passes.experts.memory import Memory, storages
 from fxpasses.passes.experts.merging import Merging
-from fxpasses.passes.experts.selection import Masks, Unknown, asked_by, is_query
+from fxpasses.passes.experts.selection import Masks, asked_by, is_query
 from fxpasses.passes.experts.skips import erase_unused, prove
 from fxpasses.passes.experts.surroundings import Surroundings
 from fxpasses.passes.experts.words import described, spelling
+from fxpasses.report import Reason
 
 _MOST = 2**48  # bytes that a processor can address: no tensor has more rows
 
@@ -33,11 +35,13 @@ _MOST = 2**48  # bytes that a processor can address: no tensor has more rows
 class Grouping:
     """A loop whose branches are one program, as far as can be told before it is lifted."""
 
-    def __init__(self, region: Region, loop: Loop, memory: Memory, fake_mode: Any, skips: dict[int, Skip]) -> None:
-        """Raises `Unknown` or `Mismatch` where the branches are not one program, or the loop may not be moved."""
+    def __init__(
+        self, region: Region, loop: Loop, memory: AliasAnalysis, fake_mode: Any, skips: dict[int, Skip]
+    ) -> None:
+        """Raises `NotProved` where the branches are not one program, or the loop may not be moved."""
         self.graph, self.loop, self.memory, self.positions = region.gm.graph, loop, memory, memory.positions
         self.masks = Masks(memory.is_constant)
-        self._emit = Emitter(self.graph, fake_mode, loop.merges[0].node)
+        self._emit = NodeBuilder(self.graph, fake_mode, loop.merges[0].node, Reason.NOT_ALIKE)
         self.values = Unifier(spans_of).unify([merge.values for merge in loop.merges])
         families = members([self.values])
         self.branch = [family for family in families if any(has_rows(node) for node in family.nodes)]
@@ -50,7 +54,7 @@ class Grouping:
         self.totals = {total: cut for cut in cuts for total in cut.totals}
         spans = [leaf for leaf in leaves(self.values) if isinstance(leaf, Spans)]
         if self.selection is None and self.cut is None:
-            raise Unknown("the branches ask for no tokens")
+            raise NotProved("the branches ask for no tokens")
         rows = {node for family in self.branch for node in family.nodes}
         rows.update(*(cut.nodes for cut in cuts), *(span.nodes for span in spans))
         totals = set(self.totals)
@@ -94,7 +98,7 @@ class Grouping:
         return Sizes(counts, known, min(bounds, default=_MOST), total)
 
     def run(self) -> str:
-        """What was done, in words; raises `Unknown`, and leaves the graph as it was."""
+        """What was done, in words; raises `Refused`, and leaves the graph as it was."""
         lifting, around = Lifting(self._emit, self.masks), self.around
         question = self.queries[0][0].nodes[0] if self.queries else self.cut.nodes[0]  # type: ignore[union-attr]
         last = max(self.loop.ends, key=self.positions.__getitem__)
@@ -114,7 +118,7 @@ class Grouping:
                 if self.loop.lists:
                     results = [self._own_memory(*pair) for pair in zip(self.loop.lists, results, strict=True)]
             known = around.known | {total: lifting.total(cut) for total, cut in self.totals.items()}
-        except (Unknown, Mismatch):
+        except Refused:
             self._emit.undo()
             raise
         self._replace(results, last)

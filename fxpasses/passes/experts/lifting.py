@@ -16,11 +16,12 @@ import torch
 from torch.fx import Node
 
 import fxpasses.runtime.grouped_linear  # noqa: F401  registers the operators
+from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.families import Constants, Family
+from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import constant, expression
 from fxpasses.passes.experts.counting import total_of
 from fxpasses.passes.experts.cuts import Cut, cut_of
-from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.gathering import gather, lift_getitem, lift_index_select
 from fxpasses.passes.experts.lifted import (
     Flat,
@@ -43,14 +44,14 @@ from fxpasses.passes.experts.rows import (
     normalises_last_dimensions,
 )
 from fxpasses.passes.experts.rowwise import call, lift_einsum, lift_joined, lift_pointwise, lift_reshaped
-from fxpasses.passes.experts.selection import Masks, Selection, Unknown, asked_by, is_integer, is_query, progression
+from fxpasses.passes.experts.selection import Masks, Selection, asked_by, is_integer, is_query, progression
 from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, sorted_pairs
 
 
 class Lifting:
     """Lifts families into nodes made by `emit(target, args, kwargs)` (a string target is a method)."""
 
-    def __init__(self, emit: Emitter, masks: Masks) -> None:
+    def __init__(self, emit: NodeBuilder, masks: Masks) -> None:
         self.emit = emit
         self.masks = masks
         self.order: Order | None = None
@@ -101,7 +102,7 @@ class Lifting:
         assert self.cut is not None
         cut = self._whole(cut)
         if (cut.counts, cut.running) != (self.cut.counts, self.cut.running):
-            raise Unknown("parts that were cut by different counts", cut.rows)
+            raise NotProved("parts that were cut by different counts", cut.rows)
         self.check_covered(cut.rows, cut.checks)
         if not cut.index:
             return Rows(cut.rows)
@@ -116,7 +117,7 @@ class Lifting:
         if self._read is not None and size == expression(self._read.meta["example_value"]):
             return
         if size != total_of(self.cut.counts, self.cut.running, self.masks.is_constant):
-            raise Unknown("the slices are not known to cover the rows", rows)
+            raise NotProved("the slices are not known to cover the rows", rows)
 
     def query(self, family: Family) -> Any:
         """Lift `torch.where(mask)`, `mask.nonzero()`, `x[mask]` and `masked_select`; all must select the same pairs."""
@@ -130,7 +131,7 @@ class Lifting:
         if family.name == "masked_select":
             source = family.args[0]
             if not spread and not same_size(mask, source):
-                raise Unknown("`masked_select` with a mask of another size", family.nodes[0])
+                raise NotProved("`masked_select` with a mask of another size", family.nodes[0])
             rows = gather(self, family, source, coordinates)
             return Flat(rows) if spread else rows
         return gather(self, family, family.args[0], coordinates)
@@ -139,12 +140,12 @@ class Lifting:
         """The coordinates of the rows in a mask that is used as an index; spread: see `Masks.read`."""
         selection = self.masks.selection_of(mask, spread)
         if self.selection is None:
-            raise Unknown("a query in a loop over parts", mask.nodes[0])
+            raise NotProved("a query in a loop over parts", mask.nodes[0])
         asked, sorted_by = ((one.ids, one.axes, one.scores) for one in (selection, self.selection))
         if asked != sorted_by:
-            raise Unknown("the loop asks for tokens in several orders", mask.nodes[0])
+            raise NotProved("the loop asks for tokens in several orders", mask.nodes[0])
         if (selection.first, selection.step) != (self.selection.first, self.selection.step):
-            raise Unknown("a branch asks for the tokens of two experts", mask.nodes[0])
+            raise NotProved("a branch asks for the tokens of two experts", mask.nodes[0])
         return self._coordinates(selection)
 
     def _coordinates(self, selection: Selection) -> tuple[Rows, ...]:
@@ -177,19 +178,19 @@ class Lifting:
         """A part of an index; the number of the expert becomes the expert of each row."""
         if isinstance(part, Constants):
             if self.selection is None or self.order is None or self.order.ids is None:
-                raise Unknown("an index by the expert")
+                raise NotProved("an index by the expert")
             if progression(part) != (self.selection.first, self.selection.step):
-                raise Unknown("an index by another number than the expert's")
+                raise NotProved("an index by another number than the expert's")
             return Rows(self.order.ids)
         lifted = self.lift(part)
         if isinstance(lifted, Rows) and (lifted.ndim != 1 or not is_integer(lifted.node)):
-            raise Unknown("an index of several dimensions")
+            raise NotProved("an index of several dimensions")
         return lifted
 
     # Everything else
 
     def lift(self, value: Any) -> Any:
-        """The lifted value of a family; what is shared is itself. Raises `Unknown`."""
+        """The lifted value of a family; what is shared is itself. Raises `NotProved`."""
         if not isinstance(value, Family):
             return value
         if id(value) not in self._lifted:
@@ -206,7 +207,7 @@ class Lifting:
         if not self._has_rows(family):
             return of_each_expert(self, family)
         if not family.args:
-            raise Unknown(f"`{family.name}` with keyword arguments alone", family.nodes[0])
+            raise NotProved(f"`{family.name}` with keyword arguments alone", family.nodes[0])
         name = family.name
         first = self.lift(family.args[0]) if isinstance(family.args[0], Family) else family.args[0]
         if isinstance(first, (Places, tuple)):
@@ -226,7 +227,7 @@ class Lifting:
         if name in ("cat", "concat", "stack"):
             return lift_joined(self, family)
         if not isinstance(first, Rows):
-            raise Unknown(f"`{name}` of what is no row", family.nodes[0])
+            raise NotProved(f"`{name}` of what is no row", family.nodes[0])
         if name in ALONG and along_last_dimensions(family, first.ndim, first.row):
             return call(self, family, first.row)
         if name in NORMS and normalises_last_dimensions(family, first.ndim, first.row):
@@ -235,7 +236,7 @@ class Lifting:
             return call(self, family, first.row)
         if name in ("unsqueeze", "reshape", "view", "flatten", "expand", "repeat"):
             return lift_reshaped(self, family, first)
-        raise Unknown(f"`{name}` is not known to work row by row", family.nodes[0])
+        raise NotProved(f"`{name}` is not known to work row by row", family.nodes[0])
 
     def _has_rows(self, family: Family) -> bool:
         """Whether a family's tensors are made of rows: their size is known by the batch alone."""
@@ -248,7 +249,7 @@ class Lifting:
         if isinstance(source, tuple):
             if name == "getitem" and isinstance(family.args[1], int):
                 return source[family.args[1]]
-            raise Unknown(f"`{name}` of a tuple", node)
+            raise NotProved(f"`{name}` of a tuple", node)
         if name == "getitem":
             index = family.args[1]
             if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], int):
@@ -260,11 +261,11 @@ class Lifting:
         if name in ("squeeze", "flatten", "view", "reshape") and len(source.coordinates) == 1:
             if parts_of(family.example)[0].ndim == 1:
                 return source.coordinates[0]
-        raise Unknown(f"`{name}` of the places that a query found", node)
+        raise NotProved(f"`{name}` of the places that a query found", node)
 
     def stacked(self, weights: Weights) -> Node:
         if weights.transposed:
-            raise Unknown("a transposed bias")
+            raise NotProved("a transposed bias")
         if weights.stacked is not None:
             return weights.stacked
         if weights not in self._stacks:
@@ -280,5 +281,5 @@ def _unflattened(family: Family, flat: Flat) -> Rows:
     """`masked_select(x, mask).view(-1, width)`: the rows that were laid end to end."""
     sizes, width = family.example.shape, constant(example_of(flat.rows.node).shape[-1])
     if family.name not in ("view", "reshape") or len(sizes) != 2 or width is None or constant(sizes[1]) != width:
-        raise Unknown(f"`{family.name}` of rows laid end to end", family.nodes[0])
+        raise NotProved(f"`{family.name}` of rows laid end to end", family.nodes[0])
     return flat.rows

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.families import operator_of
 from fxpasses.graph.symbols import is_unbacked
 
 _FUNCTIONAL = ("index_add", "scatter_add", "scatter_reduce", "index_put", "masked_add")
 _ADDING = frozenset(name + end for name in _FUNCTIONAL[:-1] for end in ("", "_"))
-_IN_PLACE_ADD = frozenset({"iadd", "add", "add_", "__iadd__"})
-_CONCATENATE = ("cat", "concat", "concatenate")
+_IN_PLACE_ADD = ("add", "add_")
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 
 
@@ -82,9 +81,9 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
         if node.op not in ("call_function", "call_method"):
             continue
         name = operator_of(node)
-        if name in _CONCATENATE and node.args and isinstance(node.args[0], (list, tuple)):
+        if name == "cat" and node.args and isinstance(node.args[0], (list, tuple)):
             parts = node.args[0]
-            along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+            along = argument(node, "dim", 0)
             if len(parts) > 1 and along == 0 and all(isinstance(p, Node) and has_rows(p) for p in parts):
                 lists.append(node)
         elif name in _ADDING and isinstance(node.args[0], Node):
@@ -132,7 +131,7 @@ def _rows_behind(part: Node) -> set[Node]:
     waiting, found = [part], set[Node]()
     while waiting:
         node = waiting.pop()
-        if node not in found and operator_of(node) not in _CONCATENATE and has_rows(node):
+        if node not in found and operator_of(node) != "cat" and has_rows(node):
             found.add(node)
             waiting += node.all_input_nodes
     return found

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import Family, operator_of
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.families import Family
+from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import constant, expression
 from fxpasses.passes.experts.cuts import Spans
 from fxpasses.passes.experts.lifted import Rows, example_of, same_size
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop
-from fxpasses.passes.experts.selection import Selection, Unknown
-
-_DIVISIONS = ("floordiv", "floor_divide", "__floordiv__")
+from fxpasses.passes.experts.selection import Selection
 
 
 class Merging:
@@ -30,7 +30,7 @@ class Merging:
         self._first = loop.merges[0].node
 
     def results(self, values: Any) -> list[Node]:
-        """One for each list that is concatenated, or one; `values` are what the branches merge. Raises `Unknown`."""
+        """One for each list that is concatenated, or one; `values` are what the branches merge. Raises `NotProved`."""
         kind = self._loop.kind
         if kind == "cat":
             return [self._concatenated(value) for value in values]
@@ -43,18 +43,18 @@ class Merging:
     def _concatenated(self, value: Any) -> Node:
         rows, order = self._lifting.lift(value), self._lifting.order
         if not isinstance(rows, Rows) or rows.row != 0 or order is None or order.valid is not None:
-            raise Unknown("the rows of all experts together are not known to be all rows")
+            raise NotProved("the rows of all experts together are not known to be all rows")
         return rows.node
 
     def _added(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         loop = self._loop
         if loop.kind.startswith("index_put"):
             if kwargs.get("accumulate", args[2] if len(args) > 2 else False) is not True:
-                raise Unknown("`index_put` without accumulate", self._first)
+                raise NotProved("`index_put` without accumulate", self._first)
         elif loop.kind.startswith("scatter_reduce") and not _sums(args, kwargs):
-            raise Unknown("`scatter_reduce` that takes no sum", self._first)
+            raise NotProved("`scatter_reduce` that takes no sum", self._first)
         elif kwargs.get("dim", args[0] if args else None) != 0:
-            raise Unknown(f"`{loop.kind}` along another dimension", self._first)
+            raise NotProved(f"`{loop.kind}` along another dimension", self._first)
         lifted_args = [self._argument(arg) for arg in args]
         lifted_kwargs = {name: self._argument(arg) for name, arg in kwargs.items()}
         return self._emit(self._first.target, (loop.buffer, *lifted_args), lifted_kwargs, like=self._first)
@@ -65,11 +65,11 @@ class Merging:
         lifted = self._lifting.lift(arg)
         if isinstance(lifted, Rows):
             if lifted.row != 0:
-                raise Unknown("rows in another dimension than the first", self._first)
+                raise NotProved("rows in another dimension than the first", self._first)
             floating = lifted.node.meta["example_value"].dtype.is_floating_point
             return self._covered(lifted) if floating else lifted.node
         if lifted is not None and not isinstance(lifted, (int, float, str, Node)):
-            raise Unknown("the results are merged in a way that is not known", self._first)
+            raise NotProved("the results are merged in a way that is not known", self._first)
         return lifted
 
     def _covered(self, rows: Rows) -> Node:
@@ -87,24 +87,24 @@ class Merging:
         buffer, selection = self._loop.buffer, self._lifting.selection
         rows = self._lifting.lift(value)
         if selection is None or not isinstance(mask, Family) or not isinstance(rows, Rows) or buffer is None:
-            raise Unknown("`masked_scatter` of what is not known", self._first)
+            raise NotProved("`masked_scatter` of what is not known", self._first)
         if isinstance(zeros, Node) and not self._lifting.masks.is_constant(zeros):
-            raise Unknown(f"`{zeros.name}`, which results are scattered to, is written to", zeros)
+            raise NotProved(f"`{zeros.name}`, which results are scattered to, is written to", zeros)
         (places,) = self._lifting.coordinates_of(mask, spread=True)
         examples = [example_of(part) for part in (zeros, value, buffer, rows.node)]
         widths = {constant(example.shape[-1]) if example.ndim == 2 else None for example in examples}
         alike = len({example.dtype for example in examples}) == 1 and same_size(zeros, buffer)
         if not alike or rows.row != 0 or len(widths) != 1 or None in widths:
-            raise Unknown("`masked_scatter` of rows into a tensor of another size", self._first)
+            raise NotProved("`masked_scatter` of rows into a tensor of another size", self._first)
         if not self._differ_within_expert([places.node], selection):
-            raise Unknown("a token may be twice in one expert, as far as the graph shows", selection.ids)
+            raise NotProved("a token may be twice in one expert, as far as the graph shows", selection.ids)
         target = "index_add" if self._loop.is_functional else "index_add_"
         return self._emit(target, (buffer, 0, places.node, self._covered(rows)))
 
     def _by_key(self, key: Any, value: Any) -> Node:
         selection, order = self._lifting.selection, self._lifting.order
         if selection is None or order is None:
-            raise Unknown("parts are put in places that are not known", self._first)
+            raise NotProved("parts are put in places that are not known", self._first)
         places: list[Node] = []
         keys = key if isinstance(key, tuple) else (key,)
         while len(keys) > 1 and (keys[-1] is Ellipsis or keys[-1] == slice(None)):
@@ -115,24 +115,24 @@ class Merging:
             else:
                 lifted = self._lifting.lift(part)
                 if not isinstance(lifted, Rows):
-                    raise Unknown("a key that is not known", self._first)
+                    raise NotProved("a key that is not known", self._first)
                 places.append(lifted.node)
         rows = self._lifting.lift(value)
         if not isinstance(rows, Rows) or rows.row != 0:
-            raise Unknown("a value that is no row", self._first)
+            raise NotProved("a value that is no row", self._first)
         adds = self._loop.kind == "setadd"
         if adds and not self._differ_within_expert(places, selection):
-            raise Unknown("a place may be twice in one expert, as far as the graph shows", selection.ids)
+            raise NotProved("a place may be twice in one expert, as far as the graph shows", selection.ids)
         if not adds and not self._differ(places, selection):
-            raise Unknown("the last expert of a token overwrites the others", self._first)
+            raise NotProved("the last expert of a token overwrites the others", self._first)
         dtype = self._loop.buffer.meta["example_value"].dtype  # type: ignore[union-attr]
         node = self._covered(rows) if adds else rows.node
         if node.meta["example_value"].dtype != dtype:
             if adds:
-                raise Unknown("the sum has another dtype than its parts", self._first)
+                raise NotProved("the sum has another dtype than its parts", self._first)
             node = self._emit("to", (node, dtype))
         if not adds and order.valid is not None:
-            raise Unknown("rows of no expert would be overwritten", self._first)
+            raise NotProved("rows of no expert would be overwritten", self._first)
         if adds and len(places) == 1:
             return self._emit("index_add_", (self._loop.buffer, 0, places[0], node))
         return self._emit("index_put_", (self._loop.buffer, tuple(places), node), {"accumulate": adds})
@@ -160,7 +160,7 @@ class Merging:
         order = self._lifting.order
         if order is None or place.args != (order.places, selection.slots) or selection.slots == 1:
             return False
-        return operator_of(place) in _DIVISIONS
+        return operator_of(place) == "floor_divide"
 
     def _by_spans(self, spans: Spans, value: Any) -> Node:
         """`y[start:stop] = value`, which all branches together do to the whole of y."""
@@ -168,11 +168,11 @@ class Merging:
         assert buffer is not None
         rows = self._lifting.lift(value)
         if cut is None or (cut.counts, cut.running) != (spans.counts, spans.running) or self._loop.kind != "assign":
-            raise Unknown("parts are put in places that are not known", self._first)
+            raise NotProved("parts are put in places that are not known", self._first)
         self._lifting.check_covered(buffer, checks=False)
         # Fewer dimensions would be broadcast, and the rows be taken for features.
         if not isinstance(rows, Rows) or rows.row != 0 or rows.ndim != buffer.meta["example_value"].ndim:
-            raise Unknown("a value that is no row", self._first)
+            raise NotProved("a value that is no row", self._first)
         return self._emit("copy_", (buffer, rows.node))
 
 

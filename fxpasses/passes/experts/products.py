@@ -9,9 +9,10 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.families import Constants, Family
+from fxpasses.graph.refusals import NotProved
 from fxpasses.passes.experts.lifted import Rows, Weights, is_tensor
 from fxpasses.passes.experts.rowwise import call
-from fxpasses.passes.experts.selection import Unknown, progression
+from fxpasses.passes.experts.selection import progression
 
 if TYPE_CHECKING:
     from fxpasses.passes.experts.lifting import Lifting
@@ -25,22 +26,22 @@ def lift_product(lifting: Lifting, family: Family, rows: Any) -> Rows:
     if family.name == "linear":
         bias = family.kwargs.get("bias", family.args[2] if len(family.args) > 2 else None)
     if not isinstance(rows, Rows):
-        raise Unknown("a product in which the rows come second", node)
+        raise NotProved("a product in which the rows come second", node)
     if not isinstance(weights, Family):
         if bias is not None and isinstance(bias, Family):
-            raise Unknown("a shared weight with a bias of each expert", node)
+            raise NotProved("a shared weight with a bias of each expert", node)
         return call(lifting, family, rows.row)  # the same weight for all: row by row
     if rows.ndim != 2 or rows.row != 0:
-        raise Unknown("a product of rows of several dimensions", node)
+        raise NotProved("a product of rows of several dimensions", node)
     lifted = lifting.lift(weights)
     if not isinstance(lifted, Weights) or _rank(lifting, weights) != 2:
-        raise Unknown("a product of two tensors of rows", node)
+        raise NotProved("a product of two tensors of rows", node)
     transposed = lifted.transposed != (family.name == "linear")
     stacked_bias = None
     if bias is not None:
         lifted_bias = lifting.lift(bias)
         if not isinstance(lifted_bias, Weights):
-            raise Unknown("a bias that all experts share", node)
+            raise NotProved("a bias that all experts share", node)
         stacked_bias = lifting.stacked(lifted_bias)
     assert lifting.order is not None
     if lifted.stacked is not None:

@@ -20,16 +20,9 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from fxpasses.graph.families import REPEATED, Constants, Family, operator_of
+from fxpasses.graph.refusals import NotProved as Unknown
 from fxpasses.graph.routing import KEEP_VALUES, chooses_among, is_integer, is_topk_index
 from fxpasses.graph.symbols import constant, expression
-
-
-class Unknown(Exception):
-    """Not understood, or not known to be legal; the text is the reason for a person."""
-
-    def __init__(self, text: str, node: Node | None = None) -> None:
-        super().__init__(text)
-        self.node = node
 
 
 @dataclass(frozen=True)

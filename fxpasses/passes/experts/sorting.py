@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.calls import operator_of
 from fxpasses.passes.experts.cuts import Cut
-from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.lifted import Order
 from fxpasses.passes.experts.selection import Columns, Selection
 
@@ -130,7 +130,7 @@ def cut_rows(emit: Emit, cut: Cut) -> Order:
     return Order(None, None, offsets, size, None)
 
 
-def read_total(emit: Emitter, cut: Cut) -> Node:
+def read_total(emit: NodeBuilder, cut: Cut) -> Node:
     """What the counts add up to, read by the host where the program reads the first of them.
 
     Where one is negative, the program raises an error as it splits; here the device does.
@@ -144,7 +144,7 @@ def read_total(emit: Emitter, cut: Cut) -> Node:
     return total
 
 
-def first_rows(emit: Emitter, rows: Node, total: Node) -> Node:
+def first_rows(emit: NodeBuilder, rows: Node, total: Node) -> Node:
     """`rows[:total]`, of which the size is known to be the total."""
     size = rows.meta["example_value"].shape[0]
     whole = size if isinstance(size, int) else emit(torch.ops.aten.sym_size.int, (rows, 0))

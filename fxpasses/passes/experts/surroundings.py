@@ -13,16 +13,14 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fxpasses.graph import effects
-from fxpasses.graph.families import Family, leaves, operator_of
+from fxpasses.graph.aliases import AliasAnalysis, storages, written_operands
+from fxpasses.graph.calls import FACTORIES, operator_of
+from fxpasses.graph.families import Family, leaves
+from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.assertions import Sizes
 from fxpasses.passes.experts.loops import Loop
-from fxpasses.passes.experts.memory import Memory, storages
-from fxpasses.passes.experts.selection import Unknown
 
-_FACTORIES = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like",
-                        "clone", "new_full"})  # fmt: skip
 _GRAD_MODES = ("_set_grad_enabled", "set_grad_enabled")
 _MODES = ("_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 
@@ -37,7 +35,7 @@ class Surroundings:
         self,
         graph: Graph,
         loop: Loop,
-        memory: Memory,
+        memory: AliasAnalysis,
         families: list[Family],
         rows: set[Node],
         totals: set[Node],
@@ -45,7 +43,7 @@ class Surroundings:
     ) -> None:
         """rows: the nodes of the branches that hold rows, and the cuts. totals: those which anyone may look at.
 
-        Raises `Unknown` where the loop may not be moved.
+        Raises `NotProved` where the loop may not be moved.
         """
         self.graph, self.loop, self.memory, self.sizes = graph, loop, memory, sizes
         self.positions = memory.positions
@@ -60,7 +58,7 @@ class Surroundings:
         self._check_buffer(own, first, last)
         self.at = self._place(families)
         # What only led to the rows (masks, a weight of each expert) goes with them, if nobody else looks at it.
-        made = {node for node in own if node.op.startswith("call") and not _writes(node)}
+        made = {node for node in own if node.op.startswith("call") and not written_operands(node)}
         self.inside = self._rows | scaffolding | made
 
     def _span(self) -> tuple[int, int]:
@@ -72,7 +70,7 @@ class Surroundings:
         for node in self._rows - totals:
             for user in node.users:
                 if user not in self._rows and user not in self.loop.ends and user not in scaffolding:
-                    raise Unknown(f"`{user.name}` looks at an expert's tokens as well", user)
+                    raise NotProved(f"`{user.name}` looks at an expert's tokens as well", user)
 
     def _check_between(self, first: int, last: int) -> None:
         for node in self.graph.nodes:
@@ -80,9 +78,9 @@ class Surroundings:
                 continue
             name = operator_of(node)
             if name in _MODES or (name in _GRAD_MODES and not self._has_all_gradients()):
-                raise Unknown(f"`{name}` in the middle of the loop", node)
-            if _writes(node) and node not in self._rows:
-                raise Unknown(f"`{node.name}` writes in the middle of the loop", node)
+                raise NotProved(f"`{name}` in the middle of the loop", node)
+            if written_operands(node) and node not in self._rows:
+                raise NotProved(f"`{node.name}` writes in the middle of the loop", node)
 
     def _has_all_gradients(self) -> bool:
         """Whether gradients go through everything, so that `no_grad` in the loop is around queries alone."""
@@ -92,7 +90,7 @@ class Surroundings:
                 enabled = node.args[0]
             if node not in self._rows and node not in self.loop.ends:
                 continue
-            if _writes(node) and enabled is not True:
+            if written_operands(node) and enabled is not True:
                 return False
             if operator_of(node) != "detach" and _needs_gradient(node) is False:
                 if any(map(_needs_gradient, node.all_input_nodes)):
@@ -102,12 +100,14 @@ class Surroundings:
     def _check_before(self, own: set[Node], first: int) -> None:
         """What was made before the loop, and is made anew for all rows at its end, must not have changed."""
         made = [node for node in own if node.op.startswith("call") and self.positions[node] < first]
-        kept = {key for node in made for operand in (node, *node.all_input_nodes) for key in storages(operand)}
+        kept = {
+            key for node in made for operand in (node, *node.all_input_nodes) for key in self.memory.sets.of(operand)
+        }
         start = min((self.positions[node] for node in made), default=first)
         for node in self.graph.nodes:
             between = start <= self.positions[node] < first and node not in self._rows
             if between and kept & self.memory.written_by(node):
-                raise Unknown(f"`{node.name}` writes to what the branches are made of", node)
+                raise NotProved(f"`{node.name}` writes to what the branches are made of", node)
 
     def _check_buffer(self, own: set[Node], first: int, last: int) -> None:
         buffer = self.loop.buffer
@@ -118,17 +118,17 @@ class Surroundings:
         if self.loop.is_functional:
             for node in chained - {self.loop.merges[-1].node}:
                 if not set(node.users) <= chained:
-                    raise Unknown(f"`{node.name}`, a part of the sum, is used by itself", node)
-        elif operator_of(buffer) not in _FACTORIES and not _is_new_memory(buffer):
-            raise Unknown(f"`{buffer.name}`, which the results are merged into, may share memory", buffer)
+                    raise NotProved(f"`{node.name}`, a part of the sum, is used by itself", node)
+        elif operator_of(buffer) not in FACTORIES | {"clone"} and not _is_new_memory(buffer):
+            raise NotProved(f"`{buffer.name}`, which the results are merged into, may share memory", buffer)
         lookers = [user for holder in {buffer, *chained} for user in holder.users]
         if not self.loop.is_functional:
             lookers += self.memory.users(buffer, buffer, None)  # by views of it
         for user in lookers:
             if user not in chained | parts and first <= self.positions[user] < last:
-                raise Unknown(f"`{user.name}` looks at the sum before it is complete", user)
+                raise NotProved(f"`{user.name}` looks at the sum before it is complete", user)
         if any(node in own for node in (buffer, *chained)):
-            raise Unknown("a branch reads what another has added", buffer)
+            raise NotProved("a branch reads what another has added", buffer)
 
     def _place(self, families: list[Family]) -> Node:
         """The last end; of several lists, the first one, where all is there by then that the program is made of."""
@@ -137,13 +137,13 @@ class Surroundings:
             return ends[-1]
         looked_at = {leaf for family in families for leaf in leaves((family.args, family.kwargs))}
         if any(end in looked_at for end in ends):
-            raise Unknown("a branch reads what others have given", ends[0])
+            raise NotProved("a branch reads what others have given", ends[0])
         made_of = {node for family in families for node in family.nodes} | {n for n in looked_at if isinstance(n, Node)}
         if all(self.positions[node] < self.positions[ends[0]] for node in made_of):
             return ends[0]
         for user in (user for end in ends[:-1] for user in end.users):
             if self.positions[user] < self.positions[ends[-1]]:
-                raise Unknown(f"`{user.name}` looks at a part of the results before all are there", user)
+                raise NotProved(f"`{user.name}` looks at a part of the results before all are there", user)
         return ends[-1]
 
     # Assertions of sizes
@@ -183,18 +183,6 @@ def _sizes_made_of(node: Node, rows: set[Node]) -> Iterator[Node]:
         if is_symbolic(example) or (isinstance(example, torch.Tensor) and current.target is operator.getitem):
             seen.add(current)
             waiting += current.all_input_nodes
-
-
-def _writes(node: Node) -> bool:
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = operator_of(node)
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        return True
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True  # its body may
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in effects.WRITERS or "out" in node.kwargs
-    return in_place or bool(node.kwargs.get("inplace"))
 
 
 def _is_new_memory(node: Node) -> bool:

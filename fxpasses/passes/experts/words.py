@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.calls import operator_of
 
 _QUERIES = {"where": "torch.where(mask)", "nonzero": "mask.nonzero()", "getitem": "x[mask]", "split": "split by counts",
             "item": "slices by counts"}  # fmt: skip

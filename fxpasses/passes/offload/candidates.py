@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpasses.graph.aliases import AliasSets, storages
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.symbols import bytes_of
 from fxpasses.passes.offload.choose import Candidate, Step
-from fxpasses.passes.offload.memory import Memory, storages
 from fxpasses.passes.offload.saved import Group, Partition
 from fxpasses.passes.offload.schedule import Life
 from fxpasses.runtime.offload.calibration import Rates
 from fxpasses.runtime.offload.layout import span
 
 
-def candidate(group: Group, partition: Partition, forward: Memory, backward: Memory) -> Candidate | None:
+def candidate(group: Group, partition: Partition, forward: AliasSets, backward: AliasSets) -> Candidate | None:
     """A group as data; None where its size is not known."""
     lead = group.lead
     size = moved_bytes(lead)
@@ -46,12 +46,12 @@ def candidate(group: Group, partition: Partition, forward: Memory, backward: Mem
     )
 
 
-def is_given(node: Node, memory: Memory) -> bool:
+def is_given(node: Node, memory: AliasSets) -> bool:
     """Whether a tensor is an input of the graph, or a view of one."""
     return memory.sharing(node)[0].op == "placeholder"
 
 
-def departure(node: Node, memory: Memory, positions: dict[Node, int]) -> Node:
+def departure(node: Node, memory: AliasSets, positions: dict[Node, int]) -> Node:
     """The node after which a tensor's copy may start.
 
     The last one that makes or takes its memory, returning it aside, because after that the memory is free for others.
@@ -72,14 +72,14 @@ def moved_bytes(node: Node) -> int | None:
     return total
 
 
-def _begins_checkpoint(node: Node, memory: Memory) -> bool:
+def _begins_checkpoint(node: Node, memory: AliasSets) -> bool:
     """Whether a node is kept by one checkpoint, or by none, and read by another, which computes its own nodes again."""
     own = node.meta.get("ac_graph_id")
     users = {user for alias in memory.sharing(node) for user in alias.users}
     return any(user.meta.get("ac_graph_id") not in (None, own) for user in users)
 
 
-def layer(node: Node, memory: Memory) -> str:
+def layer(node: Node, memory: AliasSets) -> str:
     """The module that made a tensor, or that takes it: `layers.3`."""
     for near in (node, *(user for alias in memory.sharing(node) for user in alias.users)):
         stack = near.meta.get("nn_module_stack") or near.meta.get("fwd_nn_module_stack")
@@ -101,13 +101,18 @@ def step_of(partition: Partition, moved: list[Group], rates: Rates) -> Step:
     forward = len(graphs[0].nodes)
     inputs: set[int] = set()
     for graph in graphs:
-        memory = Memory.of(graph.nodes)
+        memory = AliasSets(graph.nodes)
         positions = {node: first + number for number, node in enumerate(graph.nodes)}
         seconds += [_seconds(node, rates) for node in graph.nodes]
         for storage, nodes in memory.owners.items():
             if any(node.name in candidates for node in nodes) or storage in inputs:
                 continue
-            size = max(bytes_of(leaf) or 0 for node in nodes for leaf in _leaves(node) if storage in _storage(leaf))
+            size = max(
+                bytes_of(leaf) or 0
+                for node in nodes
+                for leaf in _leaves(node)
+                if storage in map(memory.number, _storage(leaf))
+            )
             begin = positions[nodes[0]]
             end = max(positions[user] for node in nodes for user in (node, *node.users))
             if nodes[0].op == "placeholder" and first == 0:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fxpasses.graph.aliases import AliasSets, storages
 from fxpasses.graph.flops import flops_of
 from fxpasses.options import Offload
 from fxpasses.passes.offload.candidates import departure
-from fxpasses.passes.offload.memory import Memory, storages
 from fxpasses.passes.offload.saved import Group, Partition, whence
 from fxpasses.runtime.offload import layout, operators
 
@@ -38,7 +38,7 @@ def insert(partition: Partition, groups: list[Group], options: Offload) -> None:
 def _insert_offloads(partition: Partition, groups: list[Group], options: Offload) -> dict[str, Node]:
     """`offload` where each lead's copy may start; returns the handles by the lead's name."""
     graph = partition.forward.graph
-    memory = Memory.of(graph.nodes)
+    memory = AliasSets(graph.nodes)
     positions = {node: number for number, node in enumerate(graph.nodes)}
     places = {group.lead: departure(group.lead, memory, positions) for group in groups}
     sources = sorted(places, key=lambda lead: positions[places[lead]])

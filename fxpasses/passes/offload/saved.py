@@ -10,8 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxpasses.graph.aliases import AliasSets, storages, written_operands
 from fxpasses.graph.symbols import bytes_of
-from fxpasses.passes.offload.memory import Memory, storages, written
 from fxpasses.report import Reason
 from fxpasses.runtime.offload import device_copies
 
@@ -76,7 +76,7 @@ def groups(
         else:
             refused.append((node, *reason))
     found = []
-    memory = Memory.of(partition.forward.graph.nodes)
+    memory = AliasSets(partition.forward.graph.nodes)
     for members in leads.values():
         names = dict.fromkeys(node.name for node in members)
         group = _group([next(n for n in members if n.name == name) for name in names], memory, partition.backward)
@@ -89,14 +89,18 @@ def groups(
 
 def _owned(partition: Partition) -> set[int]:
     """The storages of what forward is given and its owner keeps, or either graph writes to."""
-    found = written(partition.forward.graph)
+    found = _written(partition.forward)
     for node in partition.forward.graph.nodes:
         if node.op in ("placeholder", "get_attr") and node.name not in partition.inputs:
             found.update(storages(node))
-    changed = written(partition.backward.graph)
+    changed = _written(partition.backward)
     for node in partition.backward.graph.find_nodes(op="placeholder"):
         found.update(changed.intersection(storages(node)))
     return found
+
+
+def _written(gm: GraphModule) -> set[int]:
+    return {key for node in gm.graph.nodes for operand in written_operands(node) for key in storages(operand)}
 
 
 def _unsupported(node: Node, tier: str, replayed: bool, convolves: bool) -> tuple[Reason, str] | None:
@@ -119,7 +123,7 @@ def _unsupported(node: Node, tier: str, replayed: bool, convolves: bool) -> tupl
     return None
 
 
-def _group(members: list[Node], memory: Memory, backward: GraphModule) -> Group | None:
+def _group(members: list[Node], memory: AliasSets, backward: GraphModule) -> Group | None:
     """The least that spans the memory of all: one of them, or what they are views of. None: nothing is known to."""
     if len(members) == 1:
         return Group(members[0])

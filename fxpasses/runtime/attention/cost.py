@@ -22,7 +22,6 @@ PAIR_IN_SHORT_TILES = 12.1
 PAIR_OF_CAUSAL_SQUARE = 7.0  # for each of all its pairs
 SHORT = 192  # rows; the flash kernel's own threshold
 CALL = 150_000.0  # 70 forward, 80 and more backward, where other processes use the caches too
-OPERATOR = 200_000.0  # what two operators written in Python take besides, once for each attention
 COLUMN = 150.0
 DENSE_PAIR = 12.0
 
@@ -42,11 +41,6 @@ def tile(rows: int, columns: int, heads: float) -> float:
 
 def causal_square(rows: int, heads: float) -> float:
     return CALL + heads * rows * rows * PAIR_OF_CAUSAL_SQUARE
-
-
-def may_pay(rows: int, columns: int, heads: float) -> bool:
-    """Whether attention of this size takes so long that a plan that is just worthwhile pays for its operators."""
-    return dense(rows, columns, heads) * (1 - WORTHWHILE) > OPERATOR
 
 
 def dense(rows: int, columns: int, heads: float) -> float:

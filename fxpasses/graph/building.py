@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,43 +11,50 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph import effects
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.aliases import storages
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import is_symbolic, is_unbacked, symbol
-from fxpasses.passes.experts.memory import storages
-from fxpasses.passes.experts.selection import Unknown
+from fxpasses.report import Reason
 
 # What these find is new to every run on fake tensors.
 _ASKING = ("where", "nonzero", "masked_select", "item", "unique", "getitem")
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
-class Emitter:
-    """Makes nodes where the graph inserts, and says that they come from where `origin` does."""
+class NodeBuilder:
+    """Makes nodes where the graph inserts, and says that they come from where `origin` does.
 
-    def __init__(self, graph: Graph, fake_mode: Any, origin: Node) -> None:
+    reason: of the refusal where one cannot be made. autocast: the regions around the place.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        fake_mode: Any,
+        origin: Node,
+        reason: Reason = Reason.UNKNOWN_OPERATOR,
+        autocast: Sequence[tuple[Any, ...]] = (),
+    ) -> None:
         self.graph = graph
         self._fake_mode = fake_mode
-        self._origin = origin
+        self._origin, self._reason, self._autocast = origin, reason, autocast
         self._emitted: dict[Node, None] = {}
 
     def __call__(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: Node | None = None
     ) -> Node:
-        """A call of a function, or of a method if `target` is a string, or of the same as `like`."""
+        """A call of a function, or of a method if `target` is a string, or of the same as `like`; raises `Refused`."""
         kwargs = kwargs or {}
-        if like is not None:
-            node = self.graph.create_node(like.op, like.target, args, kwargs)
-        else:
-            node = self.graph.create_node(
-                "call_method" if isinstance(target, str) else "call_function", target, args, kwargs
-            )
+        op = like.op if like is not None else "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(op, target if like is None else like.target, args, kwargs)
         self._note(node, like or self._origin)
         fakes = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
         try:
-            with self._fake_mode, enable_python_dispatcher():
+            with self._fake_mode, enable_python_dispatcher(), effects.regions(self._autocast):
                 node.meta["example_value"] = effects.call(node, *fakes)
         except Exception as error:
-            raise Unknown(f"`{node.name}` cannot be made for all rows: {error}", like or self._origin) from error
+            raise Refused(self._reason, f"`{node.name}` cannot be made: {error}", like or self._origin) from error
         return node
 
     def read(self, element: Node, number: torch.SymInt, bound: Any) -> Node:

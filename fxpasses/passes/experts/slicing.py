@@ -16,26 +16,26 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.aliases import AliasAnalysis
+from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.provenance import where
+from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.symbols import declare_equal
-from fxpasses.passes.experts.emitting import Emitter
 from fxpasses.passes.experts.loops import Loop, has_rows
-from fxpasses.passes.experts.memory import Memory
-from fxpasses.passes.experts.selection import Columns, Mask, Masks, Unknown, is_spread
+from fxpasses.passes.experts.selection import Columns, Mask, Masks, is_spread
 from fxpasses.passes.experts.sorting import coordinates, passed, sort_by_branch
 from fxpasses.passes.experts.words import described, query_in_words
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal
 
-_RESULT_OF_KEY = ("getitem",)
 _WRITE_BY_KEY = ("setitem", "index_put_", "index_put")
 
 
@@ -81,7 +81,7 @@ def mask_asked_by(node: Node) -> Node | None:
     return masks[0] if len(masks) == 1 else None
 
 
-def find_queries(graph: torch.fx.Graph, masks: Masks) -> Iterator[Query | tuple[Node, Unknown]]:
+def find_queries(graph: torch.fx.Graph, masks: Masks) -> Iterator[Query | Refusal]:
     """All queries, or why one is not understood."""
     for node in graph.nodes:
         mask = mask_asked_by(node)
@@ -90,10 +90,10 @@ def find_queries(graph: torch.fx.Graph, masks: Masks) -> Iterator[Query | tuple[
                 spread = operator_of(node) == "masked_select" and is_spread(node.args[0], mask)
                 query = Query(node, mask, masks.read(mask, spread), spread)
                 if query.meaning.flat:
-                    raise Unknown("a mask laid flat", mask)
+                    raise NotProved("a mask laid flat", mask)
                 yield query
-            except Unknown as unknown:
-                yield node, unknown
+            except Refused as refused:
+                yield Refusal(node.name, Reason.QUERIES_DIFFER, refused.text, where(node))
 
 
 def by_routing(queries: list[Query]) -> list[Sliced]:
@@ -114,7 +114,7 @@ class Outcome:
 
 
 def slice_queries(
-    graph: torch.fx.Graph, memory: Memory, context: Context, left: list[tuple[Loop, Refusal]], reason: str
+    graph: torch.fx.Graph, memory: AliasAnalysis, context: Context, left: list[tuple[Loop, Refusal]], reason: str
 ) -> Outcome:
     """Rewrite all queries of a graph that belong together.
 
@@ -124,7 +124,7 @@ def slice_queries(
     masks, outcome = Masks(memory.is_constant), Outcome([], [])
     found = list(find_queries(graph, masks))
     understood = [query for query in found if isinstance(query, Query)]
-    unknown = [query for query in found if not isinstance(query, Query)]
+    unknown = [query for query in found if isinstance(query, Refusal)]
     for sliced in by_routing(understood):
         first, place = sliced.queries[0].node, where(sliced.queries[0].node)
         words = f"{query_in_words(first)} ×{len(sliced.queries)} at {place}"
@@ -132,20 +132,18 @@ def slice_queries(
         routing = described(sliced.experts, masks.slots(ids) if isinstance(ids, Node) else None)
         loops = [pair for pair in left if _leads_to(sliced.queries, {merge.node for merge in pair[0].merges})]
         if not context.may_change(first):
-            outcome.refusals.append(Refusal(first.name, Reason.LEFT_OUT, "", place))
+            outcome.refusals.append(Refused(Reason.LEFT_OUT).of(first))
             continue
         try:
             Slicing(sliced, masks, memory, context.fake_mode).run()
-        except Unknown as unsure:
-            at = where(unsure.node) if unsure.node is not None else ""
-            outcome.refusals.append(Refusal(first.name, Reason.QUERIES_DIFFER, str(unsure), at or place))
+        except Refused as refused:
+            outcome.refusals.append(refused.of(first, Reason.QUERIES_DIFFER))
             continue
         why = next((refusal.text for _, refusal in loops), reason)
         outcome.changes.append(f"{words} → level 1, one sort and slices ({routing}); not grouped: {why}")
         left[:] = [pair for pair in left if pair not in loops]
     if len(unknown) > 1:
-        node, text = unknown[0]
-        outcome.refusals.append(Refusal(node.name, Reason.QUERIES_DIFFER, f"{text} (×{len(unknown)})", where(node)))
+        outcome.refusals.append(replace(unknown[0], text=f"{unknown[0].text} (×{len(unknown)})"))
     outcome.refusals += _cut_without_a_query(graph)
     return outcome
 
@@ -194,8 +192,8 @@ def _leads_to(queries: tuple[Query, ...], ends: set[Node]) -> bool:
 class Slicing:
     """One routing's queries: check everything, then write the sort before the first, and slices in place of all."""
 
-    def __init__(self, sliced: Sliced, masks: Masks, memory: Memory, fake_mode: Any) -> None:
-        """Raises `Unknown` where the sort would not give what the queries give."""
+    def __init__(self, sliced: Sliced, masks: Masks, memory: AliasAnalysis, fake_mode: Any) -> None:
+        """Raises `NotProved` where the sort would not give what the queries give."""
         self.queries = sliced.queries
         self.graph = self.queries[0].node.graph
         self.masks, self.memory, self.fake_mode = masks, memory, fake_mode
@@ -206,7 +204,7 @@ class Slicing:
         made = [self._first_look(query.mask) for query in self.queries]
         written = memory.writer(self.source, min(made, key=memory.positions.__getitem__), last)
         if written is not None:
-            raise Unknown(f"`{written.name}` writes to the routing between the queries", written)
+            raise NotProved(f"`{written.name}` writes to the routing between the queries", written)
         self._check_users()
         self.sizes = {query.meaning.expert: self._size_of(query.meaning.expert) for query in self.queries}
 
@@ -224,12 +222,12 @@ class Slicing:
         for query in self.queries:
             for user in query.mask.users:
                 if user not in own and has_rows(user):
-                    raise Unknown(f"`{user.name}` asks the mask in a way that is not known", user)
+                    raise NotProved(f"`{user.name}` asks the mask in a way that is not known", user)
             name = operator_of(query.node)
-            if name == "where" or (name == "nonzero" and _as_tuple(query.node)):
+            if name == "where" or (name == "nonzero" and argument(query.node, "as_tuple")):
                 for user in query.node.users:
                     if user.target is not operator.getitem or type(user.args[1]) is not int:
-                        raise Unknown(f"`{user.name}` takes what a query found as a whole", user)
+                        raise NotProved(f"`{user.name}` takes what a query found as a whole", user)
 
     def _size_of(self, expert: int) -> tuple[Any, Any]:
         """(symbol, number) of an expert's tokens, as its first query binds it."""
@@ -237,23 +235,23 @@ class Slicing:
             bindings = query.node.meta.get("unbacked_bindings")
             if query.meaning.expert == expert and bindings and not query.spread:
                 if len(bindings) > 1:
-                    raise Unknown("a query that binds several sizes", query.node)
+                    raise NotProved("a query that binds several sizes", query.node)
                 symbol, path = next(iter(bindings.items()))
                 number = pytree.key_get(query.node.meta["example_value"], path)
                 if isinstance(number, torch.SymInt):
                     return symbol, number
-        raise Unknown(f"the number of tokens of expert {expert} is not known from a query", self.queries[0].node)
+        raise NotProved(f"the number of tokens of expert {expert} is not known from a query", self.queries[0].node)
 
     # Rewriting
 
     def run(self) -> None:
-        """Rewrite; raises `Unknown`, and leaves the graph as it was."""
-        emit = Emitter(self.graph, self.fake_mode, self.queries[0].node)
+        """Rewrite; raises `Refused`, and leaves the graph as it was."""
+        emit = NodeBuilder(self.graph, self.fake_mode, self.queries[0].node)
         try:
             with self.graph.inserting_before(self.queries[0].node):
                 parts = self._sort(emit)
             made = {query: self._answer(emit, query, parts) for query in self.queries}
-        except Unknown:
+        except Refused:
             emit.undo()
             raise
         for query, answer in made.items():
@@ -263,13 +261,15 @@ class Slicing:
         for query in self.queries:
             self._erase_unused(query.mask, erased)
 
-    def _sort(self, emit: Emitter) -> list[dict[int, Node]]:
+    def _sort(self, emit: NodeBuilder) -> list[dict[int, Node]]:
         """For each coordinate of a pair, the slice of each expert."""
         meaning = self.queries[0].meaning
         experts = sorted(self.sizes)
         lowest, count = experts[0], experts[-1] - experts[0] + 1
         if count > 2 * len(experts) + 64:
-            raise Unknown(f"the experts asked for lie far apart, from {lowest} to {experts[-1]}", self.queries[0].node)
+            raise NotProved(
+                f"the experts asked for lie far apart, from {lowest} to {experts[-1]}", self.queries[0].node
+            )
         missing = [expert for expert in range(lowest, lowest + count) if expert not in self.sizes]
         choices = None if isinstance(meaning.ids, Columns) else self.masks.chooses_among(meaning.ids)
         ids = self._ids(emit)
@@ -299,7 +299,7 @@ class Slicing:
             parts.append({expert: emit(operator.getitem, (split, i)) for i, expert in enumerate(experts)})
         return parts
 
-    def _ids(self, emit: Emitter) -> Node:
+    def _ids(self, emit: NodeBuilder) -> Node:
         """The expert of each pair; of columns, the column's number where it passes the tests."""
         ids = self.queries[0].meaning.ids
         if not isinstance(ids, Columns):
@@ -307,17 +307,17 @@ class Slicing:
         chosen, example = passed(emit, ids, ids.matrix), ids.matrix.meta["example_value"]
         experts = example.shape[ids.dim]
         if not isinstance(experts, int):
-            raise Unknown("a matrix of an unknown number of experts", ids.matrix)
+            raise NotProved("a matrix of an unknown number of experts", ids.matrix)
         shape = [experts if dim == ids.dim else 1 for dim in range(example.ndim)]
         numbers = emit("reshape", (emit(torch.arange, (experts,), {"device": example.device}), shape))
         return emit(torch.where, (chosen, numbers, experts))
 
-    def _answer(self, emit: Emitter, query: Query, parts: list[dict[int, Node]]) -> Any:
+    def _answer(self, emit: NodeBuilder, query: Query, parts: list[dict[int, Node]]) -> Any:
         """What stands for the query: a tuple of coordinates, a matrix of them, or the arguments with another key."""
         found = tuple(part[query.meaning.expert] for part in parts[: query.meaning.dims])
         name, node = operator_of(query.node), query.node
         with self.graph.inserting_before(node):
-            if name == "nonzero" and not _as_tuple(node):
+            if name == "nonzero" and not argument(node, "as_tuple"):
                 return emit(torch.stack, (list(found), 1))
             if name == "masked_select":
                 rows = emit(operator.getitem, (node.args[0], found))
@@ -344,7 +344,7 @@ class Slicing:
 
     def _put(self, query: Query, answer: Any) -> None:
         node, name = query.node, operator_of(query.node)
-        if name in _RESULT_OF_KEY or name in _WRITE_BY_KEY:
+        if name == "getitem" or name in _WRITE_BY_KEY:
             node.args = (node.args[0], answer, *node.args[2:])
         elif isinstance(answer, Node):
             node.replace_all_uses_with(answer)
@@ -370,7 +370,3 @@ class Slicing:
 def _is_mask(part: Any) -> bool:
     example = part.meta.get("example_value") if isinstance(part, Node) else None
     return isinstance(example, torch.Tensor) and example.dtype is torch.bool and example.ndim > 0
-
-
-def _as_tuple(node: Node) -> bool:
-    return bool(node.kwargs.get("as_tuple", node.args[1] if len(node.args) > 1 else False))

@@ -1,0 +1,214 @@
+"""Who writes to which memory, and which nodes share some.
+
+Nodes share memory where their examples on fake tensors share a storage, and where a higher-order operator hands on what
+its body returns a view of: the examples of its results are new. What a node writes to is told by its name, its schema
+and its bodies (`written_operands`), which serves while a graph is still being made; `AliasAnalysis` runs the node on
+fake tensors, which tells it of operators that do not say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from fxpasses.graph import effects
+from fxpasses.graph.calls import OperatorCall, operator_of
+from fxpasses.graph.effects import leaves, storage_key
+
+# Higher-order operators that do nothing to their tensors but to run the operator that they are given.
+_RUN_AN_OPERATOR = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
+# Never write, whatever their arguments; asking PyTorch takes a run on fake tensors.
+_PURE = frozenset(
+    {"add", "any", "eq", "floor_divide", "getitem", "matmul", "mul", "ne", "nonzero", "one_hot", "permute",
+     "remainder", "reshape", "size", "sum", "sym_size", "topk", "transpose", "unsqueeze", "view", "where"}
+)  # fmt: skip
+
+
+def storages(node: Node) -> list[int]:
+    """The storages of a node's tensors, by identity, in a graph of Dynamo's or of AOTAutograd's."""
+    found = []
+    for leaf in pytree.tree_leaves(node.meta.get("val", node.meta.get("example_value"))):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            try:
+                found.append(storage_key(leaf))
+            except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
+                continue
+    return found
+
+
+def written_operands(node: Node, owner: torch.nn.Module | None = None) -> list[Node]:
+    """The operands that a node may write to: all of them, where neither its name nor its schema tells.
+
+    owner: the module with the bodies of higher-order operators; without it, that of the node's graph.
+    """
+    if node.op == "call_module":
+        return node.all_input_nodes
+    if node.op not in ("call_function", "call_method"):
+        return []
+    target, call = node.target, OperatorCall.of(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        bodies = _bodies(node, owner)
+        known = bodies or call.name in _RUN_AN_OPERATOR
+        return node.all_input_nodes if not known or any(map(_writes_to_operands, bodies)) else []
+    if isinstance(target, torch._ops.OpOverload):
+        return _nodes_in(_written_by_schema(target, call))
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return _nodes_in([_written_by_schema(overload, call) for overload in overloads])
+    name = call.name
+    if "." in name:
+        return node.all_input_nodes
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem" or call.argument("inplace")
+    return _nodes_in([call.kwargs.get("out"), node.args[:1] if in_place else ()])
+
+
+def _written_by_schema(overload: torch._ops.OpOverload, call: OperatorCall) -> list[Any]:
+    return [
+        call.args[place] if place < len(call.args) else call.kwargs.get(argument.name)
+        for place, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _nodes_in(tree: Any) -> list[Node]:
+    return list(dict.fromkeys(leaf for leaf in leaves(tree) if isinstance(leaf, Node)))
+
+
+def _bodies(call: Node, owner: torch.nn.Module | None = None) -> list[GraphModule]:
+    """The bodies that are given to a higher-order operator."""
+    owner = owner or call.graph.owning_module
+    named = (str(operand.target) for operand in call.all_input_nodes if operand.op == "get_attr")
+    return [body for name in named if isinstance(body := getattr(owner, name, None), GraphModule)]
+
+
+def _writes_to_operands(body: GraphModule) -> bool:
+    written = [operand for node in body.graph.nodes for operand in written_operands(node, body)]
+    return AliasSets(body.graph.nodes).meet(written, _given(body))
+
+
+def _may_return_operands(call: Node) -> bool:
+    """Whether a higher-order operator may give memory of its operands, which its example does not show."""
+    if operator_of(call) in _RUN_AN_OPERATOR:
+        return False  # as its example shows
+    bodies = _bodies(call)
+    returned = (AliasSets(b.graph.nodes).meet(b.graph.output_node().all_input_nodes, _given(b)) for b in bodies)
+    return not bodies or any(returned)
+
+
+def _given(body: GraphModule) -> list[Node]:
+    return [node for node in body.graph.nodes if node.op in ("placeholder", "get_attr")]
+
+
+class AliasSets:
+    """Which nodes of a graph share memory. Each set has a number, a storage of it; equal ones may be the same memory.
+
+    in_one: storages of inputs that may be the same memory. owners: the nodes on each set's memory, in program order.
+    """
+
+    def __init__(self, nodes: Iterable[Node], in_one: Iterable[int] = ()) -> None:
+        self._parents: dict[int, int] = {}
+        self._known: dict[Node, tuple[Any, list[int]]] = {}  # by example, which changes where a graph is rewritten
+        self._merge(in_one)
+        self.refresh(nodes)
+
+    def refresh(self, nodes: Iterable[Node]) -> None:
+        """Look at the graph again, after it was changed."""
+        nodes = list(nodes)
+        for node in nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and _may_return_operands(node):
+                results = (node, *(user for user in node.users if operator_of(user) == "getitem"))
+                self._merge(key for other in (*node.all_input_nodes, *results) for key in storages(other))
+        self.owners: dict[int, list[Node]] = {}
+        for node in nodes:
+            for number in self.of(node):
+                self.owners.setdefault(number, []).append(node)
+
+    def of(self, node: Node) -> frozenset[int]:
+        """The sets of a node's tensors."""
+        example = node.meta.get("val", node.meta.get("example_value"))
+        known = self._known.get(node)
+        if known is None or known[0] is not example:
+            known = self._known[node] = example, storages(node)
+        return frozenset(map(self.number, known[1]))
+
+    def sharing(self, node: Node) -> list[Node]:
+        """All nodes on the memory of a tensor, itself among them, in the graph's order."""
+        (number,) = self.of(node)
+        return self.owners[number]
+
+    def meet(self, nodes: Iterable[Node], others: Iterable[Node]) -> bool:
+        """Whether some node may share memory with one of others."""
+        return bool({n for node in nodes for n in self.of(node)} & {n for node in others for n in self.of(node)})
+
+    def number(self, storage: int) -> int:
+        while storage in self._parents:
+            storage = self._parents[storage]
+        return storage
+
+    def _merge(self, keys: Iterable[int]) -> None:
+        numbers = list(dict.fromkeys(map(self.number, keys)))
+        self._parents |= dict.fromkeys(numbers[1:], numbers[0] if numbers else 0)
+
+
+class AliasAnalysis:
+    """Who uses which memory in one graph. inputs_in_one: storages of inputs that may be the same memory.
+
+    A pass that reads `idx == e` from the graph, and sorts `idx` in its place, must know that nobody changed the mask
+    before it was asked, nor `idx` after.
+    """
+
+    def __init__(self, graph: Graph, fake_mode: Any, inputs_in_one: Iterable[int] = ()) -> None:
+        self._graph, self._fake_mode = graph, fake_mode
+        self.sets = AliasSets((), inputs_in_one)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the graph again, after it was changed."""
+        self.sets.refresh(self._graph.nodes)
+        self._written: dict[Node, frozenset[int]] = {}
+        self.positions = {node: position for position, node in enumerate(self._graph.nodes)}
+
+    def is_constant(self, node: Node) -> bool:
+        """Whether nobody writes to a node's memory once it is made."""
+        return self.writer(node, node, None) is None
+
+    def is_pure(self, node: Node) -> bool:
+        """Whether a node writes to none of its operands, and so can go where nobody looks at it."""
+        return not self.written_by(node)
+
+    def written_by(self, node: Node) -> frozenset[int]:
+        """The alias sets that a node may write to."""
+        if node not in self._written:
+            self._written[node] = self._find_written(node)
+        return self._written[node]
+
+    def writer(self, node: Node, after: Node, until: Node | None) -> Node | None:
+        """Who may write to the memory of `node` after one node and before another."""
+        own = self.sets.of(node)
+        return next((user for user in self.users(node, after, until) if self.written_by(user) & own), None)
+
+    def users(self, node: Node, after: Node, until: Node | None) -> Iterator[Node]:
+        """Who looks at the memory of `node`, by whatever view, after one node and before another."""
+        start = self.positions[after]
+        end = self.positions[until] if until is not None else len(self.positions)
+        holders = (holder for number in self.sets.of(node) for holder in self.sets.owners.get(number, ()))
+        found = {user for holder in holders for user in holder.users if user in self.positions}
+        return iter(sorted((u for u in found if start < self.positions[u] < end), key=self.positions.__getitem__))
+
+    def _find_written(self, user: Node) -> frozenset[int]:
+        if not user.op.startswith("call") or operator_of(user) in _PURE:
+            return frozenset()
+        written = user.all_input_nodes
+        if user.op == "call_module" or isinstance(user.target, torch._ops.HigherOrderOperator):
+            written = written_operands(user)
+        else:
+            args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda operand: operand.meta.get("example_value"))
+            touch = effects.touch(user, args, kwargs, self._fake_mode)
+            if touch is not None:
+                tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                return frozenset(self.sets.number(storage_key(tensors[position])) for position in touch.writes)
+        return frozenset(key for operand in written for key in self.sets.of(operand))
