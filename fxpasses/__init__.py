@@ -9,6 +9,7 @@ Public names: `fastpack_backend` (importing it switches two capture flags of Dyn
 from typing import TYPE_CHECKING, Any
 
 from fxpasses.errors import AssumptionError, MetadataError, OffloadError, PassError
+from fxpasses.version import __version__
 
 if TYPE_CHECKING:
     from fxpasses import inspect
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from fxpasses.runtime.offload.stats import offload_stats
     from fxpasses.runtime.prefetching import prefetch
 
-__version__ = "0.1.0"
 __all__ = [
     "AssumptionError",
     "MetadataError",
     "OffloadError",
     "PassError",
+    "__version__",
     "attention_stats",
     "compile",
     "fastpack_backend",

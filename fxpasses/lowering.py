@@ -11,13 +11,13 @@ import torch
 import torch.compiler.config
 from torch.fx import GraphModule
 
-from fxpasses import __version__
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.regions import Region
 from fxpasses.options import Options
 from fxpasses.report import Report
 from fxpasses.saved_order import may_save_objects
+from fxpasses.version import __version__
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn

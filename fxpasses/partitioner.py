@@ -22,7 +22,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
-from fxpasses import __version__
 from fxpasses.options import Offload
 from fxpasses.passes.offload.inputs import movable
 from fxpasses.passes.offload.saved import Partition
@@ -30,6 +29,7 @@ from fxpasses.passes.offload_activations import NAME, OffloadActivations
 from fxpasses.pipeline import dropped
 from fxpasses.report import Report
 from fxpasses.saved_order import order_saved
+from fxpasses.version import __version__
 
 log = logging.getLogger(__name__)
 

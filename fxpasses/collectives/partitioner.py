@@ -29,7 +29,6 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from fxpasses import __version__
 from fxpasses.collectives.eager_sequences import Sequences
 from fxpasses.collectives.recomputed import Graphs, partition_with_repeats
 from fxpasses.graph.collectives import (
@@ -42,6 +41,7 @@ from fxpasses.graph.collectives import (
     keys_of,
     may_communicate,
 )
+from fxpasses.version import __version__
 
 
 class CollectivePartitioner(CustomPartitionerFn):

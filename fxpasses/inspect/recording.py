@@ -32,6 +32,7 @@ from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.once import warn_once
 from fxpasses.report import Report
 from fxpasses.runtime.attention.stats import attention_stats
+from fxpasses.version import __version__
 
 if TYPE_CHECKING:
     from fxpasses.options import Options
@@ -96,15 +97,13 @@ def load(path: str | Path) -> Record:
 
 
 def new_record() -> Record:
-    import fxpasses
-
     return Record(
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         program=" ".join(sys.argv),
         versions={
             "python": sys.version.split()[0],
             "torch": torch.__version__,
-            "fxpasses": fxpasses.__version__,
+            "fxpasses": __version__,
         },
         rank=_rank(),
         pid=os.getpid(),

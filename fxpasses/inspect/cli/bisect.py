@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.main import Failure, check_folder
+    from fxpasses.inspect.cli.failure import Failure, check_folder
 
     check_folder(given.output)
     if not Path(given.script).is_file():

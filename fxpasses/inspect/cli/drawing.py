@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.main import Failure, check_folder
+    from fxpasses.inspect.cli.failure import Failure, check_folder
     from fxpasses.inspect.cli.records import load_one
     from fxpasses.inspect.drawing import DrawingError, dot, svg
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.main import Failure, check_folder
+    from fxpasses.inspect.cli.failure import Failure, check_folder
     from fxpasses.inspect.cli.records import load_all
 
     check_folder(given.save, given.html)
@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> int:
 def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
     """The exit code and the record of a program that runs in this process, as `python SCRIPT ARGS` would run it."""
     from fxpasses import inspect
-    from fxpasses.inspect.cli.main import Failure
+    from fxpasses.inspect.cli.failure import Failure
 
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = os.getcwd() if given.module else str(Path(given.script).resolve().parent)
@@ -92,7 +92,7 @@ def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
 
 
 def _check_is_there(script: str, module: bool) -> None:
-    from fxpasses.inspect.cli.main import Failure
+    from fxpasses.inspect.cli.failure import Failure
 
     if not module:
         if not Path(script).is_file():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from fxpasses.inspect.cli.failure import Failure
 from fxpasses.inspect.codec import RecordError
 
 _EPILOG = """\
@@ -23,14 +23,6 @@ examples:
 
 `fxpasses COMMAND --help` says more, with the exit codes. 2 is always a wrong argument or a file that cannot be read.
 """
-
-
-class Failure(Exception):
-    """What a person did not expect, in one line. code: the exit code."""
-
-    def __init__(self, text: str, code: int = 2) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,14 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def check_folder(*paths: str | None) -> None:
-    """Raise `Failure` for a file to be written in a folder that is not there: before a long run, and not after it."""
-    for path in paths:
-        folder = Path(path).parent if path else Path()
-        if not folder.is_dir():
-            raise Failure(f"{path}: there is no folder {str(folder)!r}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from fxpasses.inspect import Record, load
-from fxpasses.inspect.cli.main import Failure
+from fxpasses.inspect.cli.failure import Failure
 from fxpasses.inspect.codec import RecordError
 
 

@@ -1,0 +1,21 @@
+"""What a command has to say when it cannot go on, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class Failure(Exception):
+    """What a person did not expect, in one line. code: the exit code."""
+
+    def __init__(self, text: str, code: int = 2) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def check_folder(*paths: str | None) -> None:
+    """Raise `Failure` for a file to be written in a folder that is not there: before a long run, and not after it."""
+    for path in paths:
+        folder = Path(path).parent if path else Path()
+        if not folder.is_dir():
+            raise Failure(f"{path}: there is no folder {str(folder)!r}")

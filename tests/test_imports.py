@@ -1,0 +1,68 @@
+"""The import rules of ARCHITECTURE.md: who may import whom, and no circle, imports inside of functions included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import fxpasses
+
+ROOT = Path(fxpasses.__file__).parent
+# What a folder may import besides itself and the modules of `BASE`.
+MAY_IMPORT = {
+    "graph": set(),
+    "runtime": set(),
+    "collectives": {"graph"},
+    "passes": {"graph", "runtime", "pipeline"},
+    "capture": {"graph", "runtime", "ddp_buckets"},
+    "inspect": {"graph", "runtime", "capture", "pipeline", "ddp_buckets"},
+}
+# Plain data, errors and words: they import one another alone.
+BASE = {"errors", "once", "options", "overrides", "prologue_program", "report", "units", "version"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for file in ROOT.rglob("*.py"):
+        parts = ("fxpasses", *file.relative_to(ROOT).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imported(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of the package that run when this one's code does; not those for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                yield module if module in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        yield from imported(node, known)
+
+
+def imports() -> dict[str, set[str]]:
+    known = modules()
+    return {name: set(imported(ast.parse(file.read_text()), known)) - {name} for name, file in known.items()}
+
+
+def test_no_circle() -> None:
+    # The package itself names public objects for their users; what it imports lazily is no module's own import.
+    TopologicalSorter({name: found - {"fxpasses"} for name, found in imports().items()}).prepare()
+
+
+def test_folders_import_what_lies_below_them() -> None:
+    wrong = []
+    for name, found in imports().items():
+        folder = (name.split(".") + [""])[1]
+        for other in found - {"fxpasses"}:
+            part = (other.split(".") + [""])[1]
+            if folder in MAY_IMPORT and part not in BASE | MAY_IMPORT[folder] | {folder}:
+                wrong.append(f"{name} imports {other}")
+            if folder in BASE and part not in BASE:
+                wrong.append(f"{name} imports {other}")
+    assert not wrong, sorted(wrong)
