@@ -10,60 +10,36 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpasses.graph import effects
-from fxpasses.graph.families import plain_operator_of
-from fxpasses.graph.routing import chooses_among, is_integer, writes_integers
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.routing import Routing, writes_integers
+from fxpasses.graph.routing_facts import Presence
 from fxpasses.graph.symbols import symbol
 
 _EVALUATED = frozenset(
     {"eq", "flatten", "ge", "getitem", "gt", "int", "item", "le", "long", "lt", "ne", "reshape", "select", "squeeze",
      "unsqueeze", "view", "cpu", "detach"}
 )  # fmt: skip
-# What leads from the router's choice to a mask, a count, or a number of tokens.
-_ROUTING = _EVALUATED | frozenset(
-    {"any", "amax", "bool", "count_nonzero", "float", "greater", "max", "permute", "sum", "t", "to", "transpose",
-     "type", "not_equal", "where", "nonzero", "numel", "nelement", "size", "sym_size", "sym_size.int", "len",
-     "shape", "add", "sub", "sym_not", "sym_int", "getattr", "cumsum"}
-)  # fmt: skip
 _COMPARISONS = {
     "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le,
-    "greater": operator.gt, "not_equal": operator.ne,
 }  # fmt: skip
 _COUNTS = frozenset({"any", "sum", "count_nonzero", "getitem", "select", "bool", "amax", "max"})
 _MOST_STEPS = 16
 
 
-def is_routing(node: Node) -> bool | None:
+def is_routing(routing: Routing, node: Node) -> bool | None:
     """The truth that a condition has for an expert with tokens: `mask.any()`, `mask.sum() == 0`; None for others."""
-    compare = _COMPARISONS.get(plain_operator_of(node))
+    fact = routing.of(node)
+    if isinstance(fact, Presence):
+        return fact.present
+    compare = _COMPARISONS.get(operator_of(node))
     number = node.args[1] if len(node.args) == 2 else None
     if compare is not None and type(number) is int:
         asked = node.args[0]
         truths = {bool(compare(count, number)) for count in (1, 2, 3, 10**9)}
-        if not isinstance(asked, Node) or plain_operator_of(asked) not in _COUNTS or not leads_to_routing(asked):
+        if not isinstance(asked, Node) or operator_of(asked) not in _COUNTS or not routing.concerns(asked):
             return None
         return truths.pop() if len(truths) == 1 and compare(0, number) not in truths else None
-    return True if plain_operator_of(node) in _COUNTS and leads_to_routing(node) else None
-
-
-def leads_to_routing(node: Node) -> bool:
-    """Whether a tensor is made of comparisons of integers with a number, of one-hot masks or of counts."""
-    for _ in range(_MOST_STEPS):
-        name = plain_operator_of(node)
-        if name in ("one_hot", "bincount", "histc"):
-            return True
-        if name in ("zeros", "new_zeros") and any(plain_operator_of(user) == "scatter_" for user in node.users):
-            return True
-        operands = [arg for arg in node.args[:2] if isinstance(arg, Node)]
-        if not operands:
-            return False
-        if name == "eq" and is_integer(operands[0]):
-            return True
-        if name in ("scatter_", "scatter", "scatter_add", "scatter_add_"):
-            return True
-        if name not in _ROUTING:
-            return False
-        node = operands[-1] if name == "getitem" else operands[0]  # the size of `x[tok]` is that of `tok`
-    return False
+    return True if operator_of(node) in _COUNTS and routing.concerns(node) else None
 
 
 def counted_mask(node: Node, counted: Any) -> Node | None:
@@ -72,7 +48,7 @@ def counted_mask(node: Node, counted: Any) -> Node | None:
     `mask` for `torch.where(mask)[0].numel()` and `x[mask].shape[0]`, `mask.sum()` for `mask.sum().item()`.
     """
     for _ in range(_MOST_STEPS):
-        example, name = node.meta.get("example_value"), plain_operator_of(node)
+        example, name = node.meta.get("example_value"), operator_of(node)
         operands = [arg for arg in node.args[:2] if isinstance(arg, Node)]
         if not operands:
             return None
@@ -93,24 +69,24 @@ def counted_mask(node: Node, counted: Any) -> Node | None:
     return None
 
 
-def ends_compared(node: Node) -> tuple[Node, int, tuple[Any, Any]] | None:
+def ends_compared(routing: Routing, node: Node) -> tuple[Node, int, tuple[Any, Any]] | None:
     """(ends, e, (symbol of ends[e - 1], symbol of ends[e])) where a number is made of these two elements alone."""
     waiting, read = [node], dict[Any, tuple[Node, int]]()
     while waiting:
         number = waiting.pop()
-        if plain_operator_of(number) not in _COMPARISONS.keys() | {"add", "sub", "item", "sym_not"} or len(read) > 2:
+        if operator_of(number) not in _COMPARISONS.keys() | {"add", "sub", "item", "sym_not"} or len(read) > 2:
             return None
-        if plain_operator_of(number) != "item":
+        if operator_of(number) != "item":
             waiting += number.all_input_nodes
             continue
         element, found = number.args[0], symbol(number.meta.get("example_value"))
-        if found is None or plain_operator_of(element) != "getitem" or type(element.args[1]) is not int:  # type: ignore[arg-type, union-attr]
+        if found is None or operator_of(element) != "getitem" or type(element.args[1]) is not int:  # type: ignore[arg-type, union-attr]
             return None
         read[found] = element.args  # type: ignore[union-attr, assignment]
     if len(read) != 2:
         return None
     (before, (tensor, first)), (last, (other, index)) = sorted(read.items(), key=lambda pair: pair[1][1])
-    if tensor is not other or index != first + 1 or first < 0 or not leads_to_routing(tensor):
+    if tensor is not other or index != first + 1 or first < 0 or not routing.concerns(tensor):
         return None
     return tensor, index, (before, last)
 
@@ -121,9 +97,10 @@ def _sizes(tensor: torch.Tensor) -> list[Any]:
 
 
 class AssumedValues:
-    """Real tensors, on the CPU, for nodes that follow from the assumption."""
+    """Real tensors, on the CPU, for nodes that follow from the assumption. routing: what the trace says of experts."""
 
     def __init__(self) -> None:
+        self.routing = Routing()
         self._known: dict[Node, torch.Tensor | None] = {}
 
     def note(self, node: Node, value: torch.Tensor) -> None:
@@ -141,14 +118,14 @@ class AssumedValues:
 
     def if_all_are_hit(self, node: Node) -> torch.Tensor | None:
         """The value of `hit`, or of `hit.flatten()`, where `hit` lists the experts that have tokens; or None."""
-        count = _number_of_experts(node)
+        count = _number_of_experts(self.routing, node)
         if count is None:
             return self._evaluated(node, self.if_all_are_hit)
         value = torch.arange(count, dtype=node.meta["example_value"].dtype)
-        return value.unsqueeze(1) if plain_operator_of(node) == "nonzero" else value
+        return value.unsqueeze(1) if operator_of(node) == "nonzero" else value
 
     def _evaluated(self, node: Node, value_of: Any) -> torch.Tensor | None:
-        if plain_operator_of(node) not in _EVALUATED or not node.args:
+        if operator_of(node) not in _EVALUATED or not node.args:
             return None
         values = {operand: value_of(operand) for operand in node.all_input_nodes}
         if not values or any(value is None for value in values.values()):
@@ -163,36 +140,36 @@ class AssumedValues:
 
 def list_of_hits(node: Node) -> Node:
     """The node that asks for the experts, behind those that only reshape its result: Dynamo drops what is unused."""
-    while plain_operator_of(node) not in ("nonzero", "where", "unique") and isinstance(node.args[0], Node):
+    while operator_of(node) not in ("nonzero", "where", "unique") and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
-def choices_of(ids: Node) -> int | None:
+def choices_of(routing: Routing, ids: Node) -> int | None:
     """How many experts the ids are chosen from, while Dynamo writes the graph; None once somebody wrote to integers."""
     if any(node.op.startswith("call") and writes_integers(node) for node in ids.graph.nodes):
         return None
-    return chooses_among(ids, lambda node: True)
+    return routing.choice(ids).choices
 
 
-def _number_of_experts(node: Node) -> int | None:
+def _number_of_experts(routing: Routing, node: Node) -> int | None:
     """How many experts there are, where `node` lists those with tokens: `(counts > 0).nonzero()`, `ids.unique()`."""
-    name = plain_operator_of(node)
+    name = operator_of(node)
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
     if name == "nonzero" and not node.kwargs.get("as_tuple", len(node.args) > 1):
-        return _elements_of_mask(source)
-    if name == "getitem" and node.args[1] == 0 and plain_operator_of(source) in ("where", "nonzero"):
-        mask = source.args[0] if len(source.args) == 1 or plain_operator_of(source) == "nonzero" else None
-        return _elements_of_mask(mask) if isinstance(mask, Node) else None
+        return _elements_of_mask(routing, source)
+    if name == "getitem" and node.args[1] == 0 and operator_of(source) in ("where", "nonzero"):
+        mask = source.args[0] if len(source.args) == 1 or operator_of(source) == "nonzero" else None
+        return _elements_of_mask(routing, mask) if isinstance(mask, Node) else None
     if name == "unique" and len(node.args) == 1 and not node.kwargs:
-        return choices_of(source)
+        return choices_of(routing, source)
     return None
 
 
-def _elements_of_mask(mask: Node) -> int | None:
+def _elements_of_mask(routing: Routing, mask: Node) -> int | None:
     example = mask.meta.get("example_value")
     if not isinstance(example, torch.Tensor) or example.ndim != 1 or not isinstance(example.shape[0], int):
         return None
-    return example.shape[0] if leads_to_routing(mask) else None
+    return example.shape[0] if routing.concerns(mask) else None

@@ -22,8 +22,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
 from torch.fx import Node
 
-from fxpasses.capture.experts_hit import leads_to_routing
-from fxpasses.graph.routing import writes_integers
+from fxpasses.graph.routing import Routing, writes_integers
 from fxpasses.graph.skips import READ, Skip, mark
 
 # What may be done with one of the numbers: the result is equal whether they are NumPy's or Python's.
@@ -37,8 +36,8 @@ _WIDE = (torch.int32, torch.int64)
 class NumpyCounts:
     """The arrays of counts of one trace. new_skip: makes the `Skip` for an array."""
 
-    def __init__(self, new_skip: Callable[[], Skip]) -> None:
-        self._new_skip = new_skip
+    def __init__(self, routing: Routing, new_skip: Callable[[], Skip]) -> None:
+        self._routing, self._new_skip = routing, new_skip
         self._numbers: dict[Node, list[Any]] = {}
         self._checked: dict[Node, Node] = {}  # by array: up to where nobody wrote to it since it was read
         self._skips: list[tuple[Skip, Node]] = []
@@ -54,7 +53,7 @@ class NumpyCounts:
             return None
         self._forget_written(node)
         if node not in self._numbers:
-            if not may_begin or not leads_to_routing(node):
+            if not may_begin or not self._routing.concerns(node):
                 return None
             self._numbers[node] = self._read(tx, node)
         return self._numbers[node]
@@ -63,7 +62,7 @@ class NumpyCounts:
         """`counts.numpy().cumsum(0)` as that of the tensor; None for other arrays."""
         node = _tensor_behind(tx, array)
         given = [*args, *kwargs.values()]
-        if node is None or set(kwargs) - {"axis"} or len(given) > 1 or not leads_to_routing(node):
+        if node is None or set(kwargs) - {"axis"} or len(given) > 1 or not self._routing.concerns(node):
             return None
         if given and not (given[0].is_python_constant() and given[0].as_python_constant() in (0, -1)):
             return None

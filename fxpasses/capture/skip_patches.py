@@ -151,7 +151,8 @@ def truth_if_experts_have_tokens(tx: Any, instruction: Any, jumps_if: bool) -> b
 
 def asks_for_tokens(tx: Any, tensor: Any) -> bool:
     """Whether a tensor of one element may say whether an expert has tokens; its truth is left to the jump."""
-    return skipping_for(tx.output) is not None and is_routing(tensor.as_proxy().node) is not None
+    skipping = skipping_for(tx.output)
+    return skipping is not None and is_routing(skipping.values.routing, tensor.as_proxy().node) is not None
 
 
 def counted(tx: Any, function: str, args: Any, kwargs: Any) -> Any:
@@ -159,13 +160,14 @@ def counted(tx: Any, function: str, args: Any, kwargs: Any) -> Any:
 
     Its own size is E or more, by the ids: nobody could loop over it. None for other calls.
     """
-    if function != "bincount" or len(args) != 1 or set(kwargs) != {"minlength"} or skipping_for(tx.output) is None:
+    skipping = skipping_for(tx.output)
+    if function != "bincount" or len(args) != 1 or set(kwargs) != {"minlength"} or skipping is None:
         return None
     (ids,), count = args, kwargs["minlength"]
     if not isinstance(ids, TensorVariable) or not count.is_python_constant():
         return None
     node = ids.as_proxy().node
-    choices = choices_of(node)
+    choices = choices_of(skipping.values.routing, node)
     if choices is None or node.meta["example_value"].ndim != 1 or choices > count.as_python_constant():
         return None
     constant = variables.ConstantVariable.create

@@ -37,12 +37,12 @@ from fxpasses.capture.experts_hit import (
     counted_mask,
     ends_compared,
     is_routing,
-    leads_to_routing,
     list_of_hits,
 )
 from fxpasses.capture.grown_lists import GrownList, grow, may_grow
 from fxpasses.capture.liveness import follow, live_at
 from fxpasses.capture.numpy_counts import NumpyCounts
+from fxpasses.graph.routing import Routing
 from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, PART, Skip, mark
 from fxpasses.graph.symbols import is_unbacked
 
@@ -100,7 +100,7 @@ class Skipping:
     def __init__(self, numbers: bool = True) -> None:
         self.skips: list[Skip] = []
         self.values = AssumedValues()
-        self.arrays = NumpyCounts(lambda: self._new("numbers")) if numbers else None
+        self.arrays = NumpyCounts(self.values.routing, lambda: self._new("numbers")) if numbers else None
         self.answers = 0  # questions that the batch answered (`capture/hints.py`)
         self._bodies: list[_Body] = []
         self._loops: dict[tuple[Any, int], tuple[Any, Any]] = {}  # by translator and FOR_ITER: the node, and a count
@@ -133,7 +133,7 @@ class Skipping:
         known = self.values.of(value)
         if known is not None and known.numel() == 1:
             return bool(known)
-        found = _condition(value)
+        found = _condition(value, self.values.routing)
         if found is None:
             return None
         truth, node, fields = found
@@ -354,13 +354,14 @@ def is_unbacked_size(node: Any) -> bool:
     return isinstance(example, torch.Tensor) and example.ndim > 0 and is_unbacked(example.shape[0])
 
 
-def _condition(value: Any) -> tuple[bool, Node, dict[str, Any]] | None:
+def _condition(value: Any, routing: Routing) -> tuple[bool, Node, dict[str, Any]] | None:
     """(truth if there are tokens, node, fields of a `Skip`) of a condition that may ask whether there are tokens."""
     if isinstance(value, SymNodeVariable):
         expression, node = value.sym_num.node.expr, value.as_proxy().node
         if not is_unbacked(value.sym_num) or not all(symbol.is_integer for symbol in expression.free_symbols):
             return None
-        asked = _count_asked(expression, node) if len(expression.free_symbols) == 1 else _end_asked(expression, node)
+        ask = _count_asked if len(expression.free_symbols) == 1 else _end_asked
+        asked = ask(expression, node, routing)
         if asked is None:
             return None
         asked_of, counts, fields = asked
@@ -374,25 +375,25 @@ def _condition(value: Any) -> tuple[bool, Node, dict[str, Any]] | None:
         example = node.meta.get("example_value")
         if not isinstance(example, torch.Tensor) or any(size != 1 for size in example.shape):
             return None
-        truth = is_routing(node)
+        truth = is_routing(routing, node)
         return None if truth is None else (truth, node, {"kind": "tensor"})
     return None
 
 
-def _count_asked(expression: Any, node: Node) -> tuple[Node, tuple[int, ...], dict[str, Any]] | None:
+def _count_asked(expression: Any, node: Node, routing: Routing) -> tuple[Node, tuple[int, ...], dict[str, Any]] | None:
     """`count > 0`, `tok.numel() == 0`: what is counted, and some counts, that of no tokens first."""
     (symbol,) = expression.free_symbols
-    asked = counted_mask(node, symbol) if leads_to_routing(node) else None
-    if asked is None:
+    asked = counted_mask(node, symbol)
+    if asked is None or not routing.concerns(asked):
         return None
     example = asked.meta.get("example_value")  # Dynamo leaves it out where it unrolls `tolist`
     is_flag = isinstance(example, torch.Tensor) and example.ndim == 0 and example.dtype is torch.bool
     return asked, (0, 1) if is_flag else _COUNTS, {"kind": "count", "symbol": symbol}
 
 
-def _end_asked(expression: Any, node: Node) -> tuple[Node, tuple[int, ...], dict[str, Any]] | None:
+def _end_asked(expression: Any, node: Node, routing: Routing) -> tuple[Node, tuple[int, ...], dict[str, Any]] | None:
     """`ends[e - 1] == ends[e]`, the same in between: the rows of expert e end where the last expert's do."""
-    ends = ends_compared(node) if len(expression.free_symbols) == 2 else None
+    ends = ends_compared(routing, node) if len(expression.free_symbols) == 2 else None
     if ends is None:
         return None
     tensor, index, (before, symbol) = ends

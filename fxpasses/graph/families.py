@@ -30,12 +30,6 @@ def operator_of(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def plain_operator_of(node: Node) -> str:
-    """`operator_of`, and `eq` for `x.__eq__(y)`, which is what Dynamo of torch 2.11 makes of `x == y`."""
-    name = operator_of(node)
-    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
-
-
 @dataclass(frozen=True)
 class Constants:
     """A number for each branch, not all equal."""

@@ -1,109 +1,150 @@
-"""What the graph shows of a router's choice: integers below the number of experts, no expert twice for a token."""
+"""The routing analysis: what each tensor of a graph says of a router's choice, as a fact of `graph/routing_facts.py`.
+
+    idx = topk(scores, 2)[1]                 Choice(choices=E, distinct)
+    hot = one_hot(idx, E).permute(2, 1, 0)   OneHot(idx, axes=(experts, slots, tokens))
+    hot[3]                                   Mask(idx, expert=3)
+    hot[3].any()                             Presence(idx, expert=3)
+    counts = hot.sum((1, 2))                 Counts(idx)
+    counts.cumsum(0)                         Ends(idx)
+    (counts > 0).nonzero()                   Hits(idx)
+
+The fact of a node follows from those of its operands (`graph/routing_transfer.py`). It is believed where nobody writes
+to what it rests on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxpasses.graph import effects
-from fxpasses.graph.families import operator_of
+from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.families import REPEATED
+from fxpasses.graph.routing_facts import (
+    Choice,
+    Counts,
+    Ends,
+    Fact,
+    Mask,
+    Nothing,
+    OneHot,
+    Presence,
+    Scattered,
+    is_integer,
+)
+from fxpasses.graph.routing_transfer import CASTS, RESHAPES, TRANSFER, WIDE, ZEROS, dtype_of, pairs_of, reads_bits
+from fxpasses.graph.symbols import constant
 
-# Their results are new memory.
-_NEW = frozenset(
-    {"where", "nonzero", "unique", "sum", "any", "amax", "bincount", "eq", "ne", "gt", "ge", "lt", "le", "item",
-     "tolist", "one_hot", "clone", "argsort", "sort", "scatter_add", "index_select"}
+# What leads from the router's choice to a mask, a count or a list, in whatever way: see `Routing.concerns`.
+_BEGINNING = frozenset({"bincount", "histc", "one_hot", "scatter", "scatter_", "scatter_add", "scatter_add_"})
+_FOLLOWING = frozenset(
+    {*CASTS, *RESHAPES, "add", "amax", "any", "count_nonzero", "cumsum", "eq", "ge", "getitem", "gt", "item", "le",
+     "lt", "max", "ne", "nonzero", "select", "sub", "sum", "where"}
 )  # fmt: skip
-KEEP_VALUES = ("to", "long", "int", "contiguous", "detach", "view", "reshape", "flatten", "squeeze", "transpose", "t")
 
 
-def is_integer(node: Node) -> bool:
-    example = node.meta.get("example_value")
-    return isinstance(example, torch.Tensor) and not example.dtype.is_floating_point and not example.dtype.is_complex
+class Routing:
+    """The facts of a graph's nodes, each found once; a change of the graph calls for a new object.
 
-
-def is_topk_index(ids: Node, is_constant: Callable[[Node], bool]) -> bool:
-    """Whether the last axis holds different numbers: the index of `torch.topk`, as it is or cast.
-
-    is_constant: whether nobody writes to a tensor once it is made.
+    is_constant: whether nobody writes to a node's memory once it is made.
     """
-    name = operator_of(ids)
-    source = ids.args[0] if ids.args else None
-    if not isinstance(source, Node) or not is_constant(ids):
-        return False
-    if name == "getitem" and ids.args[1] == 1:
-        inner = operator_of(source)
-        dim = source.kwargs.get("dim", source.args[2] if len(source.args) > 2 else -1)
-        last = ids.meta["example_value"].ndim - 1
-        return inner == "topk" and dim in (-1, last)
-    return (
-        name in ("to", "long", "int", "contiguous", "detach")
-        and is_integer(source)
-        and is_topk_index(source, is_constant)
-    )
 
+    def __init__(self, is_constant: Callable[[Node], bool] = lambda node: True) -> None:
+        self.is_constant = is_constant
+        self._facts: dict[Node, Fact] = {}
+        self._concerned: set[Node] = set()
+        self._first: dict[Any, Node] = {}
+        self._canonical: dict[Node, Node] = {}
 
-def chooses_among(ids: Node, is_constant: Callable[[Node], bool]) -> int | None:
-    """How many experts there are to choose from, where `ids` is the index of `topk`, `max` or `argmax`."""
-    name = operator_of(ids)
-    source = ids.args[0] if ids.args else None
-    if not isinstance(source, Node) or not is_constant(ids):
-        return None
-    if name == "getitem" and ids.args[1] == 1 and operator_of(source) == "topk":
-        scores = source.args[0]
-        if not is_topk_index(ids, is_constant):
+    def of(self, node: Node) -> Fact:
+        """What is known of a node. Without recursion: graphs are deep."""
+        waiting = [node]
+        while waiting:
+            current = waiting[-1]
+            operands = current.all_input_nodes if operator_of(current) in TRANSFER.keys() | _FOLLOWING else []
+            missing = [operand for operand in operands if operand not in self._facts]
+            waiting += missing if current not in self._facts else []
+            if waiting[-1] is current:
+                waiting.pop()
+                if current not in self._facts:
+                    self._learn(current)
+        return self._facts[node]
+
+    def _learn(self, node: Node) -> None:
+        name = operator_of(node)
+        transfer = TRANSFER.get(name)
+        found = transfer(self, node) if transfer is not None else None
+        if isinstance(found, Fact) and not all(map(self.is_constant, found.evidence)):
+            found = "a mask that is written to"
+        if not isinstance(found, Fact):
+            default = f"`{name}` as a mask of an expert's tokens is not known" if name else "a mask that is not known"
+            found = Nothing(found or default, node)
+        self._facts[node] = found
+        if name in _BEGINNING or isinstance(found, Ends) or self._follows(node, name):
+            self._concerned.add(node)
+
+    def _follows(self, node: Node, name: str) -> bool:
+        if name in ZEROS:
+            return any(operator_of(user) == "scatter_" for user in node.users)
+        operands = [arg for arg in node.args[:2] if isinstance(arg, Node)] if name in _FOLLOWING else []
+        followed = operands[-1 if name == "getitem" else 0] if operands else None  # `x[tok]` has as many rows as `tok`
+        return followed in self._concerned or (name == "eq" and bool(operands) and is_integer(operands[0]))
+
+    def concerns(self, node: Node) -> bool:
+        """Whether a tensor is made of comparisons of integers with a number, of one-hot masks or of counts, somehow."""
+        self.of(node)
+        return node in self._concerned
+
+    def choice(self, ids: Node) -> Choice:
+        """What is known of ids."""
+        fact = self.of(ids)
+        return fact if isinstance(fact, Choice) else Choice(None)
+
+    def presence(self, node: Node) -> Presence | None:
+        """The expert for which a tensor is not zero, somewhere, if and only if it has pairs."""
+        fact = self.of(node)
+        if isinstance(fact, Mask) and isinstance(fact.ids, Node):
+            return Presence(fact.ids, fact.expert, evidence=fact.evidence)
+        return fact if isinstance(fact, Presence) else None
+
+    def total(self, counts: Node, running: bool) -> Any:
+        """What a vector of integers adds up to, an expression; None where that is not known.
+
+        running: whether it holds counts, or where the rows of each expert end. Every id is counted where all are known
+        to be below the number of counts.
+        """
+        fact = self.of(counts)
+        if not isinstance(fact, (Counts if running else Ends)) or not fact.exact or dtype_of(counts) not in WIDE:
             return None
-        size = scores.meta["example_value"].shape[-1] if isinstance(scores, Node) else None
-        return size if isinstance(size, int) else None
-    if name == "argmax" or (name == "getitem" and ids.args[1] == 1 and operator_of(source) == "max"):
-        return _best_of_last(ids if name == "argmax" else source)
-    if name in KEEP_VALUES or (name == "getitem" and is_integer(source)):
-        return chooses_among(source, is_constant)
-    return None
+        choices, length = self.choice(fact.ids).choices, constant(counts.meta["example_value"].shape[0])
+        return pairs_of(fact.ids) if choices is not None and length is not None and choices <= length else None
 
+    def is_fill(self, node: Node) -> bool:
+        """Whether a node writes numbers to zeros that nobody has looked at yet: `zeros.scatter_(1, ids, 1)`."""
+        return operator_of(node) == "scatter_" and isinstance(self.of(node), (OneHot, Scattered))
 
-def _best_of_last(node: Node) -> int | None:
-    """How many there are to choose from in `scores.argmax(-1)`, `scores.max(-1)`."""
-    scores = node.args[0].meta.get("example_value") if isinstance(node.args[0], Node) else None
-    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-    if not isinstance(scores, torch.Tensor) or type(dim) is not int or dim not in (-1, scores.ndim - 1):
-        return None
-    return scores.shape[-1] if isinstance(scores.shape[-1], int) else None
+    def canonical(self, node: Node) -> Node:
+        """The first of the nodes that compute the same value anew, such as `idx.flatten()` in every round of a loop."""
+        if node not in self._canonical:
+            self._canonical[node] = node
+            if operator_of(node) in REPEATED and all(map(self.is_constant, (node, *node.all_input_nodes))):
+                arguments = torch.fx.map_arg((node.args, node.kwargs), self.canonical)
+                self._canonical[node] = self._first.setdefault((node.graph, node.op, node.target, str(arguments)), node)
+        return self._canonical[node]
+
+    def source(self, ids: Node) -> Node:
+        """The ids, without what only changes their shape or width."""
+        while operator_of(ids) in (*RESHAPES, *CASTS) and isinstance(ids.args[0], Node):
+            source = ids.args[0]
+            if not {dtype_of(ids), dtype_of(source)} <= {*WIDE} or reads_bits(ids):
+                break
+            ids = source
+        return ids
 
 
 def writes_integers(node: Node) -> bool:
     """Whether a node may write to a tensor of integers or truths; higher-order operators are taken not to."""
-    return not isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(is_integer, written_by(node)))
-
-
-def written_by(node: Node) -> list[Node]:
-    """The operands that a node writes to; all of a custom operator's that writes, and of a higher-order operator's."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-    name = operator_of(node)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return node.all_input_nodes
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        return node.all_input_nodes
-    written: list[Node] = [part for part in effects.leaves(node.kwargs.get("out")) if isinstance(part, Node)]
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in effects.WRITERS or node.kwargs.get("inplace")
-    if in_place and node.args:
-        written += [part for part in effects.leaves(node.args[0]) if isinstance(part, Node)]
-    return written
-
-
-def writers_of(tensors: Iterable[Node]) -> list[Node]:
-    """The nodes that write to tensors, or to what is made of one of them and may share its memory."""
-    waiting, seen, writers = list(tensors), set(), []
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for user in node.users:
-            if node in written_by(user):
-                writers.append(user)
-            if node in user.all_input_nodes[:1] and operator_of(user) not in _NEW:
-                waiting.append(user)
-    return writers
+    return not isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(is_integer, written_operands(node)))

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxpasses.graph.routing import is_integer, written_by
+from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.routing_facts import is_integer
 
 SKIPS = "fxpasses_skips"  # in a graph module's meta: its list of `Skip`; in a node's: a list of (number, role)
 INSIDE = "inside"  # made by the body
@@ -70,7 +71,7 @@ class Marked:
 
     def __init__(self, graph: Graph) -> None:
         self.position = {node: position for position, node in enumerate(graph.nodes)}
-        self.writing_integers = [node for node in graph.nodes if any(map(is_integer, written_by(node)))]
+        self.writing_integers = [node for node in graph.nodes if any(map(is_integer, written_operands(node)))]
         self._nodes: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
         for node in graph.nodes:
             for key in marks(node):

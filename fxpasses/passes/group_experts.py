@@ -13,7 +13,7 @@ After, whatever E is:
     out.index_add_(0, tok, y * weights[tok, slot, None])
 
 *Find* loops by their ends (`experts/loops.py`), *unify* the branches (`graph/families.py`), know what their queries
-mean (`experts/selection.py`), and *lift* the common program to all rows (`experts/lifting.py`); `experts/grouping.py`
+mean (`graph/routing.py`), and *lift* the common program to all rows (`experts/lifting.py`); `experts/grouping.py`
 does so for one loop. Sums are taken in the order of the loop. A loop in which anything is not understood keeps its
 branches, with the reason in the report; its queries become one sort and slices (`experts/slicing.py`), where they are
 understood.

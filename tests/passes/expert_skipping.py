@@ -90,6 +90,26 @@ def hits_by_where(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Sta
     return out
 
 
+def hits_of_floats(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out = torch.zeros_like(x)
+    mask = F.one_hot(idx, EXPERTS).float().permute(2, 1, 0)
+    for e in torch.histc(idx.float(), bins=EXPERTS, min=0, max=EXPERTS).nonzero().flatten().tolist():
+        slot, tok = torch.where(mask[e] > 0)
+        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
+def searched_ends(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """Where each expert's rows end is looked up among the sorted ids."""
+    in_order, order = torch.sort(idx.flatten(), stable=True)
+    tok, rows, out, start = order // 2, x[order // 2], torch.zeros_like(x), 0
+    for e, end in enumerate(torch.searchsorted(in_order, torch.arange(EXPERTS), right=True).tolist()):
+        if start != end:
+            out.index_add_(0, tok[start:end], rows[start:end] @ w[e])
+        start = end
+    return out
+
+
 def written(kind: str, text: str, source: str) -> Program:
     """The program that `source` defines as NAME; it is called after its kind and what sets it apart."""
     name = kind + "_" + "".join(letter if letter.isalnum() else "_" for letter in text)
@@ -148,6 +168,7 @@ CUT = [
     cutting(BINCOUNT, by_ends("end - start == 0")),
     cutting(SCATTERED, by_ends("end <= start")),
     cutting(f"{BINCOUNT}.to(torch.int32)", by_ends("start == end")),
+    cutting("F.one_hot(idx, EXPERTS).float().sum((0, 1)).long()", by_counts()),
 ]
 
 JOINED = "outputs.append(rows[start:end] @ w[e]); start = end"
@@ -176,6 +197,9 @@ CONDITIONS = [
     "tok.nelement() == 0", "tok.size(0) == 0", "not tok.numel()", "len(tok) < 1", "0 >= tok.shape[0]",
     "(idx == e).sum().item() == 0", "int((idx == e).sum()) == 0", "not torch.any(idx == e)",
     "not (idx == e).any().item()", "not bool((idx == e).any())", "(idx == e).nonzero().numel() == 0",
-    "torch.count_nonzero(idx == e) == 0", "x[tok].numel() == 0",
+    "torch.count_nonzero(idx == e) == 0", "x[tok].numel() == 0", "not (idx == e).max()",
+    "((idx == e).sum() == 0).any()", "not (idx == e).unsqueeze(-1).to(torch.uint8).sum()",
+    "torch.histc(idx.float(), bins=EXPERTS, min=0, max=EXPERTS)[e] == 0",
 ]  # fmt: skip
-GROUPED = [*CUT, same, functional, rebound, temporaries, padded_hits, hits_by_where, *map(asking, CONDITIONS)]
+HITS = [padded_hits, hits_by_where, hits_of_floats]
+GROUPED = [*CUT, same, functional, rebound, temporaries, *HITS, searched_ends, *map(asking, CONDITIONS)]

@@ -342,6 +342,20 @@ def NAME(x, idx, weights, w, state):
     return written("does", f"{before} {condition} {body}", source)
 
 
+def asking_masks(mask: str, before: str) -> Program:
+    """A loop that asks for the tokens of its experts with masks, given as source."""
+    source = f"""
+def NAME(x, idx, weights, w, state):
+    out = torch.zeros_like(x)
+    {before}
+    for e in range(EXPERTS):
+        tok = torch.where({mask})[0]
+        out.index_add_(0, tok, x[tok] @ w[e])
+    return out
+"""
+    return written("masks", f"{before} {mask}", source)
+
+
 def zero_with_a_sign(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     out, signs = torch.zeros_like(x), []
     for e in range(EXPERTS):
@@ -428,6 +442,12 @@ LEFT_BY_SOURCE = [
                 "counts = torch.zeros(EXPERTS).scatter_add(0, idx.flatten(), ones)", condition="counts[e] == 0"),
     left(before="grid = torch.bincount(idx.flatten(), minlength=6).view(2, 3).t().flatten()", condition="grid[e] == 0"),
     left(condition="not (idx.to(torch.bool) == e).any()"),
+    left(before="hot = idx.new_zeros((TOKENS, EXPERTS)); hot.scatter_(1, idx, 1); "
+                "hot.scatter_(1, idx[:, :1] * 0 + 2, 0)", condition="not hot[:, e].any()"),
+    asking_masks("hot[..., e - EXPERTS]", before="hot = F.one_hot(idx, EXPERTS)"),
+    asking_masks("scores[:, e].long()", before="scores = x.new_zeros(TOKENS, EXPERTS).scatter(1, idx, weights)"),
+    asking_masks("zeros[:, e]", before="zeros = x.new_zeros(TOKENS, EXPERTS); zeros.scatter(1, idx, 1)"),
+    asking_masks("idx[:, e % 2]", before="x.new_zeros(TOKENS, EXPERTS).scatter(1, idx, 1)"),
     zero_with_a_sign, while_any, while_helper, fails_without_tokens, asserts_without_tokens,
     asks_the_counts, drops_before_bincount, narrow_sum,
 ]  # fmt: skip

@@ -4,7 +4,7 @@
                                                    rows[ends[e - 1] : ends[e]]
 
 A split checks that its sizes cover the rows. Slices do not: they leave rows out or are clamped, unless the counts are
-known to be those of as many ids as there are rows (`experts/counting.py`).
+known to be those of as many ids as there are rows (`graph/routing.py`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from fxpasses.graph.families import Family, Unifier, leaves, members
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
+from fxpasses.graph.routing import Routing
 from fxpasses.graph.skips import Skip
 from fxpasses.graph.symbols import constant, expression, is_unbacked, symbol
 from fxpasses.passes.experts.assertions import Sizes
@@ -23,7 +24,7 @@ from fxpasses.passes.experts.lifted import example_of, parts_of
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.merging import Merging
-from fxpasses.passes.experts.selection import Masks, asked_by, is_query
+from fxpasses.passes.experts.selection import asked_by, is_query, selection_of
 from fxpasses.passes.experts.skips import erase_unused, prove
 from fxpasses.passes.experts.surroundings import Surroundings
 from fxpasses.passes.experts.words import described, spelling
@@ -40,14 +41,14 @@ class Grouping:
     ) -> None:
         """Raises `NotProved` where the branches are not one program, or the loop may not be moved."""
         self.graph, self.loop, self.memory, self.positions = region.gm.graph, loop, memory, memory.positions
-        self.masks = Masks(memory.is_constant)
+        self.routing = Routing(memory.is_constant)
         self._emit = NodeBuilder(self.graph, fake_mode, loop.merges[0].node, Reason.NOT_ALIKE)
         self.values = Unifier(spans_of).unify([merge.values for merge in loop.merges])
         families = members([self.values])
         self.branch = [family for family in families if any(has_rows(node) for node in family.nodes)]
         self.queries = [(family, *asked_by(family)) for family in families if is_query(family)]
         self.queries += [(key, key, False) for key in [_mask_key(loop, self.values)] if key is not None]
-        self.selection = self.masks.selection_of(*self.queries[0][1:]) if self.queries else None
+        self.selection = selection_of(self.routing, *self.queries[0][1:]) if self.queries else None
         parts = [(family, cut) for family in families if (cut := cut_of(family)) is not None]
         cuts = [cut for _, cut in parts]
         self.cut = cuts[0] if cuts else None
@@ -60,7 +61,8 @@ class Grouping:
         totals = set(self.totals)
         self.around = Surroundings(self.graph, loop, memory, families, rows, totals, self._sizes(parts))
         ends = {*loop.ends, *(part for merge in loop.merges for part in merge.parts)}
-        self.proof = prove(self.graph, skips, loop, self.around.inside | ends, self.selection or self.cut, fake_mode)
+        own, selected = self.around.inside | ends, self.selection or self.cut
+        self.proof = prove(self.graph, skips, loop, own, self.routing, selected, fake_mode)
 
     def experts(self) -> Any:
         """Which experts the branches are of."""
@@ -99,12 +101,11 @@ class Grouping:
 
     def run(self) -> str:
         """What was done, in words; raises `Refused`, and leaves the graph as it was."""
-        lifting, around = Lifting(self._emit, self.masks), self.around
+        lifting, around = Lifting(self._emit, self.routing), self.around
         question = self.queries[0][0].nodes[0] if self.queries else self.cut.nodes[0]  # type: ignore[union-attr]
         last = max(self.loop.ends, key=self.positions.__getitem__)
         place, words = where(last), spelling(question, self.loop.kind, len(self.loop.merges))
-        ids = self.selection.ids if self.selection is not None else None
-        routing = described(len(self.loop.merges), self.masks.slots(ids) if ids is not None else None)
+        routing = described(len(self.loop.merges), self.selection.top if self.selection is not None else None)
         try:
             with self.graph.inserting_before(around.at):
                 if self.selection is not None:

@@ -19,8 +19,9 @@ import fxpasses.runtime.grouped_linear  # noqa: F401  registers the operators
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
+from fxpasses.graph.routing import Routing
+from fxpasses.graph.routing_facts import is_integer
 from fxpasses.graph.symbols import constant, expression
-from fxpasses.passes.experts.counting import total_of
 from fxpasses.passes.experts.cuts import Cut, cut_of
 from fxpasses.passes.experts.gathering import gather, lift_getitem, lift_index_select
 from fxpasses.passes.experts.lifted import (
@@ -44,16 +45,16 @@ from fxpasses.passes.experts.rows import (
     normalises_last_dimensions,
 )
 from fxpasses.passes.experts.rowwise import call, lift_einsum, lift_joined, lift_pointwise, lift_reshaped
-from fxpasses.passes.experts.selection import Masks, Selection, asked_by, is_integer, is_query, progression
+from fxpasses.passes.experts.selection import Selection, asked_by, is_query, progression, selection_of
 from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, sorted_pairs
 
 
 class Lifting:
     """Lifts families into nodes made by `emit(target, args, kwargs)` (a string target is a method)."""
 
-    def __init__(self, emit: NodeBuilder, masks: Masks) -> None:
+    def __init__(self, emit: NodeBuilder, routing: Routing) -> None:
         self.emit = emit
-        self.masks = masks
+        self.routing = routing
         self.order: Order | None = None
         self.selection: Selection | None = None
         self.cut: Cut | None = None
@@ -89,7 +90,7 @@ class Lifting:
 
     def total(self, cut: Cut) -> int | Node:
         """What the counts add up to: a number that is no more than there are rows, or else one that the host reads."""
-        total = total_of(cut.counts, cut.running, self.masks.is_constant)
+        total = self.routing.total(cut.counts, cut.running)
         size = cut.rows.meta["example_value"].shape[0]
         if isinstance(total, int) and isinstance(size, int) and total <= size:
             return total
@@ -116,7 +117,7 @@ class Lifting:
             return
         if self._read is not None and size == expression(self._read.meta["example_value"]):
             return
-        if size != total_of(self.cut.counts, self.cut.running, self.masks.is_constant):
+        if size != self.routing.total(self.cut.counts, self.cut.running):
             raise NotProved("the slices are not known to cover the rows", rows)
 
     def query(self, family: Family) -> Any:
@@ -137,8 +138,8 @@ class Lifting:
         return gather(self, family, family.args[0], coordinates)
 
     def coordinates_of(self, mask: Family, spread: bool = False) -> tuple[Rows, ...]:
-        """The coordinates of the rows in a mask that is used as an index; spread: see `Masks.read`."""
-        selection = self.masks.selection_of(mask, spread)
+        """The coordinates of the rows in a mask that is used as an index; spread: see `selection.read`."""
+        selection = selection_of(self.routing, mask, spread)
         if self.selection is None:
             raise NotProved("a query in a loop over parts", mask.nodes[0])
         asked, sorted_by = ((one.ids, one.axes, one.scores) for one in (selection, self.selection))

@@ -88,7 +88,7 @@ class Merging:
         rows = self._lifting.lift(value)
         if selection is None or not isinstance(mask, Family) or not isinstance(rows, Rows) or buffer is None:
             raise NotProved("`masked_scatter` of what is not known", self._first)
-        if isinstance(zeros, Node) and not self._lifting.masks.is_constant(zeros):
+        if isinstance(zeros, Node) and not self._lifting.routing.is_constant(zeros):
             raise NotProved(f"`{zeros.name}`, which results are scattered to, is written to", zeros)
         (places,) = self._lifting.coordinates_of(mask, spread=True)
         examples = [example_of(part) for part in (zeros, value, buffer, rows.node)]

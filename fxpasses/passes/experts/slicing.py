@@ -28,9 +28,11 @@ from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import NotProved, Refused
+from fxpasses.graph.routing import Routing
+from fxpasses.graph.routing_facts import Columns, Mask
 from fxpasses.graph.symbols import declare_equal
 from fxpasses.passes.experts.loops import Loop, has_rows
-from fxpasses.passes.experts.selection import Columns, Mask, Masks, is_spread
+from fxpasses.passes.experts.selection import is_spread, read
 from fxpasses.passes.experts.sorting import coordinates, passed, sort_by_branch
 from fxpasses.passes.experts.words import described, query_in_words
 from fxpasses.pipeline import Context
@@ -81,14 +83,14 @@ def mask_asked_by(node: Node) -> Node | None:
     return masks[0] if len(masks) == 1 else None
 
 
-def find_queries(graph: torch.fx.Graph, masks: Masks) -> Iterator[Query | Refusal]:
+def find_queries(graph: torch.fx.Graph, routing: Routing) -> Iterator[Query | Refusal]:
     """All queries, or why one is not understood."""
     for node in graph.nodes:
         mask = mask_asked_by(node)
         if mask is not None:
             try:
                 spread = operator_of(node) == "masked_select" and is_spread(node.args[0], mask)
-                query = Query(node, mask, masks.read(mask, spread), spread)
+                query = Query(node, mask, read(routing, mask, spread), spread)
                 if query.meaning.flat:
                     raise NotProved("a mask laid flat", mask)
                 yield query
@@ -121,26 +123,26 @@ def slice_queries(
     left: loops that are no grouped programs, and why. Those whose queries are rewritten are taken out; the reason goes
     into the words, or else the given one.
     """
-    masks, outcome = Masks(memory.is_constant), Outcome([], [])
-    found = list(find_queries(graph, masks))
+    routing, outcome = Routing(memory.is_constant), Outcome([], [])
+    found = list(find_queries(graph, routing))
     understood = [query for query in found if isinstance(query, Query)]
     unknown = [query for query in found if isinstance(query, Refusal)]
     for sliced in by_routing(understood):
         first, place = sliced.queries[0].node, where(sliced.queries[0].node)
         words = f"{query_in_words(first)} ×{len(sliced.queries)} at {place}"
         ids = sliced.queries[0].meaning.ids
-        routing = described(sliced.experts, masks.slots(ids) if isinstance(ids, Node) else None)
+        experts = described(sliced.experts, routing.choice(ids).top if isinstance(ids, Node) else None)
         loops = [pair for pair in left if _leads_to(sliced.queries, {merge.node for merge in pair[0].merges})]
         if not context.may_change(first):
             outcome.refusals.append(Refused(Reason.LEFT_OUT).of(first))
             continue
         try:
-            Slicing(sliced, masks, memory, context.fake_mode).run()
+            Slicing(sliced, routing, memory, context.fake_mode).run()
         except Refused as refused:
             outcome.refusals.append(refused.of(first, Reason.QUERIES_DIFFER))
             continue
         why = next((refusal.text for _, refusal in loops), reason)
-        outcome.changes.append(f"{words} → level 1, one sort and slices ({routing}); not grouped: {why}")
+        outcome.changes.append(f"{words} → level 1, one sort and slices ({experts}); not grouped: {why}")
         left[:] = [pair for pair in left if pair not in loops]
     if len(unknown) > 1:
         outcome.refusals.append(replace(unknown[0], text=f"{unknown[0].text} (×{len(unknown)})"))
@@ -192,29 +194,27 @@ def _leads_to(queries: tuple[Query, ...], ends: set[Node]) -> bool:
 class Slicing:
     """One routing's queries: check everything, then write the sort before the first, and slices in place of all."""
 
-    def __init__(self, sliced: Sliced, masks: Masks, memory: AliasAnalysis, fake_mode: Any) -> None:
+    def __init__(self, sliced: Sliced, routing: Routing, memory: AliasAnalysis, fake_mode: Any) -> None:
         """Raises `NotProved` where the sort would not give what the queries give."""
         self.queries = sliced.queries
         self.graph = self.queries[0].node.graph
-        self.masks, self.memory, self.fake_mode = masks, memory, fake_mode
+        self.routing, self.memory, self.fake_mode = routing, memory, fake_mode
         last = self.queries[-1].node
         ids = self.queries[0].meaning.ids
         self.source = ids.matrix if isinstance(ids, Columns) else ids
         # The sort reads the routing when the first query is asked, the masks may have been made before that.
-        made = [self._first_look(query.mask) for query in self.queries]
-        written = memory.writer(self.source, min(made, key=memory.positions.__getitem__), last)
+        first = min(map(self._first_look, self.queries), key=memory.positions.__getitem__)
+        written = memory.writer(self.source, first, last)
         if written is not None:
             raise NotProved(f"`{written.name}` writes to the routing between the queries", written)
         self._check_users()
         self.sizes = {query.meaning.expert: self._size_of(query.meaning.expert) for query in self.queries}
 
-    def _first_look(self, mask: Node) -> Node:
+    def _first_look(self, query: Query) -> Node:
         """The node of a mask's making that looks at the routing."""
-        while True:
-            operands = mask.all_input_nodes
-            if len(operands) != 1 or self.masks.canonical(operands[0]) is self.source:
-                return mask
-            mask = operands[0]
+        rests_on = query.meaning.evidence
+        looks = [n for n in rests_on if self.source in map(self.routing.canonical, n.all_input_nodes)]
+        return min(looks, default=query.mask)
 
     def _check_users(self) -> None:
         """Nobody else may ask the same masks: a query and one that repeats it know their size as one symbol."""
@@ -271,7 +271,7 @@ class Slicing:
                 f"the experts asked for lie far apart, from {lowest} to {experts[-1]}", self.queries[0].node
             )
         missing = [expert for expert in range(lowest, lowest + count) if expert not in self.sizes]
-        choices = None if isinstance(meaning.ids, Columns) else self.masks.chooses_among(meaning.ids)
+        choices = None if isinstance(meaning.ids, Columns) else self.routing.choice(meaning.ids).choices
         ids = self._ids(emit)
         flat, in_order, places = sort_by_branch(
             emit,

@@ -1,0 +1,494 @@
+"""Transfer functions of the routing analysis: the fact of an operator's result from those of its operands.
+
+Each returns the fact, whose evidence is the node and what else must not be written to; a text that says why there is
+none; or None, where there is nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.calls import OperatorCall, argument, operator_of
+from fxpasses.graph.routing_facts import (
+    Choice,
+    Columns,
+    Counts,
+    Ends,
+    Fact,
+    Hits,
+    Mask,
+    Nothing,
+    OneHot,
+    Presence,
+    Scattered,
+    Sorted,
+    is_integer,
+)
+from fxpasses.graph.symbols import constant, expression
+
+if TYPE_CHECKING:
+    from fxpasses.graph.routing import Routing
+
+Result = Fact | str | None
+
+CASTS = ("bool", "contiguous", "cpu", "cuda", "detach", "double", "float", "int", "long", "to", "type")
+RESHAPES = ("flatten", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
+ZEROS, _ONES = ("new_zeros", "zeros", "zeros_like"), ("new_ones", "ones", "ones_like")
+WIDE = (torch.int32, torch.int64)
+_NARROW = (torch.int8, torch.uint8, torch.int16)  # 256 pairs may be none
+_EXACT_FLOATS = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to where they hold each integer
+# Comparisons that are true of a number from 0 on if and only if it is not 0, and the opposite.
+_SOME, _NONE = {("gt", 0), ("ge", 1), ("ne", 0)}, {("eq", 0), ("lt", 1), ("le", 0)}
+
+
+def example_of(node: Any) -> torch.Tensor | None:
+    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    return example if isinstance(example, torch.Tensor) else None
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    return getattr(example_of(node), "dtype", None)
+
+
+def pairs_of(ids: Node) -> Any:
+    """How many pairs there are, an expression."""
+    example = example_of(ids)
+    return expression(example.numel()) if example is not None else None
+
+
+def reads_bits(node: Node) -> bool:
+    """`x.view(dtype)`: other numbers."""
+    return operator_of(node) == "view" and dtype_of(node) is not dtype_of(node.args[0])
+
+
+def _sizes(node: Any) -> list[Any]:
+    """A tensor's sizes; an expression where one is no known number."""
+    example = example_of(node)
+    found = [(constant(size), expression(size)) for size in example.shape] if example is not None else []
+    return [known if known is not None else size for known, size in found]
+
+
+def _ndim(node: Any) -> int:
+    return len(_sizes(node))
+
+
+def _holds(dtype: torch.dtype | None, largest: Any) -> bool:
+    """Whether a dtype holds all integers up to a number exactly."""
+    known, limit = constant(largest), _EXACT_FLOATS.get(dtype, -1)  # type: ignore[arg-type]
+    return dtype in WIDE or (known is not None and known <= limit)
+
+
+def _counts_up(node: Node) -> bool:
+    """Whether adding ones in a tensor's dtype never comes to zero again."""
+    return dtype_of(node) not in (None, *_NARROW)
+
+
+def _because(node: Node, *facts: Fact, also: tuple[Node, ...] = ()) -> frozenset[Node]:
+    return frozenset((node, *also)).union(*(fact.evidence for fact in facts))
+
+
+# The router's choice
+
+
+def _choice(routing: Routing, node: Node) -> Result:
+    """`scores.argmax(-1)`, and the index in `scores.max(-1)` and `scores.topk(k)`."""
+    best: Any = node if operator_of(node) == "argmax" else node.args[0]
+    is_topk, sizes = operator_of(best) == "topk", _sizes(best.args[0])
+    if not sizes or argument(best, "dim", -1 if is_topk else None) not in (-1, len(sizes) - 1):
+        return None
+    top = _number(_sizes(node)[-1]) if is_topk else None
+    return Choice(_number(sizes[-1]), distinct=is_topk, top=top, evidence=_because(node))
+
+
+def _number(size: Any) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+# One-hot tensors
+
+
+def _one_hot(routing: Routing, node: Node) -> Result:
+    ids: Any = node.args[0] if node.args else None
+    if not isinstance(ids, Node):
+        return None
+    return OneHot(routing.canonical(ids), (*range(_ndim(ids)), None), evidence=_because(node))
+
+
+def _scatter(routing: Routing, node: Node) -> Result:
+    """`zeros.scatter(1, ids, value)`, [T, E]. No pair writes over another one: ids [T, k] are of a `topk`."""
+    if len(node.args) != 4 or node.kwargs:
+        return None
+    zeros, dim, ids, value = node.args
+    in_place = operator_of(node) == "scatter_"
+    if not isinstance(zeros, Node) or operator_of(zeros) not in ZEROS or not isinstance(ids, Node):
+        return None
+    choice, shape, of_ids = routing.choice(ids), _sizes(zeros), _sizes(ids)
+    fits = len(shape) == len(of_ids) == 2 and shape[0] == of_ids[0] and dim in (1, -1)
+    if not fits or not choice.distinct or (in_place and node is not min(zeros.users)):
+        return None
+    evidence, ids = _because(node, choice, also=() if in_place else (zeros,)), routing.canonical(ids)
+    is_one = type(value) in (int, float) and value == 1
+    return OneHot(ids, (0, None), evidence=evidence) if is_one else Scattered(ids, evidence=evidence)
+
+
+def _zeros(routing: Routing, node: Node) -> Result:
+    """Zeros whose first user scatters numbers into them: the others look at those."""
+    first = min(node.users, default=node)
+    return _scatter(routing, first) if operator_of(first) == "scatter_" and first.args[0] is node else None
+
+
+# Counts, and what is made of them
+
+
+def _bincount(routing: Routing, node: Node) -> Result:
+    ids: Any = node.args[0] if node.args else None
+    is_plain = isinstance(ids, Node) and OperatorCall.of(node).has_only("input", "minlength")
+    return Counts(ids, exact=True, evidence=_because(node)) if is_plain else None
+
+
+def _scatter_add(routing: Routing, node: Node) -> Result:
+    """`zeros.scatter_add(0, ids, ones)`."""
+    zeros, dim, ids, ones = (argument(node, name) for name in ("input", "dim", "index", "src"))
+    if dim != 0 or _ndim(ids) != 1 or not _counts_up(node):
+        return None
+    if not all(isinstance(part, Node) and operator_of(part) in made for part, made in ((zeros, ZEROS), (ones, _ONES))):
+        return None
+    return Counts(ids, _holds(dtype_of(node), pairs_of(ids)), evidence=_because(node, also=(zeros, ones)))
+
+
+def _histc(routing: Routing, node: Node) -> Result:
+    """`torch.histc(ids, bins=E, min=0, max=E)`; on the CPU it takes floats, on CUDA devices integers too.
+
+    An id of E would be counted among those of E - 1. The place of an id e is e * E / E, rounded.
+    """
+    values, bins = argument(node, "input"), argument(node, "bins", 100)
+    if not isinstance(values, Node) or (argument(node, "min"), argument(node, "max")) != (0, bins):
+        return None
+    is_cast = operator_of(values) in CASTS and dtype_of(values) not in WIDE
+    ids: Any = values.args[0] if is_cast else values
+    if dtype_of(ids) not in WIDE or type(bins) is not int or not _holds(dtype_of(values), bins * bins):
+        return None
+    choice = routing.choice(ids)
+    if choice.choices is None or choice.choices > bins:
+        return None
+    return Counts(ids, _holds(dtype_of(node), pairs_of(ids)), evidence=_because(node, choice, also=(values,)))
+
+
+def _cumsum(routing: Routing, node: Node) -> Result:
+    counts: Any = node.args[0]
+    fact, is_plain = routing.of(counts), OperatorCall.of(node).has_only("input", "dim")
+    if not isinstance(fact, Counts) or not is_plain or argument(node, "dim") not in (0, -1) or _ndim(counts) != 1:
+        return None
+    return Ends(fact.ids, fact.exact, evidence=_because(node, fact)) if dtype_of(node) in WIDE else None
+
+
+def _sorted(routing: Routing, node: Node) -> Result:
+    """`torch.sort(ids)[0]`."""
+    sort: Any = node.args[0]
+    ids = sort.args[0]
+    is_plain = _ndim(ids) == 1 and len(sort.args) == 1 and not set(sort.kwargs) - {"stable", "dim"}
+    return Sorted(ids, evidence=_because(node)) if is_plain else None
+
+
+def _searchsorted(routing: Routing, node: Node) -> Result:
+    """`torch.searchsorted(sorted, torch.arange(E), right=True)`."""
+    if len(node.args) != 2 or set(node.kwargs) - {"right", "out_int32"} or node.kwargs.get("right") is not True:
+        return None
+    values, wanted = node.args
+    if not isinstance(values, Node) or not isinstance(wanted, Node) or operator_of(wanted) != "arange":
+        return None
+    fact, counts_up = routing.of(values), len(wanted.args) == 1 and not set(wanted.kwargs) - {"device", "dtype"}
+    if not isinstance(fact, Sorted) or not counts_up or not is_integer(wanted):
+        return None
+    return Ends(fact.ids, exact=True, evidence=_because(node, fact, also=(wanted,)))
+
+
+def _places(routing: Routing, node: Node) -> Result:
+    """`(counts > 0).nonzero()`, `torch.where(counts)`."""
+    counts: Any = node.args[0]
+    fact, is_where = routing.of(counts) if isinstance(counts, Node) else None, operator_of(node) == "where"
+    if not isinstance(fact, Counts) or _ndim(counts) != 1 or (is_where and len(node.args) + len(node.kwargs) != 1):
+        return None
+    return Hits(fact.ids, is_where or bool(argument(node, "as_tuple")), evidence=_because(node, fact))
+
+
+def _unique(routing: Routing, node: Node) -> Result:
+    ids: Any = node.args[0]
+    is_plain = len(node.args) == 1 and not node.kwargs and isinstance(ids, Node) and is_integer(ids)
+    return Hits(ids, evidence=_because(node)) if is_plain else None
+
+
+# Comparisons, with a number
+
+
+def _compare(routing: Routing, node: Node) -> Result:
+    source, number = argument(node, "input"), argument(node, "other")
+    if isinstance(number, Node) and operator_of(node) == "eq":
+        source, number = number, source
+    if not isinstance(source, Node) or not isinstance(number, (int, float)):
+        return None
+    asked, fact = (operator_of(node), number), routing.of(source)
+    evidence = _because(node, fact)
+    if isinstance(fact, Mask) and isinstance(fact.ids, Columns) and asked[0] != "eq":
+        columns = replace(fact.ids, tests=(*fact.ids.tests, (node.target, number)))
+        return replace(fact, ids=columns, evidence=evidence)
+    if asked in _SOME and isinstance(fact, Counts):
+        return replace(fact, exact=False, evidence=evidence)
+    if asked in _SOME and isinstance(fact, (Mask, Presence)):
+        return replace(fact, evidence=evidence)
+    if asked in _NONE and isinstance(fact, Presence) and example_of(source) is not None and {*_sizes(source)} <= {1}:
+        return replace(fact, present=not fact.present, evidence=evidence)
+    if asked[0] != "eq" or type(number) is not int or not is_integer(source):
+        return None
+    axes = tuple(range(_ndim(source)))
+    return Mask(routing.canonical(source), axes, len(axes), number, evidence=_because(node))
+
+
+# Reductions
+
+
+def _reduce(routing: Routing, node: Node) -> Result:
+    source: Any = node.args[0]
+    if not isinstance(source, Node) or (operator_of(node) == "max" and len(node.args) + len(node.kwargs) > 1):
+        return None  # `max` along a dimension is a pair
+    fact, dims = routing.of(source), argument(node, "dim")
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    if isinstance(fact, OneHot):
+        return _reduced_one_hot(routing, node, fact, dims)
+    found = _without_slots(routing, node, fact, dims) if isinstance(fact, Mask) else None
+    return found if isinstance(found, Mask) else _still_present(routing, node, found)
+
+
+def _reduced_one_hot(routing: Routing, node: Node, fact: OneHot, dims: Any) -> Result:
+    if all(type(dim) is int for dim in dims) and not argument(node, "keepdim", False):
+        dropped = {dim % len(fact.axes) for dim in dims}
+        axes = tuple(axis for place, axis in enumerate(fact.axes) if place not in dropped)
+        if axes == (None,) and _counts_up(node):
+            is_exact = operator_of(node) in ("count_nonzero", "sum") and _holds(dtype_of(node), pairs_of(fact.ids))
+            return Counts(fact.ids, is_exact, evidence=_because(node, fact))
+        slots, choice = _ndim(fact.ids) - 1, routing.choice(fact.ids)
+        if len(dropped) == 1 and slots in fact.axes and slots not in axes and choice.distinct:
+            return OneHot(fact.ids, axes, evidence=_because(node, fact, choice))
+    return "a sum of one-hot masks"
+
+
+def _without_slots(routing: Routing, node: Node, mask: Mask, dims: Any) -> Mask | str:
+    """`(idx == e).any(-1)`: the tokens that have e in some slot."""
+    name, ids, keeps = operator_of(node), mask.ids, argument(node, "keepdim", False)
+    if isinstance(ids, Columns) or mask.dims < 2 or mask.flat or mask.spread or [type(dim) for dim in dims] != [int]:
+        return f"`{name}` of a mask"
+    place, evidence = dims[0] % mask.dims, _because(node, mask)
+    if keeps and place != mask.dims - 1:
+        return f"`{name}` of a mask"
+    if name == "squeeze":
+        size = _number(_sizes(ids)[mask.axes[place]])
+        if size is None:
+            return "`squeeze` of a mask with several slots"
+        if size != 1:
+            return replace(mask, evidence=evidence)  # as it is: Qwen2-MoE squeezes the slots in vain
+    else:
+        choice = routing.choice(ids)
+        if len(mask.axes) != mask.dims or mask.axes[place] != mask.dims - 1 or not choice.distinct:
+            return "a token may be twice in one expert, as far as the graph shows"
+        evidence |= choice.evidence
+    axes = (*mask.axes[:place], *mask.axes[place + 1 :], mask.axes[place])
+    return Mask(ids, axes, mask.dims - 1, mask.expert, spread=bool(keeps), evidence=evidence)
+
+
+def _still_present(routing: Routing, node: Node, text: str | None = None) -> Result:
+    """What tells whether an expert has pairs still does. text: why it is no mask."""
+    presence = routing.presence(node.args[0])  # type: ignore[arg-type]
+    if presence is None or not _counts_up(node):
+        return text
+    text = text or presence.text or f"`{operator_of(node)}` of a mask"
+    return replace(presence, text=text, evidence=_because(node, presence))
+
+
+# Other dtypes, memory and shapes
+
+
+def _cast(routing: Routing, node: Node) -> Result:
+    source: Any = node.args[0] if node.args else None
+    before, after = dtype_of(source), dtype_of(node)
+    if before is None or after is None:
+        return None
+    fact = routing.of(source)
+    evidence = _because(node, fact)
+    if before is torch.float16 and not after.is_floating_point and after is not torch.bool:
+        return None  # more pairs than it holds would be below zero
+    match fact:
+        case Presence():
+            return _still_present(routing, node)
+        case Counts():
+            is_exact = fact.exact and _holds(after, pairs_of(fact.ids))
+            return replace(fact, exact=is_exact, evidence=evidence) if _counts_up(node) else None
+        case Choice(choices) if after is not before and after not in WIDE:
+            is_index = is_integer(node) and after is not torch.bool
+            kept = is_index and choices is not None and choices - 1 <= torch.iinfo(after).max
+        case Ends():
+            kept = after in WIDE
+        case Mask(Columns()):
+            kept = after is before or torch.bool in (before, after)  # a score of 0.5 is 0 as an integer
+        case _:
+            kept = not isinstance(fact, (Nothing, Scattered, Sorted))
+    return replace(fact, evidence=evidence) if kept else None
+
+
+def _reshape(routing: Routing, node: Node) -> Result:
+    source: Any = node.args[0]
+    if not isinstance(source, Node) or reads_bits(node):
+        return None
+    fact = routing.of(source)
+    evidence = _because(node, fact)
+    match fact:
+        case Choice():
+            slots = fact.slots if _ndim(source) == _ndim(node) == 1 else 1
+            if fact.distinct and (_ndim(source), _ndim(node)) == (2, 1) and operator_of(node) != "squeeze":
+                slots = _number(_sizes(source)[1]) or 1
+            return Choice(fact.choices, slots=slots, top=fact.top, evidence=evidence)
+        case OneHot():
+            axes = _moved(node, fact.axes)
+            return replace(fact, axes=axes, evidence=evidence) if axes else f"`{operator_of(node)}` of a one-hot mask"
+        case Mask():
+            return _reshaped_mask(routing, node, fact)
+        case Counts() if sum(size != 1 for size in _sizes(node)) <= 1:
+            return replace(fact, evidence=evidence)
+        case Hits(in_tuple=False):
+            return replace(fact, evidence=evidence)
+        case Presence():
+            return _still_present(routing, node)
+    return None
+
+
+def _moved(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
+    """The axes after `permute` or `transpose`; None for other operators."""
+    order = list(range(len(axes)))
+    if operator_of(node) == "transpose":
+        one, other = (argument(node, name) % len(axes) for name in ("dim0", "dim1"))
+        order[one], order[other] = other, one
+    elif operator_of(node) == "permute":
+        order = list(OperatorCall.of(node).sequence("dims"))
+    else:
+        return None
+    return tuple(axes[place] for place in order) if len(order) == len(axes) else None
+
+
+def _reshaped_mask(routing: Routing, node: Node, mask: Mask) -> Result:
+    name = operator_of(node)
+    if name == "unsqueeze" and argument(node, "dim") in (-1, _ndim(node) - 1) and not mask.spread:
+        return replace(mask, spread=True, evidence=_because(node, mask))
+    if name == "squeeze":
+        found = _without_slots(routing, node, mask, (argument(node, "dim"),))
+        return found if isinstance(found, Mask) else _still_present(routing, node, found)
+    is_plain = isinstance(mask.ids, Node) and not mask.flat and not mask.spread
+    if name in ("flatten", "reshape", "view") and is_plain and _ndim(node) == 1 and dtype_of(node) is torch.bool:
+        return replace(mask, flat=mask.dims > 1, evidence=_because(node, mask))
+    return _still_present(routing, node)
+
+
+def _expand(routing: Routing, node: Node) -> Result:
+    """A mask of tokens, for all features of each."""
+    source: Any = node.args[0]
+    fact = routing.of(source)
+    is_spread = isinstance(fact, Mask) and fact.spread and _sizes(source) == [*_sizes(node)[:-1], 1]
+    return replace(fact, evidence=_because(node, fact)) if is_spread else "a mask over features"
+
+
+# Indices
+
+
+def _index(routing: Routing, node: Node) -> Result:
+    """`x[...]` and `x.select(dim, index)`."""
+    source: Any = node.args[0]
+    if not isinstance(source, Node):
+        return None
+    index = node.args[1] if operator_of(node) == "getitem" else None
+    if isinstance(source.meta.get("example_value"), (tuple, list)) and type(index) is int:
+        part = _PARTS.get((operator_of(source), index))
+        return part(routing, node) if part is not None else None
+    fact, (place, expert) = routing.of(source), _element(node)
+    evidence = _because(node, fact)
+    if isinstance(fact, Choice):
+        return Choice(fact.choices, top=fact.top, evidence=evidence)
+    if isinstance(fact, Mask) and not fact.spread and index in _spreading(_ndim(node)):
+        return replace(fact, spread=True, evidence=evidence)
+    if place is None or expert is None or expert < 0:
+        return "an index of a mask"
+    match fact:
+        case OneHot() if fact.axes[place] is not None:
+            return "an index of a one-hot mask"
+        case OneHot():
+            rest = [axis for axis in fact.axes if axis is not None]
+            missing = [axis for axis in range(_ndim(fact.ids)) if axis not in rest]  # summed over the slots
+            return Mask(fact.ids, (*rest, *missing), len(rest), expert, evidence=evidence)
+        case Counts() | Ends() if _ndim(source) == 1:  # the rows of the first expert end at their number
+            is_count = isinstance(fact, Counts) or expert == 0
+            return Presence(fact.ids, expert, evidence=evidence) if is_count else None
+    size = _number(_sizes(source)[place])
+    if _ndim(source) < 2 or size is None or expert >= size:
+        return None
+    others = tuple(axis for axis in range(_ndim(source)) if axis != place)
+    return Mask(Columns(routing.canonical(source), place, ()), (*others, place), len(others), expert, evidence=evidence)
+
+
+def _hits(routing: Routing, node: Node) -> Result:
+    fact = routing.of(node.args[0])  # type: ignore[arg-type]
+    return replace(fact, in_tuple=False, evidence=_because(node, fact)) if isinstance(fact, Hits) else None
+
+
+def _element(node: Node) -> tuple[int | None, int | None]:
+    """(dimension, place) where an index is one number along one dimension."""
+    ndim, index = _ndim(node.args[0]), node.args[1] if len(node.args) > 1 else None
+    if operator_of(node) == "select":
+        place, number = argument(node, "dim"), argument(node, "index")
+        place = place % ndim if type(place) is int and ndim else None
+    else:
+        parts: Any = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in parts:
+            at = parts.index(Ellipsis)
+            parts = (*parts[:at], *[slice(None)] * (ndim - len(parts) + 1), *parts[at + 1 :])
+        places = [at for at, part in enumerate(parts) if part != slice(None)]
+        place, number = (places[0], parts[places[0]]) if len(places) == 1 else (None, None)
+    return (place, number) if type(place) is int and type(number) is int and place < ndim else (None, None)
+
+
+def _spreading(ndim: int) -> tuple[Any, ...]:
+    return (Ellipsis, None), (*[slice(None)] * (ndim - 1), None)
+
+
+_Transfer = Callable[["Routing", Node], Result]
+_PARTS: dict[tuple[str, int], _Transfer] = {
+    ("max", 1): _choice,
+    ("nonzero", 0): _hits,
+    ("sort", 0): _sorted,
+    ("topk", 1): _choice,
+    ("where", 0): _hits,
+}
+TRANSFER: dict[str, _Transfer] = {
+    "argmax": _choice,
+    "bincount": _bincount,
+    "cumsum": _cumsum,
+    "expand": _expand,
+    "expand_as": _expand,
+    "getitem": _index,
+    "histc": _histc,
+    "nonzero": _places,
+    "one_hot": _one_hot,
+    "scatter": _scatter,
+    "scatter_": _scatter,
+    "scatter_add": _scatter_add,
+    "searchsorted": _searchsorted,
+    "select": _index,
+    "unique": _unique,
+    "where": _places,
+    **dict.fromkeys(CASTS, _cast),
+    **dict.fromkeys(("eq", "ge", "gt", "le", "lt", "ne"), _compare),
+    **dict.fromkeys(("amax", "any", "count_nonzero", "max", "sum"), _reduce),
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(ZEROS, _zeros),
+}
