@@ -65,6 +65,7 @@ def fastpack_backend(
     gm.meta[SKIPS] = tracing.skips()
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     result = run_passes(passes, gm, example_inputs, settings, watch.after_pass)
+    tracing.discharge(result.discharged)
     recompiles.note_sizes(gm)
     if settings.offload.tier != "off":
         leaves.guard(gm, example_inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ class Context:
 
     example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
     shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass cut one out; draft:
-    what it was built from.
+    what it was built from. discharged: the numbers of the skips (`graph/skips.py`) that passes have proved.
     pass_name: of the pass that it is for.
     """
 
@@ -41,6 +41,7 @@ class Context:
     program: Program | None = None
     pass_name: str = ""
     draft: Draft | None = None
+    discharged: set[int] = field(default_factory=set)
     _asked: dict[Node, bool] = field(default_factory=dict)
 
     def may_change(self, node: Node) -> bool:
@@ -71,13 +72,17 @@ class Pass(Protocol):
 
 @dataclass
 class Result:
-    """The graph after all passes, the examples for its placeholders, the prologue, and a report for each pass."""
+    """The graph after all passes, the examples for its placeholders, the prologue, and a report for each pass.
+
+    discharged: what passes have proved (`Context`), but for those that were dropped, changed or not.
+    """
 
     gm: GraphModule
     example_inputs: list[Any]
     program: Program | None = None
     reports: list[Report] = field(default_factory=list)
     draft: Draft | None = None
+    discharged: frozenset[int] = frozenset()
 
 
 def run_passes(
@@ -116,8 +121,11 @@ def run_passes(
         report.asked = context.changes_asked_for
         log.info("%s (%.3f s)", report, report.seconds)
         result.reports.append(report)
+        discharged = frozenset(context.discharged)
         if report.changed:
-            result = Result(gm, context.example_inputs, context.program, result.reports, context.draft)
+            result = Result(gm, context.example_inputs, context.program, result.reports, context.draft, discharged)
+        else:
+            result = replace(result, discharged=discharged)
         after_pass(report, result, "")
     return result
 
@@ -129,7 +137,10 @@ def _context(gm: GraphModule, result: Result, options: Options, name: str) -> Co
     if fake_mode is None:
         return None  # a graph without tensors, or one that Dynamo did not make: nothing for these passes
     shared = _inputs_that_share_memory(placeholders, result.example_inputs)
-    return Context(options, list(result.example_inputs), fake_mode, shared, result.program, name, result.draft)
+    discharged = set(result.discharged)
+    return Context(
+        options, list(result.example_inputs), fake_mode, shared, result.program, name, result.draft, discharged
+    )
 
 
 def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence[Any]) -> frozenset[Node]:

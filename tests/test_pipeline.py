@@ -105,3 +105,25 @@ def test_verify_on_a_program_that_is_hoisted():
         return x * lengths.max().item()
 
     assert_same(program, [(torch.randn(4, requires_grad=True), torch.tensor([1, 2]))], verify=True)
+
+
+class Proves:
+    """Proves what it is given, and then fails or not."""
+
+    name = "proves"
+    exact = True
+
+    def __init__(self, *numbers, fails=False, changed=False):
+        self.numbers, self.fails, self.changed = numbers, fails, changed
+
+    def __call__(self, gm, context):
+        context.discharged.update(self.numbers)
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return Report(self.name, changed=self.changed)
+
+
+def test_proofs_are_returned_and_those_of_a_dropped_pass_are_not(graph):
+    with pytest.warns(UserWarning, match="the pass proves failed"):
+        result = run_passes([Proves(0), Proves(1, fails=True), Proves(2, changed=True)], *graph, Options())
+    assert result.discharged == {0, 2}

@@ -99,6 +99,7 @@ class Skipping:
 
     def __init__(self, numbers: bool = True) -> None:
         self.skips: list[Skip] = []
+        self.discharged: set[int] = set()  # by number: those that are proved
         self.values = AssumedValues()
         self.arrays = NumpyCounts(self.values.routing, lambda: self._new("numbers")) if numbers else None
         self.answers = 0  # questions that the batch answered (`capture/hints.py`)
@@ -108,7 +109,7 @@ class Skipping:
 
     @property
     def unproved(self) -> list[Skip]:
-        return [skip for skip in self.skips if not skip.proved]
+        return [skip for skip in self.skips if skip.number not in self.discharged]
 
     def finish(self) -> None:
         """The graph is written."""
@@ -335,7 +336,7 @@ class Skipping:
         skip.pairs = len(different)
         skip.ended = True
         if not made and not different and not skip.parts:
-            skip.proved = True
+            self.discharged.add(skip.number)
 
 
 def _unprovable(body: _Body) -> Unprovable:

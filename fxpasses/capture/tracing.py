@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -134,6 +134,13 @@ def skips() -> list[Skip]:
         return []
     hints.skipping.finish()
     return hints.skipping.skips
+
+
+def discharge(numbers: Iterable[int]) -> None:
+    """Note which skips the passes that were kept have proved."""
+    hints = current.get()
+    if hints is not None and hints.skipping is not None:
+        hints.skipping.discharged.update(numbers)
 
 
 def unproved_skips() -> list[Skip]:

@@ -22,7 +22,6 @@ understood.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -68,7 +67,7 @@ class GroupExperts:
                     else:
                         counts["loops_grouped"] += len(found)
                         changes += found
-            prove_idle(region.gm.graph, skips_of(gm), context.fake_mode)
+            prove_idle(region.gm.graph, skips_of(gm), context.fake_mode, context.discharged)
             if level != "grouped":
                 memory.refresh()
                 sliced = slice_queries(region.gm.graph, memory, context, left, _NOT_GROUPED[level])
@@ -83,7 +82,7 @@ class GroupExperts:
                 while around.parent is not None:
                     save_routing(around.gm)
                     around = around.parent
-        prove_numbers([region.gm.graph for region in Region(gm).walk()], skips_of(gm))
+        context.discharged |= set(prove_numbers([region.gm.graph for region in Region(gm).walk()], skips_of(gm)))
         report.figures = {name: count for name, count in counts.items() if count}
         report.changed = bool(report.figures)
         report.summary = _summary(**counts)
@@ -103,32 +102,33 @@ class GroupExperts:
             first = key[0]
             if context.may_change(first):
                 memory.refresh()
-                yield loop, self._group(region, loop, memory, context.fake_mode, skips)
+                yield loop, self._group(region, loop, memory, context, skips)
             else:
                 yield loop, Refusal(first.name, Reason.LEFT_OUT, "", where(first), module_of(first)[0])
 
     def _group(
-        self, region: Region, loop: Loop, memory: AliasAnalysis, fake_mode: Any, skips: dict[int, Skip]
+        self, region: Region, loop: Loop, memory: AliasAnalysis, context: Context, skips: dict[int, Skip]
     ) -> list[str] | Refusal:
         """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
         refusal = None
         for rounds in loop.rounds():
             groupings = []
             try:
-                groupings = [Grouping(region, inner, memory, fake_mode, skips) for inner in rounds]
+                groupings = [Grouping(region, inner, memory, context.fake_mode, skips) for inner in rounds]
                 if len({grouping.experts() for grouping in groupings}) > 1:
                     raise NotProved("the rounds of the loop are of different experts")
-                return self._run_all(groupings)
+                return self._run_all(groupings, context.discharged)
             except Refused as refused:
                 refusal = refusal or refused.of(loop.merges[0].node)
         assert refusal is not None
         return refusal
 
-    def _run_all(self, groupings: list[Grouping]) -> list[str]:
+    def _run_all(self, groupings: list[Grouping], discharged: set[int]) -> list[str]:
         changes: list[str] = []
         for grouping in groupings:
             try:
                 changes.append(grouping.run())
+                discharged |= grouping.proof.skips
             except Refused:
                 if not changes:
                     raise

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 import fxpasses.inspect
+from fxpasses import fastpack_backend, once
 from fxpasses.capture import flags
+from fxpasses.passes.group_experts import GroupExperts
 from tests.passes.expert_skipping import EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
 from tests.passes.expert_skipping_decoys import LEFT, LEFT_BY_SOURCE, LEFT_IN_COUNTS, looks_at_hits
 from tests.support import compiled, events
@@ -95,3 +97,21 @@ def test_experts_without_tokens_are_no_question(program: Program) -> None:
 @pytest.mark.parametrize("program", [*LEFT, *LEFT_BY_SOURCE, *LEFT_IN_COUNTS, looks_at_hits], ids=lambda p: p.__name__)
 def test_what_a_body_does_without_tokens_is_not_lost(program: Program) -> None:
     check(program, 1)
+
+
+def test_a_pass_that_is_dropped_takes_its_proofs_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branches that it had proved are unproved again: the frame is traced anew, without them."""
+    rewrite = GroupExperts.__call__
+
+    def fails(self: GroupExperts, gm: Any, context: Any) -> Any:
+        rewrite(self, gm, context)
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(GroupExperts, "__call__", fails)
+    monkeypatch.setattr(once, "_given", set())
+    module, (logits, *_) = Router(GROUPED[0]), routings()
+    x = torch.randn(TOKENS, HIDDEN)
+    with pytest.warns(UserWarning, match="group_experts failed"), fxpasses.inspect.record() as record:
+        ours = torch.compile(module, backend=fastpack_backend, options={"fastpack.lowering": "eager"})
+        torch.testing.assert_close(ours(x, logits), module(x, logits), rtol=0, atol=0)
+    assert [graph.outcome for graph in record.graphs[:2]] == ["retraced", "captured"]

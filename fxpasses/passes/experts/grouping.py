@@ -129,7 +129,6 @@ class Grouping:
         self._erase(left | known.keys())
         self._emit.update(results)
         erase_unused(self.graph, self.proof.conditions - around.inside, around.assertions_on)
-        self.proof.conclude()
         return f"{words} at {place} → level 2, one grouped program ({routing})"
 
     def _own_memory(self, concatenated: Node, result: Node) -> Node:

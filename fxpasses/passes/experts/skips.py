@@ -38,14 +38,10 @@ _QUERIES = frozenset({"where", "nonzero", "getitem", "sym_size", "size", "numel"
 
 @dataclass(frozen=True)
 class Proof:
-    """skips: those that a loop's grouping makes superfluous. conditions: the nodes that only they ask."""
+    """skips: the numbers of those that a grouped loop makes superfluous. conditions: the nodes that only they ask."""
 
-    skips: tuple[Skip, ...]
+    skips: frozenset[int]
     conditions: frozenset[Node]
-
-    def conclude(self) -> None:
-        for skip in self.skips:
-            skip.proved = True
 
 
 def prove(
@@ -59,7 +55,7 @@ def prove(
 ) -> Proof:
     """own: the loop's nodes, ends included, which the pass has checked. selected: its rows. Raises `NotProved`."""
     if not skips or selected is None:
-        return Proof((), frozenset())
+        return Proof(frozenset(), frozenset())
     numbers = {number for node in own for number, role in marks(node) if role == INSIDE}
     places = Marked(graph)
     conditions: set[Node] = set()
@@ -76,27 +72,26 @@ def prove(
         if skip.parts:
             _check_joined(loop, selected)
         _check_pairs(places, skip, loop, branches[0])
-    return Proof(tuple(skips[number] for number in sorted(numbers)), frozenset(conditions))
+    return Proof(frozenset(numbers), frozenset(conditions))
 
 
-def prove_idle(graph: Graph, skips: dict[int, Skip], fake_mode: Any) -> None:
-    """Prove skips whose bodies compute what nobody uses: `if e == padding: continue` in a loop over experts."""
+def prove_idle(graph: Graph, skips: dict[int, Skip], fake_mode: Any, discharged: set[int]) -> None:
+    """Discharge skips whose bodies compute what nobody uses: `if e == padding: continue` in a loop over experts."""
     places = Marked(graph)
     for skip in skips.values():
-        if skip.proved or not skip.ended or skip.pairs or not places.all(skip.number, INSIDE):
+        if skip.number in discharged or not skip.ended or skip.pairs or not places.all(skip.number, INSIDE):
             continue
         try:
             _check_body(places, skip, set(), fake_mode)
         except NotProved:
             continue
-        skip.proved = True
+        discharged.add(skip.number)
 
 
-def prove_numbers(graphs: Iterable[Graph], skips: dict[int, Skip]) -> None:
+def prove_numbers(graphs: Iterable[Graph], skips: dict[int, Skip]) -> Iterable[int]:
     """Prove of numbers from NumPy's arrays that they may be Python's: nothing in the graphs reads them any more."""
     read = {number for graph in graphs for node in graph.nodes for number, role in marks(node) if role == READ}
-    for skip in skips.values():
-        skip.proved |= skip.kind == "numbers" and skip.ended and skip.number not in read
+    return [s.number for s in skips.values() if s.kind == "numbers" and s.ended and s.number not in read]
 
 
 def erase_answers(graph: Graph) -> None:
