@@ -12,8 +12,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxpasses import ddp_buckets, inspect, overrides
-from fxpasses.capture import breaks, leaves, recompiles, tracing
+from fxpasses.capture import leaves, recompiles, retracing, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
+from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.skips import SKIPS
@@ -28,7 +29,7 @@ from fxpasses.passes.omit_masks import OmitMasks
 from fxpasses.passes.sparsify_attention import SparsifyAttention
 from fxpasses.pipeline import Pass, Result, run_passes
 from fxpasses.prologue_program import Program
-from fxpasses.report import Report
+from fxpasses.report import OnReport, Report
 from fxpasses.runtime.prologue import Prologue, with_prologue
 
 log = logging.getLogger(__name__)
@@ -58,39 +59,45 @@ def fastpack_backend(
     """
     settings = Options.parse(options, mode)
     settings = replace(settings, passes=overrides.passes(settings.passes, known=ALL_PASSES))
-    watch = inspect.watch(gm, example_inputs, settings)
-    assumed = tracing.report()
+    observer = inspect.watch(gm, example_inputs, settings)
+    trace = tracing.running()
+    assumed = tracing.report(trace)
     if assumed is not None:
-        watch.after_pass(assumed, Result(gm, list(example_inputs)), "")
-    gm.meta[SKIPS] = tracing.skips()
+        observer.after_pass(assumed, Result(gm, list(example_inputs)), "")
+    gm.meta[SKIPS] = trace.speculated()
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
-    result = run_passes(passes, gm, example_inputs, settings, watch.after_pass)
-    tracing.discharge(result.discharged)
+    result = run_passes(passes, gm, example_inputs, settings, observer.after_pass)
+    trace.discharge(result.discharged)
     recompiles.note_sizes(gm)
     if settings.offload.tier != "off":
         leaves.guard(gm, example_inputs)
     if result.program is not None:
         sources = input_sources(gm)
-        tracing.note_companions([sources[position] for position in result.program.host_inputs])
-    watch.lowering()
+        trace.companions += filter(None, (sources[position] for position in result.program.host_inputs))
+    observer.lowering()
     try:
-        breaks.check_captured(gm)
-        compiled, outcome = _compile(result, gm, example_inputs, settings, watch.after_partition)
+        tracing.check(trace, gm)
+        compiled, outcome = _compile(result, gm, example_inputs, settings, trace, observer.after_partition)
     except Exception as error:
-        watch.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
+        observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
-    watch.finish(outcome)
-    return tracing.checked(compiled, gm)
+    observer.finish(outcome)
+    return tracing.checked(trace, compiled, gm)
 
 
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how capture/ knows for whom Dynamo traces
 
 
-_RETRACED = (*asks_for_another_trace(), breaks.CaptureRejected, breaks.SkipsRejected, breaks.StoresRejected)
+_RETRACED = (*asks_for_another_trace(), retracing.CaptureRejected, tracing.FeatureRejected)
 
 
 def _compile(
-    result: Result, gm: GraphModule, example_inputs: Sequence[Any], settings: Options, told: Callable[[Report], None]
+    result: Result,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Options,
+    trace: Trace,
+    on_report: OnReport,
 ) -> tuple[Callable[..., Any], str]:
     """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing.
 
@@ -99,11 +106,11 @@ def _compile(
     attempts = [result] if result.gm is not gm else []
     attempts.append(Result(gm, list(example_inputs)))
     for attempt in attempts:
-        compiled = _try_to_lower(attempt, gm, settings, told)
+        compiled = _try_to_lower(attempt, gm, settings, trace, on_report)
         if isinstance(compiled, Exception) and ddp_buckets.wanted() and not settings.strict:
             _warn("compiling a graph piece by piece, at DDP's buckets,", compiled, "It is compiled whole.")
             with ddp_buckets.moved_inside(None):
-                compiled = _try_to_lower(attempt, gm, settings, told)
+                compiled = _try_to_lower(attempt, gm, settings, trace, on_report)
         if not isinstance(compiled, Exception):
             return compiled, "rewritten" if attempt.gm is not gm else "captured"
         failed = compiled
@@ -111,27 +118,27 @@ def _compile(
             raise failed
         if attempt.gm is not gm:
             _warn("compiling a graph as rewritten", failed, "It is compiled as it was captured.")
-    if breaks.may_trace_again(failed, _has_unbacked_symbols(gm)):
-        raise breaks.CaptureRejected("the captured graph does not compile with data-dependent values") from failed
+    if retracing.may_trace_again(trace, failed, _has_unbacked_symbols(gm)):
+        raise retracing.CaptureRejected("the captured graph does not compile with data-dependent values") from failed
     _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.")
     return uncompiled(gm), "uncompiled"
 
 
 def _try_to_lower(
-    attempt: Result, gm: GraphModule, settings: Options, told: Callable[[Report], None]
+    attempt: Result, gm: GraphModule, settings: Options, trace: Trace, on_report: OnReport
 ) -> Callable[..., Any] | Exception:
     """Compile without the batch's help; where autograd asks for a size that only the batch knows, with it."""
     try:
-        with tracing.paused():
-            return _lower(attempt, gm, settings, told)
+        with trace.paused():
+            return _lower(attempt, gm, settings, on_report)
     except asks_for_another_trace():
         raise
     except Exception as error:
-        if not breaks.is_data_dependent(error):
+        if not retracing.is_data_dependent(error):
             return error
     try:
         with tracing.without_caches():
-            return _lower(attempt, gm, settings, told)
+            return _lower(attempt, gm, settings, on_report)
     except asks_for_another_trace():
         raise
     except Exception as error:
@@ -143,26 +150,26 @@ def _warn(what: str, error: Exception, instead: str) -> None:
     warnings.warn(f"fxpasses: {what} failed ({type(error).__name__}: {error}). {instead}", stacklevel=3)
 
 
-def _lower(result: Result, gm: GraphModule, settings: Options, told: Callable[[Report], None]) -> Callable[..., Any]:
+def _lower(result: Result, gm: GraphModule, settings: Options, on_report: OnReport) -> Callable[..., Any]:
     if result.program is None:
-        return _lower_main(result, settings, "", told)
-    compiled = _compile_prologue(result.program, settings, told)
+        return _lower_main(result, settings, "", on_report)
+    compiled = _compile_prologue(result.program, settings, on_report)
     sources = input_sources(gm)
     prologue = Prologue(result.program, sources, compiled=compiled)
-    main = _lower_main(result, settings, prologue.key, told)
+    main = _lower_main(result, settings, prologue.key, on_report)
     return with_prologue(main, prologue, uncompiled(gm), fakes=result.example_inputs[len(sources) :])
 
 
-def _lower_main(result: Result, settings: Options, salt: str, told: Callable[[Report], None]) -> Callable[..., Any]:
+def _lower_main(result: Result, settings: Options, salt: str, on_report: OnReport) -> Callable[..., Any]:
     def lower_piece(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return lower(piece, example_inputs, settings, salt, told)
+        return lower(piece, example_inputs, settings, salt, on_report)
 
     if settings.lowering == "eager":  # its gradients are ready one by one
         return lower_piece(result.gm, result.example_inputs)
-    return ddp_buckets.compile_in_buckets(lower_piece, result.gm, result.example_inputs, told)
+    return ddp_buckets.compile_in_buckets(lower_piece, result.gm, result.example_inputs, on_report)
 
 
-def _compile_prologue(program: Program, settings: Options, told: Callable[[Report], None]) -> Callable[..., Any] | None:
+def _compile_prologue(program: Program, settings: Options, on_report: OnReport) -> Callable[..., Any] | None:
     """The prologue's large tensors, compiled, where that is worth it."""
     started = time.perf_counter()
     try:
@@ -173,7 +180,7 @@ def _compile_prologue(program: Program, settings: Options, told: Callable[[Repor
         _warn("compiling a prologue", error, "It runs operator by operator.")
         return None
     if compiled is not None:
-        told(Report("prologue", summary="its tensors are compiled", seconds=time.perf_counter() - started))
+        on_report(Report("prologue", summary="its tensors are compiled", seconds=time.perf_counter() - started))
     return compiled
 
 
@@ -186,4 +193,4 @@ def _has_unbacked_symbols(gm: GraphModule) -> bool:
     )
 
 
-breaks.install()
+retracing.install()

@@ -31,7 +31,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.graph.copying import copy_graph_module
-from fxpasses.report import Report
+from fxpasses.report import OnReport, Report
 
 NAME = "ddp_buckets"  # in the record
 
@@ -70,9 +70,7 @@ def wanted() -> bool:
     return _optimizer.get() is not None
 
 
-def compile_in_buckets(
-    lower: Lower, gm: GraphModule, example_inputs: Sequence[Any], told: Callable[[Report], None]
-) -> Compiled:
+def compile_in_buckets(lower: Lower, gm: GraphModule, example_inputs: Sequence[Any], on_report: OnReport) -> Compiled:
     """Compile `gm` with `lower`: piece by piece where the running trace is for a model under DDP, else as it is."""
     outer = _optimizer.get()
     if outer is None:
@@ -90,7 +88,7 @@ def compile_in_buckets(
         raise
     if pieces > 1:
         summary = f"compiled in {pieces} pieces, at DDP's buckets: gradients are reduced while backward runs"
-        told(Report(NAME, summary=summary, figures={"pieces": pieces}))
+        on_report(Report(NAME, summary=summary, figures={"pieces": pieces}))
     return compiled
 
 

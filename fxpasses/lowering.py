@@ -15,7 +15,7 @@ from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.regions import Region
 from fxpasses.options import Options
-from fxpasses.report import Report
+from fxpasses.report import OnReport, Report
 from fxpasses.saved_order import may_save_objects
 from fxpasses.version import __version__
 
@@ -32,11 +32,11 @@ def lower(
     example_inputs: Sequence[Any],
     options: Options,
     salt: str,
-    told: Callable[[Report], None] = lambda report: None,
+    on_report: OnReport = lambda report: None,
 ) -> Compiled:
     """Compile `gm`. `salt` tells programs apart that have the same graph but differ in what is known of its inputs.
 
-    `told` gets the reports of passes that work on the partitioned graphs, once all is compiled.
+    `on_report` gets the reports of passes that work on the partitioned graphs, once all is compiled.
     """
     if options.lowering == "eager":
         return uncompiled(gm)
@@ -48,9 +48,9 @@ def lower(
             compiled = inductor(gm, example_inputs, options, salt, partition)
     if partitioner is not None and partitioner.options is not None:
         for report in partitioner.reports:
-            told(report)
+            on_report(report)
         if not partitioner.asked:
-            told(Report(partitioner.name, summary=_FROM_CACHE if _cache_hits() > hits else _FOR_INFERENCE))
+            on_report(Report(partitioner.name, summary=_FROM_CACHE if _cache_hits() > hits else _FOR_INFERENCE))
     return _as_in_eager_mode(gm, compiled) if spans_ranks() else compiled
 
 

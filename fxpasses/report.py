@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -107,3 +108,6 @@ class Report:
         lines += [f"  {change}" for change in self.changes]
         lines += [f"  not: {refusal}" for refusal in self.refusals]
         return "\n".join(lines)
+
+
+OnReport = Callable[[Report], None]  # gets the reports of what runs after the passes over the captured graph

@@ -22,10 +22,10 @@ OPTIONS = {"fastpack.lowering": "eager"}
 def fail_for(monkeypatch, fails):
     stock = backend.lower
 
-    def lower(gm, example_inputs, options, salt, told):
+    def lower(gm, example_inputs, options, salt, on_report):
         if fails(gm):
             raise RuntimeError("no compiler")
-        return stock(gm, example_inputs, options, salt, told)
+        return stock(gm, example_inputs, options, salt, on_report)
 
     monkeypatch.setattr(backend, "lower", lower)
 

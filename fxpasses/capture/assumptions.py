@@ -1,6 +1,6 @@
-"""What a graph assumes of its batch: the answers that hints gave while it was traced, each once and in words.
+"""What a graph assumes of its batch: the answers that it was given while it was traced, each once and in words.
 
-The answers (`capture/hints.py`) hold for the batch being traced. Those that state consistency (`sum(lengths) ==
+The answers (`capture/trace.py`) hold for the batch being traced. Those that state consistency (`sum(lengths) ==
 tokens`) are assertions in the graph already: a batch that breaks them is wrong, and raises. The others are choices
 (`longest > 512`), which another batch may make otherwise: `capture/guarding.py` sees to that.
 """
@@ -16,8 +16,8 @@ import sympy
 import torch
 from torch.utils._sympy.solve import try_solve
 
-from fxpasses.capture.hints import Answer, Hints
-from fxpasses.capture.live import LiveMetadata
+from fxpasses.capture.partial_graph import PartialGraph
+from fxpasses.capture.trace import Answer, Trace
 from fxpasses.graph.prologue import Extra
 from fxpasses.graph.wording import describe
 
@@ -35,15 +35,14 @@ class Assumption:
         return f"{self.text}, at {self.where}" if self.where else self.text
 
 
-def assumptions_of(hints: Hints) -> list[Assumption]:
+def assumptions_of(trace: Trace) -> list[Assumption]:
     """The choices among the answers of a trace, each once, without those that others imply."""
-    metadata = hints.metadata
-    if metadata is None:
+    if trace.graph is None:
         return []
-    canonical = _Canonical(metadata)
+    canonical = _Canonical(trace.graph)
     found: dict[Any, Answer] = {}
-    for answer in hints.answers:
-        for part in sympy.And.make_args(hints.defined(answer.condition)):
+    for answer in trace.answers:
+        for part in sympy.And.make_args(trace.defined(answer.condition)):
             condition = canonical(part)
             if not answer.states_consistency and condition != sympy.true:
                 found.setdefault(condition, answer)
@@ -57,8 +56,8 @@ def assumptions_of(hints: Hints) -> list[Assumption]:
 class _Canonical:
     """One symbol for each value, however many layers asked for it."""
 
-    def __init__(self, metadata: LiveMetadata) -> None:
-        self.metadata = metadata
+    def __init__(self, graph: PartialGraph) -> None:
+        self.graph = graph
         self._symbols: dict[Extra, Any] = {}
 
     def __call__(self, condition: Any) -> Any:
@@ -71,9 +70,9 @@ class _Canonical:
         return condition
 
     def _symbol(self, found: Any) -> Any:
-        if self.metadata.is_size(found):
+        if self.graph.is_size(found):
             return found
-        return self._symbols.setdefault(self.metadata.extra(found), found)
+        return self._symbols.setdefault(self.graph.extra(found), found)
 
     def in_words(self, condition: Any) -> str:
         flag = self._flag(condition)
@@ -91,20 +90,20 @@ class _Canonical:
         """`(lengths > 6).any()` for a condition that it is 1."""
         if not isinstance(condition, (sympy.Eq, sympy.Ne)) or not condition.lhs.is_Symbol:
             return None
-        if self.metadata.is_size(condition.lhs) or condition.rhs not in (0, 1):
+        if self.graph.is_size(condition.lhs) or condition.rhs not in (0, 1):
             return None
-        extra = self.metadata.extra(condition.lhs)
-        if not isinstance(self.metadata.walk.closure.table.entries[extra.ref.number].fake, (bool, torch.SymBool)):
+        extra = self.graph.extra(condition.lhs)
+        if not isinstance(self.graph.walk.closure.table.entries[extra.ref.number].fake, (bool, torch.SymBool)):
             return None
         holds = isinstance(condition, sympy.Eq) == (condition.rhs == 1)
         text = self.name(condition.lhs)
         return text if holds else f"not {text}"
 
     def name(self, found: Any) -> str:
-        if self.metadata.is_size(found):
-            return _short(self.metadata.size_source(found))
-        extra = self.metadata.extra(found)
-        text = describe(self.metadata.walk.closure.table, extra.ref)
+        if self.graph.is_size(found):
+            return _short(self.graph.size_source(found))
+        extra = self.graph.extra(found)
+        text = describe(self.graph.walk.closure.table, extra.ref)
         return text if extra.dimension is None else f"{text}.shape[{extra.dimension}]"
 
 

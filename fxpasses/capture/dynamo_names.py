@@ -6,12 +6,14 @@
 - `SpeculationLog.clear()` forgets where earlier attempts broke the graph.
 - `GuardOnDataDependentSymNode` and `PendingUnbackedSymbolNotFound` are how an unbacked symbol fails.
 - `config._make_closure_patcher(**values)` is what PyTorch itself uses to set values on a hot path.
+- `TracingContext.extract_stack()` is the user's stack at the instruction that is traced.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -97,6 +99,12 @@ def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[]
     _attribute(_attribute(guards, "GuardBuilder"), "add_python_lambda_leaf_guard_to_root")
     sources = importlib.import_module("torch._dynamo.source")
     return _attribute(guards, "_get_closure_vars"), _attribute(sources, "ShapeEnvSource")
+
+
+def user_line() -> str:
+    """`file.py:12` of the instruction that is traced, or ""."""
+    frames = torch._guards.TracingContext.extract_stack()
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def config_switch(values: Mapping[str, bool]) -> Callable[[], Callable[[], None]]:

@@ -6,8 +6,8 @@ in the trace may do these two things, and be appended to; whoever looks at its e
 experts have tokens, and the trace is taken back. A pass has to prove of each appended tensor that it has no rows
 without tokens.
 
-Private names, checked on torch 2.11 and 2.13: `ListVariable.call_method`, and its attribute `items`, which is all
-that Dynamo looks at.
+Private names, checked on torch 2.11 and 2.13, besides the handlers' sites: the attribute `items` of a `ListVariable`,
+which is all that Dynamo looks at.
 """
 
 from __future__ import annotations
@@ -18,9 +18,19 @@ from typing import Any
 
 import torch
 from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from fxpasses.capture.hints import BUILTIN, TORCH_FUNCTION, take
+from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.capture.speculation import Speculation, born
+from fxpasses.capture.trace import Trace
+from fxpasses.graph.skips import PART, mark
 
 _JOINING = (torch.cat, torch.concat, torch.concatenate)
+_CHECKED = ("2.11.0", "2.13.0")
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE")
+
+handlers = Handlers()
 
 
 class GrownList(ListVariable):
@@ -50,34 +60,84 @@ class GrownList(ListVariable):
         finally:
             self.is_open = False
 
+    def ask(self, speculation: Speculation) -> None:
+        """Somebody asks whether the list is empty: from now on, it must not grow any more."""
+        if speculation.open:
+            raise self.refuse("a list that grows where experts have tokens is asked there")
+        self.is_asked = True
 
-def grow(variable: Any, refuse: Callable[[str], Exception]) -> GrownList:
-    """Turn a list of the trace into one that has grown. refuse: makes what to raise."""
+
+@handlers.at(
+    method("torch._dynamo.variables.lists.ListVariable", "call_method"),
+    without="`outputs.append(y)` where an expert has tokens breaks the graph",
+    checked=_CHECKED,
+)
+def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """`outputs.append(y)`, in a branch that did not make the list."""
+    branches = trace.speculation.open
+    if name != "append" or len(args) != 1 or kwargs or not isinstance(args[0], TensorVariable):
+        return NOT_HANDLED
+    if type(self) not in (ListVariable, GrownList) or not any(born(self) < branch.born for branch in branches):
+        return NOT_HANDLED
+    node = args[0].as_proxy().node
+    if len(branches) > 1 or born(self) < 0 or node.graph is not branches[0].graph:
+        return NOT_HANDLED
+    with _grown(self, trace.speculation).opened(), trace.speculation.allowing_changes():
+        result = proceed(self, tx, name, args, kwargs)
+    mark(node, branches[0].skip, PART)
+    branches[0].skip.parts += 1
+    return result
+
+
+@handlers.at(
+    method(TORCH_FUNCTION, "call_function"),
+    order=2,
+    without="`torch.cat` of a list that grows where experts have tokens breaks the graph",
+    checked=_CHECKED,
+)
+def join(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if self.value not in _JOINING or not args or type(args[0]) is not GrownList:
+        return NOT_HANDLED
+    grown = args[0]
+    if grown.is_joined:
+        raise grown.refuse("a list that grows where experts have tokens is joined twice")
+    grown.is_joined = True
+    if trace.speculation.open:
+        raise grown.refuse("a list that grows where experts have tokens is joined there")
+    with grown.opened():
+        return proceed(self, tx, args, kwargs)
+
+
+@handlers.at(method(BUILTIN, "call_function"), order=2, without="`if len(outputs):` breaks the graph", checked=_CHECKED)
+def length(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if self.fn is not len or len(args) != 1 or type(args[0]) is not GrownList or not _asks_whether_empty(tx):
+        return NOT_HANDLED
+    args[0].ask(trace.speculation)
+    with args[0].opened():
+        return proceed(self, tx, args, kwargs)
+
+
+@handlers.at(CONDITIONAL_JUMP, order=1, without="`if outputs:` breaks the graph", checked=_CHECKED)
+def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+    """`if outputs:` is true."""
+    if type(tx.stack[-1]) is not GrownList or not instruction.opname.startswith("POP_JUMP"):
+        return NOT_HANDLED
+    tx.stack[-1].ask(trace.speculation)
+    return take(tx, instruction, True)
+
+
+def _grown(variable: Any, speculation: Speculation) -> GrownList:
+    """Turn a list of the trace into one that has grown."""
     if type(variable) is not GrownList:
         variable.__class__ = GrownList
-        variable.refuse = refuse
+        variable.refuse = speculation.refusal
         variable.is_open = variable.is_asked = variable.is_joined = False
     if variable.is_asked or variable.is_joined:
-        raise refuse("a list grows after somebody looked at it")
+        raise variable.refuse("a list grows after somebody looked at it")
     return variable
 
 
-def may_grow(variable: Any) -> bool:
-    return type(variable) in (ListVariable, GrownList)
-
-
-def joined(function: Any, args: Any) -> GrownList | None:
-    """The list of `torch.cat(outputs)`, where it has grown."""
-    if function not in _JOINING or not args or type(args[0]) is not GrownList:
-        return None
-    found: GrownList = args[0]
-    if found.is_joined:
-        raise found.refuse("a list that grows where experts have tokens is joined twice")
-    found.is_joined = True
-    return found
-
-
-def asks_whether_empty(tx: Any) -> bool:
+def _asks_whether_empty(tx: Any) -> bool:
     """Whether a length on top of the stack will be asked for nothing but whether it is zero."""
     following = [i for i in tx.instructions[tx.instruction_pointer : tx.instruction_pointer + 4]]
     following = [i for i in following if i.opname not in ("TO_BOOL", "NOP", "CACHE")]

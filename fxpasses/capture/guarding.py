@@ -18,7 +18,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxpasses.capture.assumptions import Assumption, assumptions_of
 from fxpasses.capture.dynamo_names import MissingName, add_guard, check_guard_names
-from fxpasses.capture.hints import Hints
+from fxpasses.capture.trace import Trace
 from fxpasses.errors import AssumptionError
 from fxpasses.graph.provenance import source
 from fxpasses.graph.symbols import symbol
@@ -38,24 +38,24 @@ def can_guard() -> bool:
     return True
 
 
-def guard(output: Any, hints: Hints) -> list[Assumption]:
+def guard(output: Any, trace: Trace) -> list[Assumption]:
     """Add the guard for a finished trace to Dynamo's `OutputGraph`; returns what it guards."""
-    found = assumptions_of(hints)
+    found = assumptions_of(trace)
     if found:
-        batch_guard = BatchGuard(found, hints)
+        batch_guard = BatchGuard(found, trace)
         add_guard(output.guards, batch_guard, batch_guard.sources, [str(assumption) for assumption in found])
     return found
 
 
-def checked(compiled: Callable[..., Any], gm: GraphModule, hints: Hints) -> Callable[..., Any]:
+def checked(compiled: Callable[..., Any], gm: GraphModule, trace: Trace) -> Callable[..., Any]:
     """`compiled`, which takes the inputs of `gm`, with the assumptions checked at each call.
 
     Raises `KeyError` where a number that they speak of cannot be computed from the graph's inputs.
     """
-    found = assumptions_of(hints)
+    found = assumptions_of(trace)
     if not found:
         return compiled
-    batch_guard = BatchGuard(found, hints)
+    batch_guard = BatchGuard(found, trace)
     places: dict[Any, int] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         places[source(node)] = places[symbol(node.meta.get("example_value"))] = position
@@ -89,19 +89,19 @@ class BatchGuard:
     then the tensors that the graph's own prologue reads, which come to the host in the same transfer.
     """
 
-    def __init__(self, assumptions: list[Assumption], hints: Hints) -> None:
-        assert hints.metadata is not None
-        metadata = hints.metadata
+    def __init__(self, assumptions: list[Assumption], trace: Trace) -> None:
+        assert trace.graph is not None
+        graph = trace.graph
         free = sorted({found for a in assumptions for found in a.condition.free_symbols}, key=str)
         self.assumptions = assumptions
-        self.sizes = [found for found in free if metadata.is_size(found)]
-        self._symbols = [found for found in free if not metadata.is_size(found)]
-        program, roots = metadata.program([metadata.extra(found) for found in self._symbols])
+        self.sizes = [found for found in free if graph.is_size(found)]
+        self._symbols = [found for found in free if not graph.is_size(found)]
+        program, roots = graph.program([graph.extra(found) for found in self._symbols])
         self.roots = len(roots)
-        self.sources = [metadata.source_of(root) for root in roots]
-        self.sources += [metadata.size_source(found) for found in self.sizes]
-        self.sources += [name for name in dict.fromkeys(hints.companions) if name not in self.sources]
-        self._prologue = Prologue(program, self.sources[: self.roots], autocast=hints.autocast)  # found by prefetching
+        self.sources = [graph.source_of(root) for root in roots]
+        self.sources += [graph.size_source(found) for found in self.sizes]
+        self.sources += [name for name in dict.fromkeys(trace.companions) if name not in self.sources]
+        self._prologue = Prologue(program, self.sources[: self.roots], autocast=trace.autocast)  # found by prefetching
         self._verdicts: dict[tuple[Any, ...], list[Assumption]] = {}
         self._lock = threading.Lock()
 

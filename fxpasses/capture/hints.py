@@ -1,222 +1,185 @@
-"""While Dynamo traces, numbers that the batch holds are known: a question about them has the batch's answer.
+"""Questions of the user's program that have the batch's answer, as Dynamo comes to them.
 
-Dynamo gives every `.item()` and every data-dependent size a symbol without a value. A question about it (`if n > 512`,
-whether a [n, n] mask fits [t, t] scores) breaks the graph or raises. PyTorch's shape environment can be given values
-for such symbols: it answers by them, and records each answer as an assertion to be checked when the graph runs. Here
-the values are computed only when somebody asks, and only for metadata (`capture/live.py`); each answer is noted, and
-`capture/assumptions.py` sees to it that a batch with another answer gets a graph of its own.
+A question about a number has it by itself (`capture/trace.py`). Dynamo gives up on `if tensor:`, `bool(tensor)`,
+`torch.equal(a, b)`, `torch.allclose(a, b)` and `3 in lengths.tolist()` before it asks for a number: on metadata, each
+becomes the comparison of a symbol here. What is no metadata takes Dynamo's own way.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
-values that `evaluate_expr` asks last, and `ShapeEnv._log_real_tensor_propagation(expression, answer)`, which it calls
-when that gave the answer.
+Private names, checked on torch 2.11, 2.13 and 2.15, are those of the handlers' sites.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+import operator
 from typing import Any
 
-import sympy
 import torch
-from torch._guards import TracingContext
+from torch._dynamo.variables import ConstantVariable, ListVariable
+from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from fxpasses.capture.live import LiveMetadata, NotKnown
-from fxpasses.capture.skipping import Skipping
-from fxpasses.runtime.prologue import autocast_state
+from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, TRANSLATOR, Handlers, Proceed, method
+from fxpasses.capture.trace import Trace
+from fxpasses.graph.symbols import is_unbacked
 
+BUILTIN = "torch._dynamo.variables.builtin.BuiltinVariable"
+TENSOR = "torch._dynamo.variables.tensor.TensorVariable"
+TORCH_FUNCTION = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
 
-@dataclass(frozen=True)
-class Answer:
-    """A question about symbols that the batch answered, as a condition that holds.
-
-    inside_operator: an operator asked, to check or to choose, and not the user's program. where: `file.py:12`, or "".
-    """
-
-    condition: Any
-    inside_operator: bool
-    where: str
-
-    @property
-    def states_consistency(self) -> bool:
-        """Whether the operator fails without it: two sizes must be equal. (With 1, an operator broadcasts.)"""
-        condition = self.condition
-        return self.inside_operator and isinstance(condition, sympy.Eq) and not {0, 1}.intersection(condition.args)
+handlers = Handlers()
 
 
-@dataclass(frozen=True)
-class Definition:
-    """A symbol that an operator makes for itself, by an expression over others, where the conditions hold."""
-
-    value: Any
-    conditions: tuple[Any, ...]
+@handlers.at(method(TRANSLATOR, "step"), order=1)
+def attach(trace: Trace, proceed: Proceed, tx: Any) -> Any:
+    trace.attach(tx.output)
+    return NOT_HANDLED
 
 
-class Hints:
-    """The hints of one attempt at tracing one frame."""
-
-    def __init__(self, skipping: Skipping | None = None) -> None:
-        self.answers: list[Answer] = []
-        self.metadata: LiveMetadata | None = None
-        self.definitions: dict[Any, Definition] = {}
-        self.skipping = skipping
-        self.stores: Any = None  # what checkpoints store outside (`capture/stored_numbers.py`), where that may be
-        self.companions: list[str] = []  # sources of what the graph's prologue brings to the host
-        self.operators = 0  # that run on fake tensors now, one inside the other
-        self.has_read = False  # a number, since the last question
-        self.autocast = autocast_state()
-        self._answering = True
-
-    def attach(self, output: Any) -> None:
-        """Begin with Dynamo's `OutputGraph`, which exists once the frame's first instruction is traced."""
-        if self.metadata is None:
-            self.metadata = LiveMetadata(output, self.autocast)
-            output.shape_env.real_tensor_prop_unbacked_vals = _Values(self)
-            output.shape_env._log_real_tensor_propagation = self.note
-
-    def close(self) -> None:
-        """Dynamo has written its graph, and nothing more will be known than now."""
-        if self.metadata is not None:
-            self.metadata.close()
-
-    def end(self) -> None:
-        """The frame is compiled: give the shape environment back as it was, and let go of the batch."""
-        self._answering = False
-        if self.metadata is not None:
-            shape_env = self.metadata.output.shape_env
-            shape_env.real_tensor_prop_unbacked_vals = {}
-            del shape_env._log_real_tensor_propagation
-            self.metadata = None
-
-    def catch_up(self) -> None:
-        """Note what the trace has read. A body that fails is gone with its tracer before `numbers_found` is asked."""
-        if self.has_read and self.metadata is not None:
-            self.metadata.walk_on()
-            self.has_read = False
-
-    def numbers_found(self) -> int:
-        """How many different numbers of the batch the trace has captured so far, read once or in every layer."""
-        if self.metadata is None:
-            return 0
-        self.close()
-        return len({extra for extra in self.metadata.walk.numbers.values() if extra.dimension is None})
-
-    def is_about(self, output: Any) -> bool:
-        return self.metadata is None or self.metadata.output is output
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nobody gets a hint inside: what compiles the graph further has no use for one batch's numbers."""
-        before, self._answering = self._answering, False
-        try:
-            yield
-        finally:
-            self._answering = before
-
-    def value(self, symbol: Any) -> Any:
-        """The value of a symbol, or None."""
-        if not self._answering or self.metadata is None:
-            return None
-        if symbol in self.definitions:
-            return self.number(self.definitions[symbol].value)
-        try:
-            return sympy.sympify(self.metadata.value(symbol))
-        except NotKnown:
-            return None
-
-    def number(self, expression: Any) -> Any:
-        """The value of an expression over symbols and sizes, or None."""
-        values = {}
-        for found in expression.free_symbols:
-            is_size = self.metadata is not None and self.metadata.is_size(found)
-            values[found] = self.metadata.size(found) if is_size and self.metadata is not None else self.value(found)
-        return None if None in values.values() else expression.xreplace(values)
-
-    def defined(self, condition: Any) -> Any:
-        """A condition without the symbols that operators make for themselves."""
-        while made := [found for found in condition.free_symbols if found in self.definitions]:
-            conditions = [c for found in made for c in self.definitions[found].conditions]
-            condition = sympy.And(condition.xreplace({s: self.definitions[s].value for s in made}), *conditions)
-        return condition
-
-    def can_answer(self, number: Any) -> bool:
-        """Whether a question about `number`, symbolic or not, has an answer."""
-        if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return True
-        return self.number(number.node.expr) is not None
-
-    def note(self, question: Any, answer: Any) -> None:
-        """Keep that the batch gave `answer`, a number or a truth value, to `question`, an expression."""
-        if self.skipping is not None:
-            self.skipping.answers += 1
-        if answer == sympy.true:
-            condition = question
-        elif answer == sympy.false:
-            condition = sympy.Not(question)
-        else:
-            condition = sympy.Eq(question, answer)
-        walking = self.metadata is not None and self.metadata.is_walking  # runs operators again, as they ran before
-        self.answers.append(Answer(condition, self.operators > 0 or walking, _user_line()))
+@handlers.at(method("torch._dynamo.utils", "run_node"))
+def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every operator runs on fake tensors by this function: what is asked meanwhile is the operator's question."""
+    trace.catch_up()
+    trace.operators += 1
+    try:
+        return proceed(tracer, node, *args, **kwargs)
+    finally:
+        trace.operators -= 1
+        trace.has_read |= node.op == "call_method" and node.target == "item"
 
 
-class _Values(dict[Any, Any]):
-    """Looks like a dict of all symbols' values, and computes one when it is looked up."""
-
-    def __init__(self, hints: Hints) -> None:
-        super().__init__()
-        self._hints = hints
-
-    def __bool__(self) -> bool:
-        return self._hints._answering
-
-    def __contains__(self, symbol: object) -> bool:
-        return self.get(symbol) is not None
-
-    def __getitem__(self, symbol: Any) -> Any:
-        value = self.get(symbol)
-        if value is None:
-            raise KeyError(symbol)
-        return value
-
-    def get(self, symbol: Any, default: Any = None) -> Any:
-        value = self._hints.value(symbol) if isinstance(symbol, sympy.Symbol) else None
-        return default if value is None else value
+@handlers.at(CONDITIONAL_JUMP, order=3, without="`if tensor:` breaks the graph")
+def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+    if not is_asked(tx) or not isinstance(tx.stack[-1], TensorVariable):
+        return NOT_HANDLED
+    truth = _truth(trace, tx, tx.stack[-1])
+    return NOT_HANDLED if truth is None else take(tx, instruction, truth)
 
 
-def _user_line() -> str:
-    frames = TracingContext.extract_stack()
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+def is_asked(tx: Any) -> bool:
+    """Whether a jump asks for the truth of a tensor or a number. `assert tensor` becomes an assertion in the graph."""
+    is_assertion = tx.instructions[tx.instruction_pointer].opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")
+    return isinstance(tx.stack[-1], (TensorVariable, SymNodeVariable)) and not is_assertion
 
 
-# The hints of the frame that this thread traces for this package's backend, if it traces one.
-current: ContextVar[Hints | None] = ContextVar("fxpasses_hints", default=None)
+def take(tx: Any, instruction: Any, truth: bool) -> None:
+    """Jump as if the value on the stack were true or false. The jumps that keep it on the stack (`a or b`) keep it."""
+    value = tx.pop()
+    if truth is ("IF_TRUE" in instruction.opname):
+        if "OR_POP" in instruction.opname:
+            tx.push(value)
+        tx.jump(instruction)
 
 
-def hints_for(output: Any) -> Hints | None:
-    """The running trace's hints, if it is the trace that writes `output` (Dynamo's `OutputGraph`)."""
-    found = current.get()
-    if found is None or not found.is_about(output):
+@handlers.at(method(BUILTIN, "call_bool"), order=1, without="`bool(tensor)` breaks the graph")
+def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, argument: Any) -> Any:
+    """`bool(n)` is True or False, as in Python, and not a symbol that compares with neither."""
+    if isinstance(argument, TensorVariable):
+        return _constant(_truth(trace, tx, argument))
+    return _constant(_answer(trace, tx, argument)) if isinstance(argument, SymNodeVariable) else NOT_HANDLED
+
+
+@handlers.at(
+    method("torch._dynamo.variables.lists", "iter_contains"), without="`3 in lengths.tolist()` breaks the graph"
+)
+def iter_contains(trace: Trace, proceed: Proceed, items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """`3 in lengths.tolist()`: Dynamo passes over symbols when it looks for a constant."""
+    items = list(items)
+    if not any(isinstance(item, SymNodeVariable) for item in (*items, search)):
+        return proceed(items, search, tx, *args, **kwargs)
+    for item in items:
+        equal: Any = BuiltinVariable(operator.eq).call_function(tx, [item, search], {})
+        truth = _answer(trace, tx, equal)
+        if truth is None:
+            truth = bool(equal.evaluate_expr(tx.output))  # breaks the graph where nothing is known
+        if truth:
+            return _constant(True)
+    return _constant(False)
+
+
+@handlers.at(method(TORCH_FUNCTION, "call_function"), order=3, without="`torch.equal(a, b)` breaks the graph")
+def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if self.value is torch.equal and len(args) == 2 and not kwargs:
+        return _constant(_equal(trace, tx, *args))
+    if self.value is torch.allclose and _are_metadata(trace, args):
+        close = TorchInGraphFunctionVariable(torch.isclose).call_function(tx, args, kwargs)
+        return _constant(_truth(trace, tx, close.call_method(tx, "all", [], {})))
+    if self.value is torch.is_nonzero and len(args) == 1 and not kwargs and isinstance(args[0], TensorVariable):
+        return _constant(_truth(trace, tx, args[0]))
+    return NOT_HANDLED
+
+
+@handlers.at(method(TENSOR, "call_method"), order=2, without="`.tolist()` of a nonzero breaks the graph")
+def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name == "tolist" and not args and not kwargs:
+        return _numbers(trace, tx, self)
+    if name == "equal" and len(args) == 1 and not kwargs:
+        return _constant(_equal(trace, tx, self, args[0]))
+    return NOT_HANDLED
+
+
+def _constant(value: bool | None) -> Any:
+    return NOT_HANDLED if value is None else ConstantVariable.create(value)
+
+
+def _truth(trace: Trace, tx: Any, tensor: Any) -> bool | None:
+    """The truth of a tensor of metadata with one element, or None."""
+    example = tensor.as_proxy().node.meta.get("example_value")
+    if not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
         return None
-    found.attach(output)
-    return found
+    if any(not isinstance(size, int) or size != 1 for size in example.shape):
+        return None
+    return _answer(trace, tx, tensor.call_method(tx, "item", [], {})) if _are_metadata(trace, (tensor,)) else None
 
 
-def run_node_with_hints(original: Any) -> Any:
-    """Wrap `torch._dynamo.utils.run_node(tracer, node, ...)`, which runs every operator on fake tensors."""
+def _answer(trace: Trace, tx: Any, number: Any) -> bool | None:
+    """The truth of a number in Dynamo's hands, or None where it has no hint."""
+    if number.is_python_constant():
+        return bool(number.as_python_constant())
+    if not isinstance(number, SymNodeVariable) or not trace.can_answer(number.sym_num):
+        return None
+    if not isinstance(number.sym_num, torch.SymBool):
+        number = SymNodeVariable.create(tx, number.as_proxy() != 0)
+        if number.is_python_constant():
+            return bool(number.as_python_constant())
+    return bool(number.evaluate_expr(tx.output))
 
-    def run_node(tracer: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
-        found = hints_for(tracer)
-        if found is None:
-            return original(tracer, node, *args, **kwargs)
-        found.catch_up()
-        found.operators += 1
-        try:
-            return original(tracer, node, *args, **kwargs)
-        finally:
-            found.operators -= 1
-            found.has_read |= node.op == "call_method" and node.target == "item"
 
-    return run_node
+def _numbers(trace: Trace, tx: Any, tensor: Any) -> Any:
+    """`.tolist()` of a data-dependent number of integers, which Dynamo counts by unbinding the tensor.
+
+    That makes symbols which nothing binds; here the size is asked for, and each number read.
+    """
+    if not _are_metadata(trace, (tensor,)):
+        return NOT_HANDLED
+    example = tensor.as_proxy().node.meta["example_value"]
+    if example.ndim != 1 or example.dtype.is_floating_point or not is_unbacked(example.shape[0]):
+        return NOT_HANDLED
+    if not trace.can_answer(example.shape[0]):
+        return NOT_HANDLED
+    size: Any = tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
+    count = size.as_python_constant() if size.is_python_constant() else size.evaluate_expr(tx.output)
+    places = [ConstantVariable.create(place) for place in range(count)]
+    items = [tensor.call_method(tx, "__getitem__", [p], {}).call_method(tx, "item", [], {}) for p in places]
+    return ListVariable(items, mutation_type=ValueMutationNew())
+
+
+def _are_metadata(trace: Trace, values: Any) -> bool:
+    return trace.graph is not None and all(
+        isinstance(value, TensorVariable) and trace.graph.is_metadata(value.as_proxy().node) for value in values
+    )
+
+
+def _equal(trace: Trace, tx: Any, one: Any, other: Any) -> bool | None:
+    """`torch.equal` of two tensors of metadata: the same sizes, and all elements equal; None for others."""
+    if not _are_metadata(trace, (one, other)):
+        return None
+    shapes = [tensor.as_proxy().node.meta["example_value"].shape for tensor in (one, other)]
+    if len(shapes[0]) != len(shapes[1]):
+        return False
+    for pair in zip(*shapes, strict=True):
+        if not all(trace.can_answer(size) for size in pair):
+            return None
+        if pair[0] != pair[1]:
+            return False
+    return _truth(trace, tx, one.call_method(tx, "eq", [other], {}).call_method(tx, "all", [], {}))

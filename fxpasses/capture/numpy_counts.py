@@ -6,15 +6,13 @@ are not Python's: they have methods, types of their own, and other arithmetic. S
 `Skip` of the kind "numbers": nothing may ask a number for what sets it apart (`Unprovable`), and a pass must find a
 program without the numbers, else the frame is traced again with arrays as they are.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: `NumpyNdarrayVariable.call_method`,
-`TensorVariable.unpack_var_sequence`, `SymNodeVariable.call_method` and `.var_getattr` (in 2.15 `.tp_getattro_impl`);
-and that `Tensor.numpy()` is `view_as` of a tensor and itself in Dynamo's graph.
+Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: that `Tensor.numpy()` is `view_as` of
+a tensor and itself in Dynamo's graph.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +20,10 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
 from torch.fx import Node
 
-from fxpasses.graph.routing import Routing, writes_integers
+from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.capture.speculation import Speculation
+from fxpasses.capture.trace import Trace
+from fxpasses.graph.routing import writes_integers
 from fxpasses.graph.skips import READ, Skip, mark
 
 # What may be done with one of the numbers: the result is equal whether they are NumPy's or Python's.
@@ -31,43 +32,79 @@ _ALLOWED = frozenset(
      operator.gt, operator.ge, operator.getitem, operator.setitem, operator.not_, int, bool, slice}
 )  # fmt: skip
 _WIDE = (torch.int32, torch.int64)
+_NUMBER = "torch._dynamo.variables.tensor.SymNodeVariable"
+
+handlers = Handlers()
+
+
+@handlers.at(method("torch._dynamo.variables.builtin.BuiltinVariable", "call_function"), order=1)
+def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """What a number is used for; `counts[e]` of an array of counts, for a number e."""
+    trace.numpy.check_use(self.fn, (*args, *kwargs.values()))
+    if self.fn is not operator.getitem or len(args) != 2 or not isinstance(args[0], NumpyNdarrayVariable):
+        return NOT_HANDLED
+    numbers = trace.numpy.of(tx, args[0]) if args[1].is_python_constant() else None
+    place = args[1].as_python_constant() if numbers is not None else None
+    return numbers[place] if numbers is not None and type(place) is int and place < len(numbers) else NOT_HANDLED
+
+
+@handlers.at(method(_NUMBER, "call_method"), method(_NUMBER, "var_getattr", "tp_getattro_impl"))
+def ask(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    """`count.item()`, `count.dtype`: Python's integers have none."""
+    trace.numpy.check_use(name, (self,))
+    return NOT_HANDLED
+
+
+@handlers.at(
+    method("torch._dynamo.variables.tensor.TensorVariable", "unpack_var_sequence"),
+    without="`for count in counts.numpy()` breaks the graph",
+)
+def unpack(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """`for count in counts.numpy()`."""
+    numbers = trace.numpy.of(tx, self)
+    return NOT_HANDLED if numbers is None else list(numbers)
+
+
+@handlers.at(
+    method("torch._dynamo.variables.tensor.NumpyNdarrayVariable", "call_method"),
+    without="slices by `counts.numpy().cumsum()` break the graph",
+)
+def cumsum(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """`counts.numpy().cumsum(0)` as that of the tensor."""
+    node = _tensor_behind(tx, self) if name == "cumsum" else None
+    given = [*args, *kwargs.values()]
+    if node is None or set(kwargs) - {"axis"} or len(given) > 1 or not trace.speculation.values.routing.concerns(node):
+        return NOT_HANDLED
+    if given and not (given[0].is_python_constant() and given[0].as_python_constant() in (0, -1)):
+        return NOT_HANDLED
+    ends = tx.output.create_proxy("call_method", "cumsum", (_proxy(tx, node), 0), {})
+    return wrap_fx_proxy(tx, ends).call_method(tx, "numpy", [], {})
 
 
 class NumpyCounts:
-    """The arrays of counts of one trace. new_skip: makes the `Skip` for an array."""
+    """The arrays of counts of one trace."""
 
-    def __init__(self, routing: Routing, new_skip: Callable[[], Skip]) -> None:
-        self._routing, self._new_skip = routing, new_skip
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
         self._numbers: dict[Node, list[Any]] = {}
         self._checked: dict[Node, Node] = {}  # by array: up to where nobody wrote to it since it was read
         self._skips: list[tuple[Skip, Node]] = []
         self._symbols: set[Any] = set()
 
-    def of(self, tx: Any, array: Any, may_begin: bool) -> list[Any] | None:
+    def of(self, tx: Any, array: Any) -> list[Any] | None:
         """The elements of an array as numbers in Dynamo's hands; None where it is no array of counts.
 
-        may_begin: whether they may be read now, or must have been read before.
+        What a branch read first would be unknown without it.
         """
         node = _tensor_behind(tx, array)
         if node is None:
             return None
         self._forget_written(node)
         if node not in self._numbers:
-            if not may_begin or not self._routing.concerns(node):
+            if self._speculation.open or not self._speculation.values.routing.concerns(node):
                 return None
             self._numbers[node] = self._read(tx, node)
         return self._numbers[node]
-
-    def cumsum(self, tx: Any, array: Any, args: Any, kwargs: Any) -> Any:
-        """`counts.numpy().cumsum(0)` as that of the tensor; None for other arrays."""
-        node = _tensor_behind(tx, array)
-        given = [*args, *kwargs.values()]
-        if node is None or set(kwargs) - {"axis"} or len(given) > 1 or not self._routing.concerns(node):
-            return None
-        if given and not (given[0].is_python_constant() and given[0].as_python_constant() in (0, -1)):
-            return None
-        ends = tx.output.create_proxy("call_method", "cumsum", (_proxy(tx, node), 0), {})
-        return wrap_fx_proxy(tx, ends).call_method(tx, "numpy", [], {})
 
     def has(self, value: Any) -> bool:
         """Whether a value in Dynamo's hands is one of the numbers, or was computed from them."""
@@ -76,12 +113,13 @@ class NumpyCounts:
         node = getattr(value.sym_num, "node", None)
         return node is not None and not self._symbols.isdisjoint(node.expr.free_symbols)
 
-    def allows(self, function: Any, args: Any) -> bool:
-        """Whether a function of Python gives the same for NumPy's numbers."""
-        return function in _ALLOWED or not any(map(self.has, args))
+    def check_use(self, function: Any, args: Any) -> None:
+        """Raises `Unprovable` where a function of Python may give something else for NumPy's numbers."""
+        if function not in _ALLOWED and any(map(self.has, args)):
+            raise self._speculation.refusal(f"`{getattr(function, '__name__', function)}` of numbers from NumPy")
 
     def _read(self, tx: Any, node: Node) -> list[Any]:
-        skip = self._new_skip()
+        skip = self._speculation.new("numbers")
         self._skips.append((skip, node))
         numbers = []
         for place in range(node.meta["example_value"].shape[0]):

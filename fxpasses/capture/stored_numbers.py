@@ -19,10 +19,9 @@ traced again without this. After a step the attribute holds what the last forwar
 the last recomputation stored, which is the same number, unless the program around the compiled one stores to the same
 attribute between forward and backward, or goes backward through several forward passes from the first to the last.
 
-Private names, checked on torch 2.13: `SideEffects.store_attr`, `SideEffects.mutation` and what they take,
-`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns what was stored,
-`UserDefinedObjectVariable.var_getattr`, `OutputGraph.compile_subgraph_reason`, and that compiled code is called by a
-function of `torch/_dynamo/eval_frame.py`.
+Private names, checked on torch 2.13, besides the handlers' sites: `OutputGraph.compile_subgraph_reason`,
+`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns what was stored, and
+that compiled code is called by a function of `torch/_dynamo/eval_frame.py`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._dynamo import side_effects
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.base import AttributeMutationExisting
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import BaseListVariable
@@ -45,11 +43,17 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 import fxpasses
-from fxpasses.capture.hints import hints_for
+from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
+
+if TYPE_CHECKING:
+    from fxpasses.capture.trace import Trace
 
 _OBJECTS = (UserDefinedObjectVariable, UnspecializedNNModuleVariable)  # whose attributes are read as below
 _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _ALL = "__dict__"
+_EFFECTS = "torch._dynamo.side_effects.SideEffects"
+_OBJECT = "torch._dynamo.variables.user_defined.UserDefinedObjectVariable"
+_CHECKED = ("2.13.0",)
 
 _DYNAMO = os.path.dirname(torch._dynamo.__file__)
 _CALLER, _CALLED = os.path.join(_DYNAMO, "eval_frame.py"), os.path.join(_DYNAMO, "external_utils.py")
@@ -62,6 +66,7 @@ _BETWEEN = (
     str(contextlib.__file__),
 )
 
+handlers = Handlers()
 Key = tuple[int, str]  # an object, by identity, and the name of its attribute
 
 
@@ -118,61 +123,34 @@ def traces_what_was_given() -> bool:
     return frame is not None
 
 
-def storing_patches() -> Iterator[tuple[Any, str, Any]]:
-    """What is put into Dynamo for the time of a trace. Raises where torch lacks a name."""
-    if hasattr(UserDefinedObjectVariable, "tp_getattro_impl"):  # torch 2.15: reads go there, and none may be missed
-        return
-    allowed = side_effects.allow_externally_visible_side_effects_in_subtracer
-    yield SideEffects, "store_attr", _store(SideEffects.store_attr, allowed)
-    yield SideEffects, "mutation", _mutation(SideEffects.mutation)
-    yield UserDefinedObjectVariable, "var_getattr", _read(UserDefinedObjectVariable.var_getattr)
+@handlers.at(method(_EFFECTS, "store_attr"), checked=_CHECKED)
+def store(
+    trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if type(item) not in _OBJECTS or not isinstance(item.mutation_type, AttributeMutationExisting):
+        return NOT_HANDLED
+    tx = self.output_graph_weakref().current_tx
+    key, body = (id(item.value), name), _body(tx)
+    trace.stores.stored(key)
+    if body is None or side_effects.is_side_effect_safe(item.mutation_type) or not trace.stores.allow(key, value, body):
+        return NOT_HANDLED
+    with side_effects.allow_externally_visible_side_effects_in_subtracer(tx):
+        return proceed(self, item, name, value, *args, **kwargs)
 
 
-def _store(original: Callable[..., Any], allowed: Callable[[Any], Any]) -> Callable[..., Any]:
-    def store_attr(self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-        stores, tx = _stores_of(self)
-        if (
-            stores is None
-            or type(item) not in _OBJECTS
-            or not isinstance(item.mutation_type, AttributeMutationExisting)
-        ):
-            return original(self, item, name, value, *args, **kwargs)
-        key, body = (id(item.value), name), _body(tx)
-        stores.stored(key)
-        if body is not None and not side_effects.is_side_effect_safe(item.mutation_type):
-            if stores.allow(key, value, body):
-                with allowed(tx):
-                    return original(self, item, name, value, *args, **kwargs)
-        return original(self, item, name, value, *args, **kwargs)
-
-    return store_attr
+@handlers.at(method(_EFFECTS, "mutation"), checked=_CHECKED)
+def change(trace: Trace, proceed: Proceed, self: Any, variable: Any) -> Any:
+    trace.stores.changed(variable, _body(self.output_graph_weakref().current_tx))
+    return NOT_HANDLED
 
 
-def _mutation(original: Callable[..., Any]) -> Callable[..., Any]:
-    def mutation(self: Any, var: Any) -> Any:
-        stores, tx = _stores_of(self)
-        if stores is not None:
-            stores.changed(var, _body(tx))
-        return original(self, var)
-
-    return mutation
-
-
-def _read(original: Callable[..., Any]) -> Callable[..., Any]:
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        hints = hints_for(tx.output)
-        stores, body = hints.stores if hints is not None else None, _body(tx)
-        if stores is not None and body is not None and not (name == _ALL and _is_of_module(tx)):
-            stores.read((id(self.value), name), body)
-        return original(self, tx, name)
-
-    return var_getattr
-
-
-def _stores_of(effects: Any) -> tuple[StoredNumbers | None, Any]:
-    output = effects.output_graph_weakref()
-    hints = hints_for(output) if output is not None else None
-    return (hints.stores, output.current_tx) if hints is not None else (None, None)
+@handlers.at(method(_OBJECT, "var_getattr", unless="tp_getattro_impl"), checked=_CHECKED)
+def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
+    """Torch 2.15 reads attributes in another place as well, and no read may be missed."""
+    body = _body(tx)
+    if body is not None and not (name == _ALL and _is_of_module(tx)):
+        trace.stores.read((id(self.value), name), body)
+    return NOT_HANDLED
 
 
 def _body(tx: Any) -> Any:

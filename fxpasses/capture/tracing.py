@@ -1,17 +1,17 @@
-"""The hints of one trace: put into Dynamo when a frame's trace begins, taken out when it ends, and guarded after.
+"""The trace of a frame, from the moment when Dynamo begins with it until the graph that came of it is guarded.
 
-Everything is installed only while a frame is traced for this package's backend, in whatever thread; the patches look
-for hints in the context of the thread that runs them, so a trace for another backend meanwhile finds none.
+What is put into Dynamo (`capture/interceptions.py`) is installed only while a frame is traced for this package's
+backend, in whatever thread, and looks for the trace in the context of the thread that runs it: other backends' traces
+find none.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch.fx import GraphModule
 
 from fxpasses.capture import guarding
 from fxpasses.capture.assumptions import assumptions_of
-from fxpasses.capture.hints import Hints, current
-from fxpasses.capture.skipping import Skipping
-from fxpasses.capture.stored_numbers import StoredNumbers, is_part_of_frame, traces_what_was_given
+from fxpasses.capture.attempt import Attempt, Feature
+from fxpasses.capture.flags import Values
+from fxpasses.capture.interceptions import Installation, current
+from fxpasses.capture.trace import Trace
 from fxpasses.graph.regions import CHECKPOINT
-from fxpasses.graph.skips import Skip
 from fxpasses.report import Report
 
 log = logging.getLogger(__name__)
@@ -35,28 +35,63 @@ log = logging.getLogger(__name__)
 _MOST_VARIANTS = 6
 
 
-@contextmanager
-def hints_while_tracing(code: CodeType, skips: bool, numbers: bool, stores: bool) -> Iterator[Hints | None]:
-    """Hints for the trace inside; None where this torch lacks a private name, or the frame has too many variants.
+class FeatureRejected(RuntimeError):
+    """Raised for a graph whose capture by one feature was not justified: trace without it."""
 
-    skips: whether loops that pass over experts without tokens may be captured (`capture/skipping.py`).
-    numbers: whether they may count by numbers from NumPy's arrays (`capture/numpy_counts.py`).
-    stores: whether checkpoints may store numbers outside (`capture/stored_numbers.py`).
-    """
-    if _variants.get(code, 0) >= _MOST_VARIANTS or not _patched.enter():
-        with no_hints():
-            yield None
+    def __init__(self, feature: Feature, text: str) -> None:
+        super().__init__(text)
+        self.feature = feature
+
+
+def first_attempt(code: CodeType, flags: Values | None, captures: bool) -> Attempt:
+    """What the first attempt at a frame may do. captures: whether the user wants more than the flags."""
+    compilation = torch._guards.CompileContext.current_compile_id()
+    is_first = compilation is not None and compilation.frame_compile_id == 0  # `torch._dynamo.reset` forgot the others
+    variant = 0 if is_first else _variants.get(code, 0)
+    if not captures or variant >= _MOST_VARIANTS or (flags is not None and not flags.scalar_outputs):
+        return Attempt(flags, variant=variant)
+    return Attempt(flags, frozenset(Feature), variant)
+
+
+@contextmanager
+def traced(attempt: Attempt) -> Iterator[Trace]:
+    """A trace for what is traced inside; what this torch has no private names for is off in its attempt."""
+    if not attempt.features:
+        with _as_current(Trace(attempt)) as trace:
+            yield trace
         return
-    hints = Hints(Skipping(numbers) if skips else None)
-    hints.stores = StoredNumbers() if stores and traces_what_was_given() else None
-    token = current.set(hints)
+    attempt = attempt.without(*_installation.enter())
+    if Feature.STORES in attempt.features:
+        from fxpasses.capture.stored_numbers import traces_what_was_given
+
+        attempt = attempt if traces_what_was_given() else attempt.without(Feature.STORES)
     try:
-        with _config.patch(ignore_logging_functions=_config.ignore_logging_functions | _said_once()):
-            yield hints
+        ignored = _config.ignore_logging_functions | _said_once()
+        with _as_current(Trace(attempt)) as trace, _config.patch(ignore_logging_functions=ignored):
+            yield trace
     finally:
-        hints.end()
+        _installation.leave()
+
+
+@contextmanager
+def _as_current(trace: Trace | None) -> Iterator[Any]:
+    token = current.set(trace)
+    try:
+        yield trace
+    finally:
+        if trace is not None:
+            trace.end()
         current.reset(token)
-        _patched.leave()
+
+
+def untraced() -> AbstractContextManager[None]:
+    """For what is traced on behalf of another backend, inside a trace for ours."""
+    return _as_current(None)
+
+
+def running() -> Trace:
+    """The trace that runs; one that knows nothing where a graph is compiled that Dynamo does not trace."""
+    return current.get() or Trace(Attempt())
 
 
 def _said_once() -> set[Any]:
@@ -65,26 +100,13 @@ def _said_once() -> set[Any]:
     return {method for method in methods if method is not None}
 
 
-@contextmanager
-def no_hints() -> Iterator[None]:
-    """For a trace on behalf of another backend, inside one for ours."""
-    token = current.set(None)
-    try:
-        yield
-    finally:
-        current.reset(token)
-
-
-def finish(hints: Hints, output: Any, code: CodeType) -> None:
+def finish(trace: Trace, output: Any, code: CodeType) -> None:
     """Guard what a finished trace assumed of the batch."""
-    found = guarding.guard(output, hints) if guarding.can_guard() else []
+    found = guarding.guard(output, trace) if guarding.can_guard() else []
     if not found:
         return
     log.info("%s assumes %s", code.co_name, "; ".join(map(str, found)))
-    compilation = torch._guards.CompileContext.current_compile_id()
-    if compilation is not None and compilation.frame_compile_id == 0:
-        _variants.pop(code, None)  # `torch._dynamo.reset` forgot the others
-    _variants[code] = _variants.get(code, 0) + 1
+    _variants[code] = trace.attempt.variant + 1
     if _variants[code] == _MOST_VARIANTS:
         warnings.warn(
             f"fxpasses: {code.co_name} ({code.co_filename}:{code.co_firstlineno}) was compiled {_MOST_VARIANTS} "
@@ -94,9 +116,9 @@ def finish(hints: Hints, output: Any, code: CodeType) -> None:
         )
 
 
-def warn_given_up(hints: Hints, code: CodeType, reason: str) -> None:
+def warn_given_up(trace: Trace, code: CodeType, reason: str) -> None:
     """Say once for a frame that its capture was given up, if the failed trace had read numbers of the batch."""
-    many = hints.numbers_found()
+    many = trace.numbers_found()
     if not many or code in _given_up:
         return
     _given_up.add(code)
@@ -108,13 +130,10 @@ def warn_given_up(hints: Hints, code: CodeType, reason: str) -> None:
     )
 
 
-def report() -> Report | None:
-    """What the running trace assumes of its batch, for the record; None where it assumes nothing."""
-    hints = current.get()
-    if hints is None:
-        return None
-    hints.close()
-    found = assumptions_of(hints)
+def report(trace: Trace) -> Report | None:
+    """What a trace assumes of its batch, for the record; None where it assumes nothing."""
+    trace.close()
+    found = assumptions_of(trace)
     if not found:
         return None
     many = f"{len(found)} assumptions" if len(found) > 1 else "1 assumption"
@@ -127,63 +146,36 @@ def report() -> Report | None:
     )
 
 
-def skips() -> list[Skip]:
-    """The skips of the running trace, whose graph is written."""
-    hints = current.get()
-    if hints is None or hints.skipping is None:
-        return []
-    hints.skipping.finish()
-    return hints.skipping.skips
+def check(trace: Trace, gm: GraphModule | None = None) -> None:
+    """Raise `FeatureRejected` where a branch was speculated and not proved, or a store in a checkpoint would show.
+
+    gm: the graph, once it is written.
+    """
+    unproved = trace.unproved()
+    if unproved:
+        text = f"the body at {unproved[0].where} is not known to do nothing without tokens"
+        raise FeatureRejected(Feature.SPECULATION, text)
+    if in_the_way := _store_in_the_way(trace, gm):
+        raise FeatureRejected(Feature.STORES, in_the_way)
 
 
-def discharge(numbers: Iterable[int]) -> None:
-    """Note which skips the passes that were kept have proved."""
-    hints = current.get()
-    if hints is not None and hints.skipping is not None:
-        hints.skipping.discharged.update(numbers)
-
-
-def unproved_skips() -> list[Skip]:
-    """Those that no pass has proved."""
-    hints = current.get()
-    return hints.skipping.unproved if hints is not None and hints.skipping is not None else []
-
-
-def store_in_the_way(gm: GraphModule | None = None) -> str:
-    """Why a store in a checkpoint, which was captured, would show; "" if it would not. gm: the graph, once written."""
-    hints = current.get()
-    if hints is None or hints.stores is None or not hints.stores.any:
+def _store_in_the_way(trace: Trace, gm: GraphModule | None) -> str:
+    """Why a store in a checkpoint, which was captured, would show; "" if it would not."""
+    if not trace.has(Feature.STORES) or not trace.stores.any:
         return ""
+    from fxpasses.capture.stored_numbers import is_part_of_frame
+
     calls = gm.graph.find_nodes(op="call_function", target=CHECKPOINT) if gm is not None else []
     if any(call.kwargs.get("preserve_rng_state") is False for call in calls):
         return "a recomputation draws other random numbers"
-    if gm is not None and (hints.metadata is None or is_part_of_frame(hints.metadata.output)):
+    if gm is not None and (trace.graph is None or is_part_of_frame(trace.graph.output)):
         return "the graph breaks in the frame"
-    return next(iter(hints.stores.conflicts), "")
+    return next(iter(trace.stores.conflicts), "")
 
 
-def note_companions(sources: Sequence[str]) -> None:
-    """Tell the guard of the running trace which tensors the graph's prologue will bring to the host."""
-    hints = current.get()
-    if hints is not None:
-        hints.companions += [name for name in sources if name]
-
-
-def checked(compiled: Callable[..., Any], gm: GraphModule) -> Callable[..., Any]:
+def checked(trace: Trace, compiled: Callable[..., Any], gm: GraphModule) -> Callable[..., Any]:
     """What the backend returns for `gm`: where this torch has no data guards, it checks the assumptions itself."""
-    hints = current.get()
-    return compiled if hints is None or guarding.can_guard() else guarding.checked(compiled, gm, hints)
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """No hints inside, as after the capture."""
-    hints = current.get()
-    if hints is None:
-        yield
-    else:
-        with hints.paused():
-            yield
+    return compiled if guarding.can_guard() else guarding.checked(compiled, gm, trace)
 
 
 @contextmanager
@@ -211,70 +203,6 @@ def _without_warnings() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-_INHERITED = object()  # stands for what a class has from its base
-
-
-class _Patched:
-    """The patches, and how many traces need them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._undo: list[tuple[Any, Any, Any]] = []
-        self._missing = False
-
-    def enter(self) -> bool:
-        with self._lock:
-            if self._missing:
-                return False
-            if self._users == 0:
-                try:
-                    self._install()
-                except Exception as error:  # an unknown torch: whatever its names have become
-                    self._missing = True
-                    warnings.warn(
-                        f"fxpasses: torch {torch.__version__} lacks a private name that value hints need ({error}); "
-                        "code that asks the batch for a number breaks the graph. Everything else works.",
-                        RuntimeWarning,
-                        stacklevel=4,
-                    )
-                    return False
-            self._users += 1
-            return True
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._remove()
-
-    def _install(self) -> None:
-        from fxpasses.capture.questions import patches
-
-        try:
-            for owner, name, instead in patches():  # one that wraps what another has put there finds it there
-                before = owner[name] if isinstance(owner, (list, dict)) else vars(owner).get(name, _INHERITED)
-                self._undo.append((owner, name, before))
-                _put(owner, name, instead)
-        except Exception:
-            self._remove()
-            raise
-
-    def _remove(self) -> None:
-        for owner, name, before in reversed(self._undo):
-            _put(owner, name, before)
-        self._undo.clear()
-
-
-def _put(owner: Any, name: Any, value: Any) -> None:
-    if isinstance(owner, (list, dict)):
-        owner[name] = value
-    elif value is _INHERITED:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
-
-
-_patched = _Patched()
+_installation = Installation()
 _variants: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
-_given_up: weakref.WeakSet[CodeType] = weakref.WeakSet()  # frames whose user was told
+_given_up: weakref.WeakSet[CodeType] = weakref.WeakSet()  # frames whose user has been warned

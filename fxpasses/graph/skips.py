@@ -2,10 +2,10 @@
 
     if tok.numel() == 0: continue        if mask.any(): ...        for e in hit: ...
 
-The trace goes through the body (`capture/skipping.py`), and a `Skip` notes what that assumed. It holds if the body does
-nothing without tokens; a pass that proves it returns the skip's number (`pipeline.Context.discharged`). A skip that no
-pass proved is taken back: the frame is traced again without it. Nodes of the graph refer to skips by number, in their
-`meta`, which copies of a graph keep.
+The trace goes through the body (`capture/speculation.py`), and a `Skip` notes what that assumed. It holds if the body
+does nothing without tokens; a pass that proves it returns the skip's number (`pipeline.Context.discharged`). A skip
+that no pass proved is taken back: the frame is traced again without it. Nodes of the graph refer to skips by number, in
+their `meta`, which copies of a graph keep.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from fxpasses.capture import breaks, flags
+from fxpasses.capture import flags, retracing
 
 Program = Callable[..., Any]
 Check = Callable[[Program, Any], None]
@@ -51,7 +51,7 @@ def compiled_in(way: str, function: Program) -> Program:
 @pytest.fixture
 def capture() -> Iterator[None]:
     """The flags are on, and frames that fail because of them are traced again."""
-    assert breaks.install()
+    assert retracing.install()
     with flags.scoped():
         yield
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.variables import lists
 
 import fxpasses.inspect
 from fxpasses import overrides
@@ -189,7 +191,12 @@ def test_draw_writes_dot(record_file, capsys):
 def test_doctor(capsys, monkeypatch):
     monkeypatch.delenv("FXPASSES_PASSES", raising=False)
     main(["doctor"])
-    assert torch.__version__ in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert torch.__version__ in told
+    assert re.search(r"ok +TensorVariable.call_method +speculation, then value hints", told)
+    monkeypatch.delattr(lists, "iter_contains")
+    assert main(["doctor"]) == 1
+    assert re.search(r"off +lists.iter_contains +torch \S+ has no", capsys.readouterr().out)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert main(["doctor"]) == 1
     assert "nothing is compiled" in capsys.readouterr().out

@@ -40,7 +40,8 @@ def run(given: argparse.Namespace) -> int:
     found = list(findings())
     colors = {"ok": "32", "note": "33", "off": "31"}
     rows = [[style.paint(f.state, colors[f.state]), f.subject, f.text] for f in found]
-    print(tabulate(rows, tablefmt="plain", maxcolwidths=[None, None, max(30, style.width - 26)], disable_numparse=True))
+    widths = [None, None, max(30, style.width - max(len(f.subject) for f in found) - 8)]
+    print(tabulate(rows, tablefmt="plain", maxcolwidths=widths, disable_numparse=True))
     return int(any(f.state == "off" for f in found))
 
 
@@ -49,6 +50,7 @@ def findings() -> Iterator[Finding]:
     yield from _versions()
     yield from _devices()
     yield from _capture()
+    yield from _interceptions()
     yield from _private_names()
     yield from _environment()
     yield from _tools()
@@ -119,6 +121,27 @@ def _capture() -> Iterator[Finding]:
     yield Finding(
         "compile ids", "ok" if ids else "off", "records tell recompilations apart" if ids else "torch lacks them"
     )
+
+
+def _interceptions() -> Iterator[Finding]:
+    """What is asked in place of Dynamo's methods while a frame is traced, in order."""
+    import torch
+
+    from fxpasses.capture.interceptions import Row, off_in, table
+
+    def describe(row: Row) -> str:
+        if row.missing or row.feature in off:
+            return f"{row.missing}: {row.consequence}" if row.missing else f"{row.feature.value} is off"
+        is_checked = torch.__version__.startswith(row.handler.checked)
+        return row.feature.value + ("" if is_checked else f" (checked on torch {', '.join(row.handler.checked)} alone)")
+
+    rows = table()
+    off = off_in(rows)
+    for site in dict.fromkeys(row.handler.site.name for row in rows):
+        asked = sorted((row for row in rows if row.handler.site.name == site), key=lambda row: row.handler.order)
+        is_as_checked = [describe(row) for row in asked] == [row.feature.value for row in asked]
+        state = "off" if any(row.missing for row in asked) else "ok" if is_as_checked else "note"
+        yield Finding(".".join(site.split(".")[-2:]), state, ", then ".join(map(describe, asked)))
 
 
 def _private_names() -> Iterator[Finding]:

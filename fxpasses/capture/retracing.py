@@ -12,43 +12,42 @@ Such a frame takes the steps (`.item()` captured, data-dependent shapes captured
 The middle one is what helps most: `nonzero` breaks the graph as in stock, and what follows, traced with both flags,
 finds a tensor of known size whose `.tolist()` is captured. The last is stock, and so are its graph breaks and errors.
 
-Only traces for this package's backend are concerned, and none with `fullgraph=True`, where stock captures both.
+With `fullgraph=True`, stock captures both, and nothing is done. Likewise, a frame whose trace assumed what nobody could
+justify (a speculated branch that no pass proved) is traced again without the feature that assumed it. What an attempt
+may do is a value (`capture/attempt.py`). Only traces for this package's backend are concerned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping
 from types import CodeType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 from torch._dynamo.exc import TorchDynamoException
-from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpasses import ddp_buckets
 from fxpasses.capture import flags, tracing
+from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
 from fxpasses.capture.flags import Values
+from fxpasses.capture.trace import Trace
+from fxpasses.capture.tracing import FeatureRejected
 from fxpasses.graph.provenance import forget_leftovers
 from fxpasses.options import PREFIX
 
 log = logging.getLogger(__name__)
 
 MARKER = "_is_fastpack"
-_STEPS = "_fxpasses_steps"  # those left, on the speculation log: it lives as long as the attempts at one compilation
-_NO_HINTS = "_fxpasses_no_hints"  # likewise
-_NO_SKIPS = "_fxpasses_no_skips"  # likewise
-_NO_NUMBERS = "_fxpasses_no_numbers"  # likewise
-_NO_STORES = "_fxpasses_no_stores"  # likewise
 _MAX_WRAPPERS = 16
 
-Backend = TypeVar("Backend", bound=Callable[..., Any])
 _installing = threading.Lock()
 
 
@@ -56,31 +55,9 @@ class CaptureRejected(RuntimeError):
     """Raised by the backend for a graph that it cannot compile with unbacked symbols in it: trace with fewer flags."""
 
 
-class SkipsRejected(RuntimeError):
-    """Raised for a graph in which a loop passes over experts, and no pass proved that this makes no difference."""
-
-
-class StoresRejected(RuntimeError):
-    """Raised for a graph in which a checkpoint stores a number outside, and a recomputation would be seen."""
-
-
-def check_captured(gm: GraphModule | None = None) -> None:
-    """Raise `SkipsRejected` where the running trace has a skip that is not proved, and `StoresRejected` for a store."""
-    unproved = tracing.unproved_skips()
-    if unproved:
-        raise SkipsRejected(f"the body at {unproved[0].where} is not known to do nothing without tokens")
-    if in_the_way := tracing.store_in_the_way(gm):
-        raise StoresRejected(in_the_way)
-
-
-# While a frame is traced that could be traced with fewer flags: what tells the errors for which it would be.
-_is_reason_to_retrace: ContextVar[Callable[[BaseException], bool] | None] = ContextVar("fxpasses_retrace", default=None)
-
-
-def may_trace_again(error: BaseException, has_unbacked_symbols: bool) -> bool:
+def may_trace_again(trace: Trace, error: BaseException, has_unbacked_symbols: bool) -> bool:
     """Whether tracing with fewer flags may help after `error`, met in the backend's call: raise `CaptureRejected`."""
-    is_reason = _is_reason_to_retrace.get()
-    return is_reason is not None and (has_unbacked_symbols or is_reason(error))
+    return trace.attempt.with_fewer_flags() is not None and (has_unbacked_symbols or is_data_dependent(error))
 
 
 def is_data_dependent(error: BaseException) -> bool:
@@ -129,8 +106,8 @@ def install() -> bool:
                 stacklevel=2,
             )
             return False
-        if not isinstance(names.trace_frame, _TraceFrameInSteps):
-            names.convert_frame.trace_frame = _TraceFrameInSteps(names)  # type: ignore[attr-defined]
+        if not isinstance(names.trace_frame, _TraceFrameInAttempts):
+            names.convert_frame.trace_frame = _TraceFrameInAttempts(names)  # type: ignore[attr-defined]
         return True
 
 
@@ -141,13 +118,8 @@ def uninstall() -> None:
             names = DynamoNames.find()
         except MissingName:
             return
-        if isinstance(names.trace_frame, _TraceFrameInSteps):
+        if isinstance(names.trace_frame, _TraceFrameInAttempts):
             names.convert_frame.trace_frame = names.trace_frame.original  # type: ignore[attr-defined]
-
-
-def traces_for_fastpack(tx: Any) -> bool:
-    """Whether the running `InstructionTranslator` traces for a backend that has the attribute `_is_fastpack`."""
-    return is_fastpack(tx.output.compiler_fn)
 
 
 def is_fastpack(backend: Any) -> bool:
@@ -187,114 +159,85 @@ def _wrapped_in(function: Any) -> Any:
     return getattr(getattr(function, "__self__", None), "backend_compile_fn", None)  # a method of DDPOptimizer
 
 
-class _TraceFrameInSteps:
+class _TraceFrameInAttempts:
     """Stands in for `convert_frame.trace_frame`."""
 
     def __init__(self, names: DynamoNames) -> None:
         functools.update_wrapper(self, names.trace_frame)
         self.original = names.trace_frame
         self._signature = inspect.signature(names.trace_frame)
-        self._passed_on = names.passed_on
-        self._restart = names.restart
-        self._restart_kind = names.passed_on[0]
+        self._names = names
+        # The next attempt of each compilation that had a failed one. From one attempt to the next Dynamo keeps nothing
+        # but its speculation log, which lives as long as they.
+        self._next: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
         frame = bound.arguments
         if not is_fastpack(frame["compiler_fn"]):
-            with tracing.no_hints():
+            with tracing.untraced():
                 return self.original(*args, **kwargs)
         optimizer = ddp_buckets.optimizer_among(_unwrapped(frame["compiler_fn"]))
         if optimizer is not None:
             frame["compiler_fn"] = optimizer.backend_compile_fn
         with ddp_buckets.moved_inside(optimizer):
-            return self._trace_in_steps(frame, bound.args, bound.kwargs)
+            return self._trace(frame, bound.args, bound.kwargs)
 
-    def _trace_in_steps(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _trace(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One attempt. Where it fails and another one may not, that is noted, and Dynamo told to trace again."""
         forget_leftovers()
-        if frame["one_graph"]:
-            return self._trace(frame, args, kwargs, lambda error: False)
-        attempts = frame["speculation_log"]
-        values, *fewer = getattr(attempts, _STEPS, None) or _steps_from(flags.wanted())
-        token = _is_reason_to_retrace.set(is_data_dependent if fewer else None)
-
-        def gives_up(error: Exception) -> bool:
-            reads_are_captured_next = bool(fewer) and fewer[0].scalar_outputs and comes_of_capture(error)
-            return not isinstance(error, self._restart_kind) and not reads_are_captured_next
-
-        try:
-            with flags.held_at(values):
-                if not values.scalar_outputs:
-                    return self.original(*args, **kwargs)
-                return self._trace(frame, args, kwargs, gives_up)
-        except self._passed_on:
-            raise
-        except Exception as error:
-            if not fewer or not comes_of_capture(error):
-                raise
-            log.info("%s is traced again with %s: %s", _where(frame["code"]), fewer[0], _first_line(error))
-            attempts.clear()  # it records positions in a trace that the next one does not repeat
-            setattr(attempts, _STEPS, fewer)
-            raise self._restarting(error) from error
-        finally:
-            _is_reason_to_retrace.reset(token)
-
-    def _trace(
-        self,
-        frame: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        gives_up: Callable[[Exception], bool],
-    ) -> Any:
-        """One attempt with hints. gives_up: whether an error means that the frame's reads stay uncaptured."""
-        attempts = frame["speculation_log"]
-        if option(frame["compiler_fn"], "capture") == "off" or getattr(attempts, _NO_HINTS, False):
-            return self.original(*args, **kwargs)
-        may = [not getattr(attempts, flag, False) for flag in (_NO_SKIPS, _NO_NUMBERS, _NO_STORES)]
-        with tracing.hints_while_tracing(frame["code"], *may) as hints:
+        code, speculation_log = frame["code"], frame["speculation_log"]
+        attempt = self._next.get(speculation_log)
+        if attempt is None:
+            flags_wanted = None if frame["one_graph"] else flags.wanted()
+            attempt = tracing.first_attempt(code, flags_wanted, option(frame["compiler_fn"], "capture") != "off")
+        held = flags.held_at(attempt.flags) if attempt.flags is not None else contextlib.nullcontext()
+        with held, tracing.traced(attempt) as trace:
             try:
                 result = self.original(*args, **kwargs)
-                check_captured()
+                tracing.check(trace)
             except Exception as error:
-                rejected = tracing.unproved_skips() or isinstance(_backend_error(error), StoresRejected)
-                if rejected and not isinstance(error, self._passed_on):
-                    self._take_back(frame, error)
-                if hints is not None and gives_up(error):
-                    tracing.warn_given_up(hints, frame["code"], _first_line(error))
-                raise
+                following = self._after(trace, error)
+                if self._is_given_up(trace, error, following):
+                    tracing.warn_given_up(trace, code, _first_line(error))
+                if following is None:
+                    raise
+                raise self._restarting(speculation_log, code, following, error) from error
             try:
-                if hints is not None:
-                    tracing.finish(hints, result.output_graph, frame["code"])
+                tracing.finish(trace, result.output_graph, code)
             except Exception as error:  # a graph whose assumptions cannot be guarded must not run
-                assert hints is not None
-                tracing.warn_given_up(hints, frame["code"], _first_line(error))
+                tracing.warn_given_up(trace, code, _first_line(error))
                 log.debug("the guard could not be made", exc_info=error)
-                attempts.clear()
-                setattr(attempts, _NO_HINTS, True)
-                raise self._restarting(error) from error
+                following = trace.attempt.without(Feature.HINTS)
+                raise self._restarting(speculation_log, code, following, error) from error
             return result
 
-    def _take_back(self, frame: Mapping[str, Any], error: Exception) -> NoReturn:
-        """Trace again, without skips; first without those that count by NumPy's arrays alone, where there are some."""
-        attempts, uses_numbers = frame["speculation_log"], any(skip.kind == "numbers" for skip in tracing.skips())
-        flag, words = (_NO_NUMBERS, "NumPy's numbers") if uses_numbers else (_NO_SKIPS, "skips")
-        if isinstance(_backend_error(error), StoresRejected):
-            flag, words = _NO_STORES, "stores in checkpoints"
-        log.info("%s is traced again without %s: %s", _where(frame["code"]), words, _first_line(error))
-        attempts.clear()
-        setattr(attempts, flag, True)
-        raise self._restarting(error) from error
+    def _after(self, trace: Trace, error: Exception) -> Attempt | None:
+        """What to try after an error; None where nothing else would come of it."""
+        if isinstance(error, self._names.passed_on):
+            return None
+        rejected, unproved = _backend_error(error), trace.unproved()
+        if isinstance(rejected, FeatureRejected) and rejected.feature is Feature.STORES:
+            return trace.attempt.without(Feature.STORES)
+        if unproved:  # first without what counts by NumPy's arrays alone, where there is any
+            uses_numbers = any(skip.kind == "numbers" for skip in trace.speculated())
+            return trace.attempt.without(Feature.NUMPY if uses_numbers else Feature.SPECULATION)
+        return trace.attempt.with_fewer_flags() if comes_of_capture(error) else None
 
-    def _restarting(self, error: Exception) -> Exception:
-        restart = self._restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")
+    def _is_given_up(self, trace: Trace, error: Exception, following: Attempt | None) -> bool:
+        """Whether an error means that the frame's reads stay uncaptured."""
+        if trace.attempt.flags is None or isinstance(error, self._names.passed_on[0]):
+            return False
+        return following is None or following.flags == Values(False, False)
+
+    def _restarting(self, speculation_log: Any, code: CodeType, following: Attempt, error: Exception) -> Exception:
+        log.info("%s is traced again as %s: %s", _where(code), following, _first_line(error))
+        speculation_log.clear()  # it records positions in a trace that the next one does not repeat
+        self._next[speculation_log] = following
+        restart = self._names.restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")
         # Dynamo frees the failed attempt's graph by this attribute.
         restart._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)  # type: ignore[attr-defined]
         return restart
-
-
-def _steps_from(start: Values) -> list[Values]:
-    """From `start` to both off, each step once: dict keeps the order and drops repetitions."""
-    return list(dict.fromkeys([start, start._replace(dynamic_output_shapes=False), Values(False, False)]))
 
 
 def _backend_error(error: BaseException) -> BaseException:

@@ -39,8 +39,8 @@ class NotKnown(Exception):
     """A symbol is no metadata, or its value cannot be computed."""
 
 
-class LiveMetadata:
-    """What is known of one trace. `output` is Dynamo's `OutputGraph`; `autocast` the state around the whole frame."""
+class PartialGraph:
+    """What is known of it. `output` is Dynamo's `OutputGraph`; `autocast` the state around the whole frame."""
 
     def __init__(self, output: Any, autocast: Any) -> None:
         self.output = output
@@ -48,8 +48,8 @@ class LiveMetadata:
         self._values: dict[Extra, Any] = {}
         self.is_walking = False
         self._over = False
-        self._regions: dict[Any, _LiveRegion] = {}
-        self.walk = _LiveWalk(output.fake_mode)
+        self._regions: dict[Any, _PartialRegion] = {}
+        self.walk = _PartialWalk(output.fake_mode)
 
     def close(self) -> None:
         """The capture is over: what Dynamo does to its graph from now on, such as removing what is dead, is no news."""
@@ -139,7 +139,7 @@ class LiveMetadata:
             region = self._regions.get(tracer)
             if region is None:
                 parent = self._regions.get(tracer.parent) if tracer.parent is not None else None
-                region = self._regions[tracer] = _LiveRegion(self.output, tracer, parent)
+                region = self._regions[tracer] = _PartialRegion(self.output, tracer, parent)
             region.advance(self.walk)
 
     def _tracers(self) -> list[Any]:
@@ -151,16 +151,16 @@ class LiveMetadata:
         return found[::-1]
 
 
-class _LiveWalk(Walk):
+class _PartialWalk(Walk):
     """A walk that is never over: nothing is known yet of how the rest of the program uses a value."""
 
     def __init__(self, fake_mode: Any) -> None:
         super().__init__(Region(GraphModule({}, Graph())), fake_mode, {}, nothing=False)
         self.numbers: dict[Any, Extra] = {}  # by symbol
 
-    def anew(self) -> _LiveWalk:
+    def anew(self) -> _PartialWalk:
         """A walk from the start again, which knows inputs and symbols by the same numbers."""
-        other = _LiveWalk(self.fake_mode)
+        other = _PartialWalk(self.fake_mode)
         other.closure.table = self.closure.table
         other.numbers = self.numbers
         inputs = {entry.node for entry in self.closure.table.entries if entry.kind == "root"}
@@ -223,7 +223,7 @@ def _memories(value: Value) -> tuple[Memory, ...]:
     return tuple(item.memory for item in items if isinstance(item, Tensor))
 
 
-class _LiveRegion(Region):
+class _PartialRegion(Region):
     """A graph in the hands of one of Dynamo's tracers, and how far it has been walked."""
 
     def __init__(self, output: Any, tracer: Any, parent: Region | None) -> None:
@@ -237,7 +237,7 @@ class _LiveRegion(Region):
         """Whether Dynamo has erased what was walked already."""
         return self._last is not None and self._last._erased
 
-    def advance(self, walk: _LiveWalk) -> None:
+    def advance(self, walk: _PartialWalk) -> None:
         for node in self.placeholders():  # they are inserted above the rest at any time
             if node in walk.values or node in walk.obstacles:
                 continue

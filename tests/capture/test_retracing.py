@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from fxpasses.capture import breaks, flags
+from fxpasses.capture import flags, retracing
 from fxpasses.capture.dynamo_names import DynamoNames
 
 
@@ -40,9 +40,9 @@ class Recording:
 @pytest.fixture(autouse=True)
 def hook_and_flags() -> Iterator[None]:
     with config.patch(dict.fromkeys(flags.FLAGS, True)):
-        assert breaks.install()
+        assert retracing.install()
         yield
-    breaks.install()
+    retracing.install()
 
 
 def hazard(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -55,9 +55,9 @@ X, MASK = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 1, 0])
 
 
 def test_installing_twice_wraps_once_and_uninstalling_restores() -> None:
-    assert breaks.install()
-    breaks.uninstall()
-    breaks.uninstall()
+    assert retracing.install()
+    retracing.uninstall()
+    retracing.uninstall()
     assert inspect.isfunction(convert_frame.trace_frame)
     with pytest.raises(Exception, match="data-dependent"):
         torch.compile(hazard, backend=Recording(fastpack=True))(X, MASK)
@@ -71,7 +71,7 @@ def test_another_backend_gets_the_error_that_stock_gives() -> None:
         return f"{type(caught.value)}: {caught.value}"
 
     with_hook = error()
-    breaks.uninstall()
+    retracing.uninstall()
     assert error() == with_hook
 
 
@@ -87,7 +87,7 @@ def test_another_backend_captures_and_breaks_as_without_the_hook() -> None:
         return [gm.code for gm in backend.graphs]
 
     with_hook = graphs()
-    breaks.uninstall()
+    retracing.uninstall()
     assert graphs() == with_hook
 
 
@@ -151,7 +151,7 @@ def test_a_backend_may_reject_what_was_captured() -> None:
     class Rejecting(Recording):
         def __call__(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
             if any(node.target == "item" for node in gm.graph.nodes):
-                raise breaks.CaptureRejected("no scalar reads, please")
+                raise retracing.CaptureRejected("no scalar reads, please")
             return super().__call__(gm, example_inputs)
 
     def scales(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -202,15 +202,15 @@ def test_a_graph_break_is_not_counted_as_an_error_of_the_frame() -> None:
 
 
 def test_a_missing_private_name_is_one_warning_and_the_feature_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks.uninstall()
+    retracing.uninstall()
     original = convert_frame.trace_frame
     monkeypatch.delattr(convert_frame, "trace_frame")
     with pytest.warns(RuntimeWarning, match=r"has no torch._dynamo.convert_frame.trace_frame \(checked with"):
-        assert not breaks.install()
-    breaks.uninstall()
+        assert not retracing.install()
+    retracing.uninstall()
     monkeypatch.setattr(convert_frame, "trace_frame", lambda *arguments: original(*arguments), raising=False)
     with pytest.warns(RuntimeWarning, match="parameter 'code'"):
-        assert not breaks.install()
+        assert not retracing.install()
 
 
 def test_the_private_names_are_all_found_in_this_torch() -> None:
@@ -252,7 +252,7 @@ def test_the_marked_backend_is_recognised_in_what_torch_compile_puts_around_it(
     run = InstructionTranslator.run
 
     def recording_run(tx: Any) -> None:
-        seen.append(breaks.traces_for_fastpack(tx))
+        seen.append(retracing.is_fastpack(tx.output.compiler_fn))
         run(tx)
 
     monkeypatch.setattr(InstructionTranslator, "run", recording_run)
@@ -268,11 +268,10 @@ def test_the_marked_backend_is_recognised_under_ddp() -> None:
         optimizer = DDPOptimizer(
             bucket_bytes_cap=1 << 25, backend_compile_fn=torch._TorchCompileWrapper(backend, None, None, None)
         )
-        tx = SimpleNamespace(output=SimpleNamespace(compiler_fn=optimizer.compile_fn))
-        assert breaks.traces_for_fastpack(tx) is expected
+        assert retracing.is_fastpack(optimizer.compile_fn) is expected
 
 
 def test_wrappers_that_go_in_a_circle_end() -> None:
     circle = SimpleNamespace()
     circle.compiler_fn = circle
-    assert not breaks.is_fastpack(circle)
+    assert not retracing.is_fastpack(circle)

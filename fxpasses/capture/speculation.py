@@ -1,37 +1,52 @@
-"""Capture loops that pass over experts without tokens: the trace goes through every body, and notes what that assumed.
+"""Speculation: a trace goes through branches that run only for experts with tokens, and notes what that assumed.
 
-Only the router knows whether an expert has tokens, so `if tok.numel() == 0: continue` is a question that no trace can
-answer. It is answered here by "it has some", without a trace in the shape environment: nothing that is traced later
-rests on it. From the jump to the place where both ways meet, Python's state is watched. A variable that is used later
-and holds another tensor than before is noted for the pass; any other difference (a counter, a list that grew, an
-attribute, an iterator that went on, a random number) means that passing over the body makes a difference, or might: the
-skip cannot be proved, and tracing stops at once (`Unprovable`). A program that asks until the answer is another one,
-`while (ids == pad).any()`, would be traced forever. So it is with assertions, but for those that speak of
-sizes which the body itself made (`rows[start:stop]` has 0 rows or more, and no more than `rows`): nothing older is
-known better by them, and they are in the graph for the pass to judge.
+    for e in range(4):
+        tok, slot = torch.where(idx == e)
+        if tok.numel() == 0:  # only the router knows
+            continue
+        out.index_add_(0, tok, f(x[tok], e))
 
-`for e in hit`, over a tensor of the experts that have tokens, is a loop over all experts with such a body: `hit` is
+Without speculation, the graph ends at the question:
+
+    eq = idx == 0;  where = torch.where(eq);  tok = where[0];  return tok, where[1], ...
+
+With it, all branches are in one graph, and nodes tell what part they have in one (`graph/skips.py`):
+
+    eq = idx == 0;     where = torch.where(eq);      tok = where[0];                  # eq: CONDITION of branch 0
+    getitem = x[tok];  y = f(getitem, 0);            out.index_add_(0, tok, y)        # each INSIDE of branch 0
+    eq_1 = idx == 1;   where_1 = torch.where(eq_1);  tok_1 = where_1[0];              # eq_1: CONDITION of branch 1
+    ...
+
+No trace can know whether an expert has tokens. The question is answered by "it has some", without a trace in the shape
+environment: nothing that is traced later rests on it. From the jump to its post-dominator, where both ways meet,
+Python's state is watched. A live-out (a variable that is read later) that holds another tensor than before is noted for
+the pass; any other difference (a counter, a list that grew, an attribute, an iterator that went on, a random number)
+means that passing over the branch makes a difference, or might: no pass can prove it, and tracing stops at once
+(`Unprovable`). A program that asks until the answer is another one, `while (ids == pad).any()`, would be traced
+forever. So it is with assertions, but for those that speak of sizes which the branch itself made (`rows[start:stop]`
+has 0 rows or more, and no more than `rows`): nothing older is known better by them, and they are in the graph for the
+pass to judge.
+
+`for e in hit`, over a tensor of the experts that have tokens, is a loop over all experts with such a branch: `hit` is
 replaced, in this loop alone, by all of them, and numbers read from it are known.
 
-Every `Skip` must be proved by a pass. See `graph/skips.py`.
+A pass must discharge every branch; a trace with one that is left is taken back (`capture/retracing.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch._dynamo import variables
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._guards import TracingContext
 from torch.fx import Node
 
+from fxpasses.capture.dynamo_names import user_line
 from fxpasses.capture.experts_hit import (
     AssumedValues,
     counted_mask,
@@ -39,11 +54,9 @@ from fxpasses.capture.experts_hit import (
     is_routing,
     list_of_hits,
 )
-from fxpasses.capture.grown_lists import GrownList, grow, may_grow
 from fxpasses.capture.liveness import follow, live_at
-from fxpasses.capture.numpy_counts import NumpyCounts
 from fxpasses.graph.routing import Routing
-from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, PART, Skip, mark
+from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, mark
 from fxpasses.graph.symbols import is_unbacked
 
 _clock = itertools.count()
@@ -74,36 +87,34 @@ class _Known:
         return older == asserted.free_symbols or bool(older and not is_bound)
 
 
-@dataclass(eq=False)
-class _Body:
-    """A body that is being traced: from where, to where, and how things were before it."""
+class OpenBranch:
+    """A branch that is being traced, from `start` to its post-dominator, and how things are before it.
 
-    skip: Skip
-    tx: Any
-    start: int
-    end: int
-    live: frozenset[str]
-    variables: dict[str, Any]
-    stack: list[Any]
-    blocks: int
-    graph: Any
-    last_node: Any
-    noted: Any
-    known: _Known
-    born: int
-    spoiled: bool = False
+    noted: see `Speculation._noted`.
+    """
+
+    def __init__(self, skip: Skip, tx: Any, start: int, post_dominator: int, noted: Any) -> None:
+        self.skip, self.tx, self.start, self.post_dominator, self.noted = skip, tx, start, post_dominator, noted
+        self.live_outs = live_at(tx.instructions, post_dominator)
+        self.variables = dict(tx.symbolic_locals)
+        self.stack = list(tx.stack[:-1])  # but for what is asked, or the loop's next element
+        self.blocks = len(tx.block_stack)
+        self.graph = tx.output.current_tracer.graph
+        self.last_node = self.graph._root.prev
+        self.known = _Known(tx.output.shape_env)
+        self.born = next(_clock)
+        self.spoiled = False
 
 
-class Skipping:
-    """The skips of one attempt at tracing one frame. numbers: whether counts may be read from NumPy's arrays."""
+class Speculation:
+    """The speculated branches of one trace. answers: what the batch has answered so far."""
 
-    def __init__(self, numbers: bool = True) -> None:
+    def __init__(self, answers: Sized) -> None:
         self.skips: list[Skip] = []
         self.discharged: set[int] = set()  # by number: those that are proved
         self.values = AssumedValues()
-        self.arrays = NumpyCounts(self.values.routing, lambda: self._new("numbers")) if numbers else None
-        self.answers = 0  # questions that the batch answered (`capture/hints.py`)
-        self._bodies: list[_Body] = []
+        self.open: list[OpenBranch] = []  # outermost first
+        self._answers = answers
         self._loops: dict[tuple[Any, int], tuple[Any, Any]] = {}  # by translator and FOR_ITER: the node, and a count
         self._lists: dict[int, tuple[Any, Any]] = {}  # lists of all experts, by id: the list, and the node of the hits
 
@@ -111,21 +122,14 @@ class Skipping:
     def unproved(self) -> list[Skip]:
         return [skip for skip in self.skips if skip.number not in self.discharged]
 
-    def finish(self) -> None:
-        """The graph is written."""
-        if self.arrays is not None:
-            self.arrays.finish()
+    def refusal(self, text: str) -> Unprovable:
+        """What to raise where something that was noted already turns out to be used otherwise."""
+        self.new("refused")
+        return Unprovable(text)
 
-    # Numbers from NumPy's arrays
-
-    def numbers(self, tx: Any, array: Any) -> list[Any] | None:
-        """The elements of an array of counts; None of others. What a body read first would be unknown without it."""
-        return self.arrays.of(tx, array, may_begin=not self._bodies) if self.arrays is not None else None
-
-    def check_use(self, function: Any, args: Any) -> None:
-        """Raises `Unprovable` where NumPy's integers might give something else than Python's."""
-        if self.arrays is not None and not self.arrays.allows(function, args):
-            raise self.refusal(f"`{getattr(function, '__name__', function)}` of numbers from NumPy")
+    def new(self, kind: str, **fields: Any) -> Skip:
+        self.skips.append(Skip(len(self.skips), kind, user_line(), **fields))
+        return self.skips[-1]
 
     # Jumps
 
@@ -138,17 +142,13 @@ class Skipping:
         if found is None:
             return None
         truth, node, fields = found
-        skip = self._new(truth=truth, **fields)
+        skip = self.new(truth=truth, **fields)
         mark(node, skip, CONDITION)
         places = {other: place for place, other in enumerate(tx.instructions)}
         target, following = places[instruction.target], tx.instruction_pointer
         passed_over = following if truth is jumps_if else target
-        self._begin(tx, following - 1, follow(tx.instructions, passed_over), skip, popped=1)
+        self._begin(tx, following - 1, follow(tx.instructions, passed_over), skip)
         return truth
-
-    def _new(self, kind: str, **fields: Any) -> Skip:
-        self.skips.append(Skip(len(self.skips), kind, _user_line(), **fields))
-        return self.skips[-1]
 
     # Loops over the experts that have tokens
 
@@ -195,9 +195,9 @@ class Skipping:
         node, count = self._loops.get((tx, place), (None, None))
         if node is None or tx.instruction_pointer != place + 1:
             return
-        skip = self._new("hit", index=next(count))
+        skip = self.new("hit", index=next(count))
         mark(node, skip, CONDITION)
-        self._begin(tx, place, place, skip, popped=1)
+        self._begin(tx, place, place, skip)
 
     def _begins_loop(self, tx: Any) -> bool:
         return tx.instructions[tx.instruction_pointer].opname == "FOR_ITER"
@@ -210,124 +210,63 @@ class Skipping:
             return False
         name = code[place].argval
         uses = [at for at, i in enumerate(code) if i.argval == name and "FAST" in i.opname and at != place]
-        return len(uses) == 1 and [i.opname for i in code[uses[0] : uses[0] + 3]] == [
-            "LOAD_FAST",
-            "GET_ITER",
-            "FOR_ITER",
-        ]
+        following = tuple(i.opname for i in code[uses[0] : uses[0] + 3]) if len(uses) == 1 else ()
+        return following == ("LOAD_FAST", "GET_ITER", "FOR_ITER")
 
-    # Bodies
+    # Branches
 
-    def _begin(self, tx: Any, start: int, end: int, skip: Skip, popped: int) -> None:
-        """popped: how many values on the stack the body does not find there when it is passed over."""
-        graph = tx.output.current_tracer.graph
-        self._bodies.append(
-            _Body(
-                skip=skip,
-                tx=tx,
-                start=start,
-                end=end,
-                live=live_at(tx.instructions, end),
-                variables=dict(tx.symbolic_locals),
-                stack=list(tx.stack[:-popped]),
-                blocks=len(tx.block_stack),
-                graph=graph,
-                last_node=graph._root.prev,
-                noted=self._noted(tx.output),
-                known=_Known(tx.output.shape_env),
-                born=next(_clock),
-            )
-        )
+    def _begin(self, tx: Any, start: int, end: int, skip: Skip) -> None:
+        self.open.append(OpenBranch(skip, tx, start, end, self._noted(tx.output)))
 
     def before_step(self, tx: Any) -> None:
         """The translator is about to trace its next instruction. Raises `Unprovable`."""
         place = tx.instruction_pointer
         while (found := self._ending(tx, place)) is not None:
-            body = self._bodies[found]
-            if found != len(self._bodies) - 1:  # those in it never came to their end
-                raise _unprovable(self._bodies[-1])
-            self._end(body)
-            self._bodies.pop()
-        for body in self._bodies:
-            again = body.tx is tx and body.start == place  # and did not come to where the other way would meet it
-            if body.spoiled or again or not _is_running(body.tx, tx):
-                raise _unprovable(body)
+            branch = self.open[found]
+            if found != len(self.open) - 1:  # those in it never came to their end
+                raise _unprovable(self.open[-1])
+            self._end(branch)
+            self.open.pop()
+        for branch in self.open:
+            again = branch.tx is tx and branch.start == place  # and did not come to where the other way would meet it
+            if branch.spoiled or again or not _is_running(branch.tx, tx):
+                raise _unprovable(branch)
 
     def _ending(self, tx: Any, place: int) -> int | None:
-        bodies = reversed(list(enumerate(self._bodies)))
-        return next((at for at, body in bodies if body.tx is tx and body.end == place), None)
-
-    # Lists
-
-    def append(self, tx: Any, variable: Any, value: Any, append: Callable[[], Any]) -> Any:
-        """`outputs.append(value)`, which `append` does; None where it is nothing special."""
-        older = [body for body in self._bodies if born(variable) < body.born]
-        if not older or not may_grow(variable) or not isinstance(value, TensorVariable):
-            return None
-        if len(self._bodies) > 1 or born(variable) < 0 or value.as_proxy().node.graph is not older[0].graph:
-            return None
-        skip = older[0].skip
-        with grow(variable, self.refusal).opened(), self._allowed():
-            result = append()
-        mark(value.as_proxy().node, skip, PART)
-        skip.parts += 1
-        return result
-
-    def join(self, grown: GrownList, join: Callable[[], Any]) -> Any:
-        """`torch.cat(outputs)`, which `join` does."""
-        if self._bodies:
-            raise self.refusal("a list that grows where experts have tokens is joined there")
-        with grown.opened():
-            return join()
-
-    def is_empty_asked(self, tx: Any, value: Any) -> bool:
-        """Whether `value` is a list that has grown; from now on, it must not grow any more."""
-        if type(value) is not GrownList:
-            return False
-        if self._bodies:
-            raise self.refusal("a list that grows where experts have tokens is asked there")
-        value.is_asked = True
-        return True
-
-    def refusal(self, text: str) -> Unprovable:
-        """What to raise where something that was proved already turns out to be used otherwise."""
-        self._new("refused")
-        return Unprovable(text)
+        branches = reversed(list(enumerate(self.open)))
+        return next((at for at, branch in branches if branch.tx is tx and branch.post_dominator == place), None)
 
     @contextmanager
-    def _allowed(self) -> Iterator[None]:
-        spoiled = [body.spoiled for body in self._bodies]
+    def allowing_changes(self) -> Iterator[None]:
+        spoiled = [branch.spoiled for branch in self.open]
         yield
-        for body, before in zip(self._bodies, spoiled, strict=True):
-            body.spoiled = before
+        for branch, before in zip(self.open, spoiled, strict=True):
+            branch.spoiled = before
 
     def changed(self, born: int) -> None:
-        """Something in Python is changed that was made at the time `born`: by a body itself, it may be."""
-        for body in self._bodies:
-            body.spoiled |= born < body.born
+        """Something in Python is changed that was made at the time `born`: by a branch itself, it may be."""
+        for branch in self.open:
+            branch.spoiled |= born < branch.born
 
     def _noted(self, output: Any) -> tuple[Any, ...]:
-        """What is done whether or not a body runs: random numbers, hooks, what the batch was asked."""
-        return len(output.random_calls), tuple(output.side_effects.tensor_hooks), self.answers
+        """What makes a difference although no variable holds it: random numbers, hooks, what the batch was asked."""
+        return len(output.random_calls), tuple(output.side_effects.tensor_hooks), len(self._answers)
 
-    def _end(self, body: _Body) -> None:
-        skip = body.skip
-        tx = body.tx
-        is_where_it_was = len(tx.block_stack) == body.blocks and tx.output.current_tracer.graph is body.graph
-        is_where_it_was &= len(tx.stack) == len(body.stack)
-        if body.spoiled or not is_where_it_was or self._noted(tx.output) != body.noted or body.known.is_asserted_more():
-            raise _unprovable(body)
-        names = [name for name in body.live if name in body.variables or name in tx.symbolic_locals]
-        pairs = [(body.variables.get(name), tx.symbolic_locals.get(name)) for name in names]
-        pairs += list(zip(body.stack, tx.stack, strict=True))
+    def _end(self, branch: OpenBranch) -> None:
+        skip, tx = branch.skip, branch.tx
+        is_where_it_was = len(tx.block_stack) == branch.blocks and tx.output.current_tracer.graph is branch.graph
+        is_where_it_was &= len(tx.stack) == len(branch.stack)
+        if branch.spoiled or not is_where_it_was or branch.known.is_asserted_more():
+            raise _unprovable(branch)
+        if self._noted(tx.output) != branch.noted:
+            raise _unprovable(branch)
+        names = [name for name in branch.live_outs if name in branch.variables or name in tx.symbolic_locals]
+        pairs = [(branch.variables.get(name), tx.symbolic_locals.get(name)) for name in names]
+        pairs += list(zip(branch.stack, tx.stack, strict=True))
         different: list[Any] = [pair for pair in pairs if not _same(*pair, skip)]
         if not all(isinstance(value, TensorVariable) for pair in different for value in pair):
-            raise _unprovable(body)  # a number, a list, something new: no pass could prove it equal
-        made = []
-        node = body.graph._root.prev
-        while node is not body.last_node and node is not body.graph._root:
-            made.append(node)
-            node = node.prev
+            raise _unprovable(branch)  # a number, a list, something new: no pass could prove it equal
+        made = list(_after(branch.last_node, branch.graph._root))
         for node in made:
             mark(node, skip, INSIDE)
         for place, (before, after) in enumerate(different):
@@ -339,8 +278,16 @@ class Skipping:
             self.discharged.add(skip.number)
 
 
-def _unprovable(body: _Body) -> Unprovable:
-    return Unprovable(f"what runs only with tokens, at {body.skip.where}, may do more than to compute")
+def _after(first: Any, root: Any) -> Iterator[Any]:
+    """The nodes of a graph that were written after one, the last one first."""
+    node = root.prev
+    while node is not first and node is not root:
+        yield node
+        node = node.prev
+
+
+def _unprovable(branch: OpenBranch) -> Unprovable:
+    return Unprovable(f"what runs only with tokens, at {branch.skip.where}, may do more than to compute")
 
 
 def _is_running(tx: Any, callee: Any) -> bool:
@@ -440,19 +387,9 @@ def _expression(number: Any) -> Any:
     return sympy.Integer(number.as_python_constant())
 
 
-def _user_line() -> str:
-    frames = TracingContext.extract_stack()
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-
-
-def stamped(original: Any) -> Any:
-    """Wrap the constructor of Dynamo's iterators and marks on new objects: they remember when they were made."""
-
-    def init(self: Any, *args: Any, fxpasses_born: int | None = None, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.fxpasses_born = next(_clock) if fxpasses_born is None else fxpasses_born  # Dynamo clones by attributes
-
-    return init
+def stamp(variable: Any, time: int | None = None) -> None:
+    """Note when a thing in Dynamo's hands was made: now, or at a time. Dynamo clones by attributes."""
+    variable.fxpasses_born = next(_clock) if time is None else time
 
 
 def born(variable: Any) -> int:

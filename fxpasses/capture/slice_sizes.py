@@ -10,35 +10,36 @@ operator on fake tensors, called with the fake mode, the operator and its argume
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
+from torch._subclasses import fake_impls
 from torch.utils._sympy.functions import Max, Min
 
-from fxpasses.capture.hints import Definition, Hints, current
+from fxpasses.capture.interceptions import Handlers, Proceed, Site
+from fxpasses.capture.trace import Definition, Trace
 from fxpasses.graph.symbols import expression, is_unbacked, symbol
 
+handlers = Handlers()
 
-def slice_with_hints(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the implementation of `aten.slice.Tensor`."""
 
-    def slice_tensor(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(mode, func, *args, **kwargs)
-        hints = current.get()
-        if hints is None or hints.metadata is None or hints.metadata.output.shape_env is not mode.shape_env:
-            return result
-        tensor, dimension, start, end, step = _arguments(*args, **kwargs)
-        size = result.shape[dimension]
-        if step == 1 and symbol(size) is not None and is_unbacked(size):
-            bounds = [expression(number) for number in (tensor.shape[dimension], start, end)]
-            definition = _definition(hints, *map(sympy.sympify, bounds))
-            if definition is not None and not definition.value.has(symbol(size)):
-                hints.definitions[symbol(size)] = definition
+@handlers.at(
+    Site("implementation of slices", lambda: [(fake_impls.op_implementations_dict, torch.ops.aten.slice.Tensor)]),
+    without="a slice whose bounds the batch holds may break the graph",
+)
+def slice_tensor(trace: Trace, proceed: Proceed, mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    result = proceed(mode, func, *args, **kwargs)
+    if trace.graph is None or trace.graph.output.shape_env is not mode.shape_env:
         return result
-
-    return slice_tensor
+    tensor, dimension, start, end, step = _arguments(*args, **kwargs)
+    size = result.shape[dimension]
+    if step == 1 and symbol(size) is not None and is_unbacked(size):
+        bounds = [expression(number) for number in (tensor.shape[dimension], start, end)]
+        definition = _definition(trace, *map(sympy.sympify, bounds))
+        if definition is not None and not definition.value.has(symbol(size)):
+            trace.definitions[symbol(size)] = definition
+    return result
 
 
 def _arguments(
@@ -47,11 +48,11 @@ def _arguments(
     return tensor, dim, 0 if start is None else start, sys.maxsize if end is None else end, step
 
 
-def _definition(hints: Hints, size: Any, start: Any, end: Any) -> Definition | None:
+def _definition(trace: Trace, size: Any, start: Any, end: Any) -> Definition | None:
     """The length of `[start:end]` of `size` elements; None where a bound has no hint."""
     bounds, conditions = [], []
     for bound in (start, end):
-        value = hints.number(bound)
+        value = trace.number(bound)
         if value is None:
             return None
         if bound.free_symbols:

@@ -1,0 +1,218 @@
+"""What one attempt at tracing a frame knows: numbers that the batch holds, which answer questions, and what it assumed.
+
+Dynamo gives every `.item()` and every data-dependent size a symbol without a value. A question about it (`if n > 512`,
+whether a [n, n] mask fits [t, t] scores) breaks the graph or raises. PyTorch's shape environment can be given values
+for such symbols: it answers by them, and records each answer as an assertion to be checked when the graph runs. Here
+the values are computed only when somebody asks, and only for metadata (`capture/partial_graph.py`); each answer is
+noted, and `capture/assumptions.py` sees to it that a batch with another answer gets a graph of its own.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
+values that `evaluate_expr` asks last, and `ShapeEnv._log_real_tensor_propagation(expression, answer)`, which it calls
+when that gave the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+
+from fxpasses.capture.attempt import Attempt, Feature
+from fxpasses.capture.dynamo_names import user_line
+from fxpasses.capture.partial_graph import NotKnown, PartialGraph
+from fxpasses.graph.skips import Skip
+from fxpasses.runtime.prologue import autocast_state
+
+if TYPE_CHECKING:
+    from fxpasses.capture.numpy_counts import NumpyCounts
+    from fxpasses.capture.speculation import Speculation
+    from fxpasses.capture.stored_numbers import StoredNumbers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question about symbols that the batch answered, as a condition that holds.
+
+    inside_operator: an operator asked, to check or to choose, and not the user's program. where: `file.py:12`, or "".
+    """
+
+    condition: Any
+    inside_operator: bool
+    where: str
+
+    @property
+    def states_consistency(self) -> bool:
+        """Whether the operator fails without it: two sizes must be equal. (With 1, an operator broadcasts.)"""
+        condition = self.condition
+        return self.inside_operator and isinstance(condition, sympy.Eq) and not {0, 1}.intersection(condition.args)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A symbol that an operator makes for itself, by an expression over others, where the conditions hold."""
+
+    value: Any
+    conditions: tuple[Any, ...]
+
+
+class Trace:
+    """Of one attempt. Parts that are not there belong to features that it has off."""
+
+    speculation: Speculation
+    numpy: NumpyCounts
+    stores: StoredNumbers
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.graph: PartialGraph | None = None
+        self.answers: list[Answer] = []
+        self.definitions: dict[Any, Definition] = {}
+        self.companions: list[str] = []  # sources of what the graph's prologue brings to the host
+        self.operators = 0  # that run on fake tensors now, one inside the other
+        self.has_read = False  # a number, since the last question
+        self.autocast = autocast_state()
+        self._answering = True
+        if self.has(Feature.SPECULATION):  # each imports private names, which the attempt may do without
+            from fxpasses.capture.speculation import Speculation
+
+            self.speculation = Speculation(self.answers)
+        if self.has(Feature.NUMPY):
+            from fxpasses.capture.numpy_counts import NumpyCounts
+
+            self.numpy = NumpyCounts(self.speculation)
+        if self.has(Feature.STORES):
+            from fxpasses.capture.stored_numbers import StoredNumbers
+
+            self.stores = StoredNumbers()
+
+    def has(self, feature: Feature) -> bool:
+        return feature in self.attempt.features
+
+    def attach(self, output: Any) -> None:
+        """Begin with Dynamo's `OutputGraph`, which exists once the frame's first instruction is traced."""
+        if self.graph is None:
+            self.graph = PartialGraph(output, self.autocast)
+            output.shape_env.real_tensor_prop_unbacked_vals = _Values(self)
+            output.shape_env._log_real_tensor_propagation = self.note
+
+    def close(self) -> None:
+        """Dynamo has written its graph, and nothing more will be known than now."""
+        if self.graph is not None:
+            self.graph.close()
+        if self.has(Feature.NUMPY):
+            self.numpy.finish()
+
+    def end(self) -> None:
+        """The frame is compiled: give the shape environment back as it was, and let go of the batch."""
+        self._answering = False
+        if self.graph is not None:
+            shape_env = self.graph.output.shape_env
+            shape_env.real_tensor_prop_unbacked_vals = {}
+            del shape_env._log_real_tensor_propagation
+            self.graph = None
+
+    def catch_up(self) -> None:
+        """Note what the trace has read. A body that fails is gone with its tracer before `numbers_found` is asked."""
+        if self.has_read and self.graph is not None:
+            self.graph.walk_on()
+            self.has_read = False
+
+    def numbers_found(self) -> int:
+        """How many different numbers of the batch the trace has captured so far, read once or in every layer."""
+        if self.graph is None:
+            return 0
+        self.close()
+        return len({extra for extra in self.graph.walk.numbers.values() if extra.dimension is None})
+
+    def speculated(self) -> list[Skip]:
+        """The speculated branches, once the graph is written."""
+        self.close()
+        return self.speculation.skips if self.has(Feature.SPECULATION) else []
+
+    def discharge(self, numbers: Iterable[int]) -> None:
+        """Note which of them passes have proved."""
+        if self.has(Feature.SPECULATION):
+            self.speculation.discharged.update(numbers)
+
+    def unproved(self) -> list[Skip]:
+        return self.speculation.unproved if self.has(Feature.SPECULATION) else []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nobody gets a hint inside: what compiles the graph further has no use for one batch's numbers."""
+        before, self._answering = self._answering, False
+        try:
+            yield
+        finally:
+            self._answering = before
+
+    def value(self, symbol: Any) -> Any:
+        """The value of a symbol, or None."""
+        if not self._answering or self.graph is None:
+            return None
+        if symbol in self.definitions:
+            return self.number(self.definitions[symbol].value)
+        try:
+            return sympy.sympify(self.graph.value(symbol))
+        except NotKnown:
+            return None
+
+    def number(self, expression: Any) -> Any:
+        """The value of an expression over symbols and sizes, or None."""
+        values = {}
+        for found in expression.free_symbols:
+            is_size = self.graph is not None and self.graph.is_size(found)
+            values[found] = self.graph.size(found) if is_size and self.graph is not None else self.value(found)
+        return None if None in values.values() else expression.xreplace(values)
+
+    def defined(self, condition: Any) -> Any:
+        """A condition without the symbols that operators make for themselves."""
+        while made := [found for found in condition.free_symbols if found in self.definitions]:
+            conditions = [c for found in made for c in self.definitions[found].conditions]
+            condition = sympy.And(condition.xreplace({s: self.definitions[s].value for s in made}), *conditions)
+        return condition
+
+    def can_answer(self, number: Any) -> bool:
+        """Whether a question about `number`, symbolic or not, has an answer."""
+        if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return True
+        return self.number(number.node.expr) is not None
+
+    def note(self, question: Any, answer: Any) -> None:
+        """Keep that the batch gave `answer`, a number or a truth value, to `question`, an expression."""
+        if answer == sympy.true:
+            condition = question
+        elif answer == sympy.false:
+            condition = sympy.Not(question)
+        else:
+            condition = sympy.Eq(question, answer)
+        walking = self.graph is not None and self.graph.is_walking  # runs operators again, as they ran before
+        self.answers.append(Answer(condition, self.operators > 0 or walking, user_line()))
+
+
+class _Values(dict[Any, Any]):
+    """Looks like a dict of all symbols' values, and computes one when it is looked up."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __bool__(self) -> bool:
+        return self._trace._answering
+
+    def __contains__(self, symbol: object) -> bool:
+        return self.get(symbol) is not None
+
+    def __getitem__(self, symbol: Any) -> Any:
+        value = self.get(symbol)
+        if value is None:
+            raise KeyError(symbol)
+        return value
+
+    def get(self, symbol: Any, default: Any = None) -> Any:
+        value = self._trace.value(symbol) if isinstance(symbol, sympy.Symbol) else None
+        return default if value is None else value

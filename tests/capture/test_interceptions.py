@@ -1,0 +1,106 @@
+"""The table of what is asked in place of Dynamo's methods: in which order, and what a torch may lack."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import symbolic_convert, utils
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import lists
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+
+from fxpasses.capture import flags, interceptions, tracing
+from fxpasses.capture.attempt import Attempt, Feature
+from tests.support import assert_same, compiled
+
+X, LENGTHS = torch.linspace(-1, 1, 24).view(12, 2), torch.tensor([8, 4])
+LOGITS, W = torch.eye(3).repeat(4, 1) * torch.tensor([1, 1, 0]), torch.linspace(-1, 1, 12).view(3, 2, 2)
+
+
+@pytest.fixture(autouse=True)
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tracing, "_installation", interceptions.Installation())
+    with flags.scoped():
+        yield
+
+
+def longest_decides(x: Tensor, lengths: Tensor) -> Tensor:
+    return x.sin() if lengths.max().item() > 6 else x.cos()
+
+
+def contains(x: Tensor, lengths: Tensor) -> Tensor:
+    return x.sin() if 4 in lengths.tolist() else x.cos()
+
+
+def skips(x: Tensor, logits: Tensor, w: Tensor) -> Tensor:
+    ids, out = logits.argmax(-1), torch.zeros_like(x)
+    for e in range(W.shape[0]):
+        tok = torch.where(ids == e)[0]
+        if tok.numel() > 0:
+            out.index_add_(0, tok, x[tok] @ w[e])
+    return out
+
+
+def off_without(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> set[Feature]:
+    with monkeypatch.context() as patch:
+        patch.delattr(owner, name)
+        return set(interceptions.off_in(interceptions.table()))
+
+
+def test_the_handlers_of_a_place_have_an_order() -> None:
+    found = [(id(place[0]), place[1], row.handler.order) for row in interceptions.table() for place in row.places]
+    assert len(found) == len(set(found))
+
+
+def test_this_torch_has_every_place() -> None:
+    assert [row.missing for row in interceptions.table() if row.missing and not row.is_known] == []
+
+
+def test_a_missing_name_switches_off_its_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(lists, "iter_contains")
+    with pytest.warns(
+        RuntimeWarning, match=r"lists.iter_contains \(checked .*: `3 in .* breaks the graph.*doctor"
+    ) as said:
+        torch.testing.assert_close(compiled(longest_decides)(X, LENGTHS), longest_decides(X, LENGTHS))
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch._dynamo.reset()
+        record = assert_same(longest_decides, [(X, LENGTHS), (X, LENGTHS // 2)])
+        assert [graph.reports[0].pass_name for graph in record.graphs] == ["capture"] * 2
+        assert len(assert_same(skips, [(X, LOGITS, W)]).graphs) == 1
+
+
+def test_what_a_feature_cannot_do_without_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    every, speculative = set(Feature), {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS}
+    assert off_without(SideEffects, "store_global", monkeypatch) == speculative
+    assert off_without(NumpyNdarrayVariable, "call_method", monkeypatch) == set()
+    assert off_without(utils, "run_node", monkeypatch) == every
+    assert off_without(symbolic_convert, "InstructionTranslatorBase", monkeypatch) == every
+
+
+def test_a_feature_that_is_off_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a place where Python's state is watched, nothing is speculated, and numbers still have hints."""
+    monkeypatch.delattr(SideEffects, "store_global")
+    with pytest.warns(RuntimeWarning, match="SideEffects.store_global .*loops that pass over experts"):
+        assert assert_same(skips, [(X, LOGITS, W)]).figures("group_experts") == {}
+    record = assert_same(contains, [(X, LENGTHS), (X, LENGTHS // 2)])
+    assert all("assumed" in str(graph.reports[0]) for graph in record.graphs)
+
+
+def test_an_attempt_loses_what_needs_what_it_loses() -> None:
+    attempt = Attempt(flags.Values(True, True), frozenset(Feature))
+    assert attempt.without(Feature.SPECULATION).features == frozenset(
+        {Feature.HINTS, Feature.SLICES, Feature.OUTPUTS, Feature.STORES}
+    )
+    assert attempt.without(Feature.HINTS).features == frozenset()
+    fewer = attempt.with_fewer_flags()
+    assert fewer is not None and fewer.flags == flags.Values(True, False) and fewer.features == attempt.features
+    last = fewer.with_fewer_flags()
+    assert last == Attempt(flags.Values(False, False)) and last.with_fewer_flags() is None
+    assert Attempt(None).with_fewer_flags() is None
