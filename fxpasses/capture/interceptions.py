@@ -22,7 +22,6 @@ import functools
 import importlib
 import pkgutil
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpasses.capture.attempt import Feature
 from fxpasses.capture.dynamo_names import CHECKED, MissingName
+from fxpasses.once import warn_once
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace
@@ -181,7 +181,6 @@ class Installation:
         self._users = 0
         self._undo: list[Callable[[], None]] = []
         self._off: frozenset[Feature] = frozenset()
-        self._warned: set[str] = set()
 
     def enter(self) -> frozenset[Feature]:
         """The features that must be off."""
@@ -199,7 +198,10 @@ class Installation:
 
     def _install(self, rows: list[Row]) -> None:
         self._off = off_in(rows)
-        self._warn([row for row in rows if row.missing])
+        for row in rows:
+            if row.missing:
+                text = f"{row.missing}: {row.consequence}. Everything else works; `fxpasses doctor` lists it."
+                warn_once(row.missing, text, stacklevel=6)
         by_place: defaultdict[tuple[int, Any], list[tuple[Place, Row]]] = defaultdict(list)
         for row in rows:
             for owner, name in row.places if row.feature not in self._off else ():
@@ -213,15 +215,6 @@ class Installation:
     def _remove(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-    def _warn(self, missing: list[Row]) -> None:
-        new = {row.missing: row.consequence for row in missing if row.missing not in self._warned}
-        self._warned.update(new)
-        if new:
-            text = "; ".join(f"{name}: {consequence}" for name, consequence in new.items())
-            warnings.warn(
-                f"fxpasses: {text}. Everything else works; `fxpasses doctor` lists it.", RuntimeWarning, stacklevel=6
-            )
 
 
 def _dispatcher(original: Callable[..., Any], handlers: list[tuple[Feature, Callable[..., Any]]]) -> Callable[..., Any]:

@@ -231,7 +231,7 @@ class _TraceFrameInAttempts:
         return following is None or following.flags == Values(False, False)
 
     def _restarting(self, speculation_log: Any, code: CodeType, following: Attempt, error: Exception) -> Exception:
-        log.info("%s is traced again as %s: %s", _where(code), following, _first_line(error))
+        log.info("%s is traced again as %s: %s", tracing.described(code), following, _first_line(error))
         speculation_log.clear()  # it records positions in a trace that the next one does not repeat
         self._next[speculation_log] = following
         restart = self._names.restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")
@@ -243,10 +243,6 @@ class _TraceFrameInAttempts:
 def _backend_error(error: BaseException) -> BaseException:
     """What the backend raised, where Dynamo has wrapped it."""
     return getattr(error, "inner_exception", None) or error
-
-
-def _where(code: CodeType) -> str:
-    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _first_line(error: BaseException) -> str:

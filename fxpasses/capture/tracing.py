@@ -26,6 +26,7 @@ from fxpasses.capture.flags import Values
 from fxpasses.capture.interceptions import Installation, current
 from fxpasses.capture.trace import Trace
 from fxpasses.graph.regions import CHECKPOINT
+from fxpasses.once import warn_once
 from fxpasses.report import Report
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,10 @@ def _said_once() -> set[Any]:
     return {method for method in methods if method is not None}
 
 
+def described(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+
+
 def finish(trace: Trace, output: Any, code: CodeType) -> None:
     """Guard what a finished trace assumed of the batch."""
     found = guarding.guard(output, trace) if guarding.can_guard() else []
@@ -108,26 +113,22 @@ def finish(trace: Trace, output: Any, code: CodeType) -> None:
     log.info("%s assumes %s", code.co_name, "; ".join(map(str, found)))
     _variants[code] = trace.attempt.variant + 1
     if _variants[code] == _MOST_VARIANTS:
-        warnings.warn(
-            f"fxpasses: {code.co_name} ({code.co_filename}:{code.co_firstlineno}) was compiled {_MOST_VARIANTS} "
-            f"times because batches differ in what the program asks of them ({'; '.join(map(str, found))}). From now "
-            "on these questions break the graph, as they do without fxpasses.",
-            stacklevel=2,
+        text = f"{described(code)} was compiled {_MOST_VARIANTS} times because batches differ in what the program asks"
+        text += (
+            f" of them ({'; '.join(map(str, found))}). From now on these questions break the graph, as they do without"
         )
+        warnings.warn(f"fxpasses: {text} fxpasses.", stacklevel=2)
 
 
 def warn_given_up(trace: Trace, code: CodeType, reason: str) -> None:
     """Say once for a frame that its capture was given up, if the failed trace had read numbers of the batch."""
-    many = trace.numbers_found()
-    if not many or code in _given_up:
-        return
-    _given_up.add(code)
-    warnings.warn(
-        f"fxpasses: capture was given up for {code.co_name} ({code.co_filename}:{code.co_firstlineno}), which reads "
-        f"{many} {'numbers' if many > 1 else 'number'} of its batch: {reason}. The reads stay in every layer, as under "
-        "stock PyTorch. TORCH_LOGS=graph_breaks shows the place.",
-        stacklevel=2,
-    )
+    if many := trace.numbers_found():
+        numbers = f"{many} {'numbers' if many > 1 else 'number'}"
+        text = (
+            f"capture was given up for {described(code)}, which reads {numbers} of its batch: {reason}. The reads stay"
+        )
+        text += " in every layer, as under stock PyTorch. TORCH_LOGS=graph_breaks shows the place."
+        warn_once(("given up", code), text)
 
 
 def report(trace: Trace) -> Report | None:
@@ -205,4 +206,3 @@ def _without_warnings() -> Iterator[None]:
 
 _installation = Installation()
 _variants: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
-_given_up: weakref.WeakSet[CodeType] = weakref.WeakSet()  # frames whose user has been warned

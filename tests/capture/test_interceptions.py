@@ -14,7 +14,8 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import lists
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
-from fxpasses.capture import flags, interceptions, tracing
+from fxpasses import once
+from fxpasses.capture import flags, interceptions
 from fxpasses.capture.attempt import Attempt, Feature
 from tests.support import assert_same, compiled
 
@@ -24,7 +25,7 @@ LOGITS, W = torch.eye(3).repeat(4, 1) * torch.tensor([1, 1, 0]), torch.linspace(
 
 @pytest.fixture(autouse=True)
 def capturing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tracing, "_installation", interceptions.Installation())
+    monkeypatch.setattr(once, "_given", set())
     with flags.scoped():
         yield
 
@@ -64,7 +65,7 @@ def test_this_torch_has_every_place() -> None:
 def test_a_missing_name_switches_off_its_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(lists, "iter_contains")
     with pytest.warns(
-        RuntimeWarning, match=r"lists.iter_contains \(checked .*: `3 in .* breaks the graph.*doctor"
+        UserWarning, match=r"lists.iter_contains \(checked .*: `3 in .* breaks the graph.*doctor"
     ) as said:
         torch.testing.assert_close(compiled(longest_decides)(X, LENGTHS), longest_decides(X, LENGTHS))
     assert len(said) == 1
@@ -87,7 +88,7 @@ def test_what_a_feature_cannot_do_without_switches_it_off(monkeypatch: pytest.Mo
 def test_a_feature_that_is_off_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a place where Python's state is watched, nothing is speculated, and numbers still have hints."""
     monkeypatch.delattr(SideEffects, "store_global")
-    with pytest.warns(RuntimeWarning, match="SideEffects.store_global .*loops that pass over experts"):
+    with pytest.warns(UserWarning, match="SideEffects.store_global .*loops that pass over experts"):
         assert assert_same(skips, [(X, LOGITS, W)]).figures("group_experts") == {}
     record = assert_same(contains, [(X, LENGTHS), (X, LENGTHS // 2)])
     assert all("assumed" in str(graph.reports[0]) for graph in record.graphs)
