@@ -22,7 +22,6 @@ import functools
 import importlib
 import pkgutil
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -56,6 +55,9 @@ Place = tuple[Any, Any]  # an object, a list or a dict, and a name, an index or 
 Proceed = Callable[..., Any]  # asks the next handler, or Dynamo's own method
 
 
+resolve = functools.cache(pkgutil.resolve_name)
+
+
 @dataclass(frozen=True)
 class Site:
     """What is replaced. places: finds it, or raises; none where this torch is known to have it elsewhere."""
@@ -71,7 +73,7 @@ def method(owner: str, *names: str, unless: str = "") -> Site:
     """
 
     def places() -> Iterator[Place]:
-        found = pkgutil.resolve_name(owner)
+        found = resolve(owner)
         if not unless or not hasattr(found, unless):
             yield found, next((name for name in names if hasattr(found, name)), names[0])
 
@@ -81,12 +83,12 @@ def method(owner: str, *names: str, unless: str = "") -> Site:
 def opcodes(name: str, *parts: str) -> Site:
     """An instruction of Python's bytecode, or all with certain parts, in the tables of all of Dynamo's translators."""
 
+    wanted = [at for at, found in enumerate(dis.opname) if found == name or any(part in found for part in parts)]
+
     def places() -> Iterator[Place]:
-        for translator in with_subclasses(pkgutil.resolve_name(TRANSLATOR)):
-            for opcode, handler in enumerate(vars(translator).get("dispatch_table", ())):
-                found = dis.opname[opcode]
-                if handler is not None and (found == name or any(part in found for part in parts)):
-                    yield translator.dispatch_table, opcode
+        for translator in with_subclasses(resolve(TRANSLATOR)):
+            handlers = vars(translator).get("dispatch_table", ())
+            yield from ((handlers, opcode) for opcode in wanted if opcode < len(handlers) and handlers[opcode])
 
     return Site(name, places)
 
@@ -169,7 +171,7 @@ def _row(feature: Feature, handler: Handler) -> Row:
         for place in places:
             _get(*place)
         return Row(feature, handler, places)
-    except (AttributeError, ImportError, LookupError):
+    except Exception:  # an unknown torch: whatever its names have become
         return Row(feature, handler, missing=str(MissingName(handler.site.name)))
 
 
@@ -202,14 +204,12 @@ class Installation:
             if row.missing:
                 text = f"{row.missing}: {row.consequence}. Everything else works; `fxpasses doctor` lists it."
                 warn_once(row.missing, text, stacklevel=6)
-        by_place: defaultdict[tuple[int, Any], list[tuple[Place, Row]]] = defaultdict(list)
-        for row in rows:
+        asked: dict[tuple[int, Any], tuple[Any, Any, list[Row]]] = {}
+        for row in sorted(rows, key=lambda row: row.handler.order):
             for owner, name in row.places if row.feature not in self._off else ():
-                by_place[id(owner), name].append(((owner, name), row))
-        for found in by_place.values():
-            owner, name = found[0][0]
-            asked = sorted((row for _, row in found), key=lambda row: row.handler.order)
-            handlers = [(row.feature, row.handler.function) for row in asked]
+                asked.setdefault((id(owner), name), (owner, name, []))[2].append(row)
+        for owner, name, found in asked.values():
+            handlers = [(row.feature, row.handler.function) for row in found]
             self._undo.append(_put(owner, name, _dispatcher(_get(owner, name), handlers)))
 
     def _remove(self) -> None:

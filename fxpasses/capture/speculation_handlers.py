@@ -7,7 +7,6 @@ Private names, checked on torch 2.11, 2.13 and 2.15, besides those of the handle
 from __future__ import annotations
 
 import operator
-import pkgutil
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from fxpasses.capture.interceptions import (
     Site,
     method,
     opcodes,
+    resolve,
     with_subclasses,
 )
 from fxpasses.capture.speculation import Speculation, born, stamp
@@ -46,7 +46,7 @@ handlers = Handlers()
 
 def _taking(kind: str) -> Site:
     def places() -> list[Place]:
-        iterators = with_subclasses(pkgutil.resolve_name(kind))
+        iterators = with_subclasses(resolve(kind))
         return [(found, name) for found in iterators for name in _TAKING if name in vars(found)] or [(kind, "next")]
 
     return Site(f"{kind}.next and its like", places)
