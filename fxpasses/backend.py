@@ -17,7 +17,7 @@ from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.provenance import input_sources
-from fxpasses.graph.skips import SKIPS
+from fxpasses.graph.speculation import BRANCHES
 from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
 from fxpasses.options import PASSES as ALL_PASSES
@@ -62,9 +62,10 @@ def fastpack_backend(
     observer = inspect.watch(gm, example_inputs, settings)
     trace = tracing.running()
     assumed = tracing.report(trace)
+    captured = Result(gm, list(example_inputs))
     if assumed is not None:
-        observer.after_pass(assumed, Result(gm, list(example_inputs)), "")
-    gm.meta[SKIPS] = trace.speculated()
+        observer.after_pass(assumed, captured, "")
+    gm.meta[BRANCHES] = trace.speculated()
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     result = run_passes(passes, gm, example_inputs, settings, observer.after_pass)
     trace.discharge(result.discharged)
@@ -77,7 +78,7 @@ def fastpack_backend(
     observer.lowering()
     try:
         tracing.check(trace, gm)
-        compiled, outcome = _compile(result, gm, example_inputs, settings, trace, observer.after_partition)
+        compiled, outcome = _compile(result, captured, settings, trace, observer.after_partition)
     except Exception as error:
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
@@ -92,20 +93,14 @@ _RETRACED = (*asks_for_another_trace(), retracing.CaptureRejected, tracing.Featu
 
 
 def _compile(
-    result: Result,
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    settings: Options,
-    trace: Trace,
-    on_report: OnReport,
+    result: Result, captured: Result, settings: Options, trace: Trace, on_report: OnReport
 ) -> tuple[Callable[..., Any], str]:
     """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing.
 
     Returns what to call, and which graph it is: "rewritten", "captured", or "uncompiled".
     """
-    attempts = [result] if result.gm is not gm else []
-    attempts.append(Result(gm, list(example_inputs)))
-    for attempt in attempts:
+    gm = captured.gm
+    for attempt in [result, captured] if result.gm is not gm else [captured]:
         compiled = _try_to_lower(attempt, gm, settings, trace, on_report)
         if isinstance(compiled, Exception) and ddp_buckets.wanted() and not settings.strict:
             _warn("compiling a graph piece by piece, at DDP's buckets,", compiled, "It is compiled whole.")
@@ -128,21 +123,17 @@ def _try_to_lower(
     attempt: Result, gm: GraphModule, settings: Options, trace: Trace, on_report: OnReport
 ) -> Callable[..., Any] | Exception:
     """Compile without the batch's help; where autograd asks for a size that only the batch knows, with it."""
-    try:
-        with trace.paused():
-            return _lower(attempt, gm, settings, on_report)
-    except asks_for_another_trace():
-        raise
-    except Exception as error:
-        if not retracing.is_data_dependent(error):
-            return error
-    try:
-        with tracing.without_caches():
-            return _lower(attempt, gm, settings, on_report)
-    except asks_for_another_trace():
-        raise
-    except Exception as error:
-        return error
+    for hints in (trace.paused, tracing.without_caches):
+        try:
+            with hints():
+                return _lower(attempt, gm, settings, on_report)
+        except asks_for_another_trace():
+            raise
+        except Exception as error:
+            failed = error
+            if not retracing.is_data_dependent(error):
+                break
+    return failed
 
 
 def _warn(what: str, error: Exception, instead: str) -> None:

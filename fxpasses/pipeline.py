@@ -30,7 +30,7 @@ class Context:
 
     example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
     shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass cut one out; draft:
-    what it was built from. discharged: the numbers of the skips (`graph/skips.py`) that passes have proved.
+    what it was built from. discharged: the numbers of the branches (`graph/speculation.py`) that passes have proved.
     pass_name: of the pass that it is for.
     """
 
@@ -137,10 +137,8 @@ def _context(gm: GraphModule, result: Result, options: Options, name: str) -> Co
     if fake_mode is None:
         return None  # a graph without tensors, or one that Dynamo did not make: nothing for these passes
     shared = _inputs_that_share_memory(placeholders, result.example_inputs)
-    discharged = set(result.discharged)
-    return Context(
-        options, list(result.example_inputs), fake_mode, shared, result.program, name, result.draft, discharged
-    )
+    inputs, discharged = list(result.example_inputs), set(result.discharged)
+    return Context(options, inputs, fake_mode, shared, result.program, name, result.draft, discharged)
 
 
 def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence[Any]) -> frozenset[Node]:

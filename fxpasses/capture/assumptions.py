@@ -79,11 +79,8 @@ class _Canonical:
         if flag is not None:
             return flag
         words = {found: sympy.Symbol(self.name(found)) for found in condition.free_symbols}
-        if isinstance(condition, sympy.Eq):
-            return f"{condition.lhs.xreplace(words)} == {condition.rhs.xreplace(words)}"
         if isinstance(condition, sympy.Rel):
-            left, right = condition.lhs.xreplace(words), condition.rhs.xreplace(words)
-            return f"{left} {condition.rel_op} {right}"
+            return f"{condition.lhs.xreplace(words)} {condition.rel_op} {condition.rhs.xreplace(words)}"
         return str(condition.xreplace(words))
 
     def _flag(self, condition: Any) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -32,36 +33,41 @@ class MissingName(Exception):
         super().__init__(f"torch {torch.__version__} has no {name} (checked with {', '.join(CHECKED)})")
 
 
+def find(name: str) -> Any:
+    """What a private name stands for; raises `MissingName`."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        raise MissingName(name) from None
+
+
 @dataclass(frozen=True)
 class DynamoNames:
-    """`restart` makes the exception that starts another attempt; `passed_on` are Dynamo's own ways of ending one."""
+    """`restart` and `skip` are Dynamo's own ways of ending an attempt: to have another one, or none."""
 
     convert_frame: ModuleType
     trace_frame: Callable[..., Any]
-    restart: Callable[..., Exception]
-    passed_on: tuple[type[Exception], ...]
+    restart: Any
+    skip: type[Exception]
     data_dependent: tuple[type[Exception], ...]
 
     @classmethod
     def find(cls) -> DynamoNames:
         """Raises `MissingName`."""
-        convert_frame = importlib.import_module("torch._dynamo.convert_frame")
-        trace_frame = _attribute(convert_frame, "trace_frame")
+        trace_frame = find("torch._dynamo.convert_frame.trace_frame")
         for parameter in TRACE_FRAME_PARAMETERS:
             if parameter not in inspect.signature(trace_frame).parameters:
                 raise MissingName(f"parameter {parameter!r} of torch._dynamo.convert_frame.trace_frame")
-        _attribute(_attribute(importlib.import_module("torch._dynamo.symbolic_convert"), "SpeculationLog"), "clear")
-        exceptions = importlib.import_module("torch._dynamo.exc")
-        restart = _attribute(exceptions, "RestartAnalysis")
-        shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        find("torch._dynamo.symbolic_convert.SpeculationLog.clear")
+        shapes = "torch.fx.experimental.symbolic_shapes"
         return cls(
-            convert_frame=convert_frame,
+            convert_frame=find("torch._dynamo.convert_frame"),
             trace_frame=trace_frame,
-            restart=restart,
-            passed_on=(restart, _attribute(exceptions, "SkipFrame")),
+            restart=find("torch._dynamo.exc.RestartAnalysis"),
+            skip=find("torch._dynamo.exc.SkipFrame"),
             data_dependent=(
-                _attribute(shapes, "GuardOnDataDependentSymNode"),
-                _attribute(shapes, "PendingUnbackedSymbolNotFound"),
+                find(f"{shapes}.GuardOnDataDependentSymNode"),
+                find(f"{shapes}.PendingUnbackedSymbolNotFound"),
             ),
         )
 
@@ -95,10 +101,8 @@ def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], t
 
 def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[], Any]]:
     """What `add_guard` reaches for; raises `MissingName` where torch lacks it."""
-    guards = importlib.import_module("torch._dynamo.guards")
-    _attribute(_attribute(guards, "GuardBuilder"), "add_python_lambda_leaf_guard_to_root")
-    sources = importlib.import_module("torch._dynamo.source")
-    return _attribute(guards, "_get_closure_vars"), _attribute(sources, "ShapeEnvSource")
+    find("torch._dynamo.guards.GuardBuilder.add_python_lambda_leaf_guard_to_root")
+    return find("torch._dynamo.guards._get_closure_vars"), find("torch._dynamo.source.ShapeEnvSource")
 
 
 def user_line() -> str:
@@ -120,10 +124,3 @@ def config_switch(values: Mapping[str, bool]) -> Callable[[], Callable[[], None]
         return lambda: patch.__exit__(None, None, None)
 
     return switch
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        raise MissingName(f"{owner.__name__}.{name}") from None

@@ -24,13 +24,12 @@ from fxpasses.capture.hints import BUILTIN, TORCH_FUNCTION, take
 from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.capture.speculation import Speculation, born
 from fxpasses.capture.trace import Trace
-from fxpasses.graph.skips import PART, mark
+from fxpasses.graph.speculation import PART, mark
 
 _JOINING = (torch.cat, torch.concat, torch.concatenate)
-_CHECKED = ("2.11.0", "2.13.0")
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE")
 
-handlers = Handlers()
+handlers = Handlers(checked=("2.11.0", "2.13.0"))
 
 
 class GrownList(ListVariable):
@@ -70,7 +69,6 @@ class GrownList(ListVariable):
 @handlers.at(
     method("torch._dynamo.variables.lists.ListVariable", "call_method"),
     without="`outputs.append(y)` where an expert has tokens breaks the graph",
-    checked=_CHECKED,
 )
 def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """`outputs.append(y)`, in a branch that did not make the list."""
@@ -84,17 +82,12 @@ def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: 
         return NOT_HANDLED
     with _grown(self, trace.speculation).opened(), trace.speculation.allowing_changes():
         result = proceed(self, tx, name, args, kwargs)
-    mark(node, branches[0].skip, PART)
-    branches[0].skip.parts += 1
+    mark(node, branches[0].branch, PART)
+    branches[0].branch.parts += 1
     return result
 
 
-@handlers.at(
-    method(TORCH_FUNCTION, "call_function"),
-    order=2,
-    without="`torch.cat` of a list that grows where experts have tokens breaks the graph",
-    checked=_CHECKED,
-)
+@handlers.at(method(TORCH_FUNCTION, "call_function"), order=2, without="`torch.cat(outputs)` breaks the graph")
 def join(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.value not in _JOINING or not args or type(args[0]) is not GrownList:
         return NOT_HANDLED
@@ -108,7 +101,7 @@ def join(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
         return proceed(self, tx, args, kwargs)
 
 
-@handlers.at(method(BUILTIN, "call_function"), order=2, without="`if len(outputs):` breaks the graph", checked=_CHECKED)
+@handlers.at(method(BUILTIN, "call_function"), order=2, without="`if len(outputs):` breaks the graph")
 def length(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.fn is not len or len(args) != 1 or type(args[0]) is not GrownList or not _asks_whether_empty(tx):
         return NOT_HANDLED
@@ -117,7 +110,7 @@ def length(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs
         return proceed(self, tx, args, kwargs)
 
 
-@handlers.at(CONDITIONAL_JUMP, order=1, without="`if outputs:` breaks the graph", checked=_CHECKED)
+@handlers.at(CONDITIONAL_JUMP, order=1, without="`if outputs:` breaks the graph")
 def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
     """`if outputs:` is true."""
     if type(tx.stack[-1]) is not GrownList or not instruction.opname.startswith("POP_JUMP"):

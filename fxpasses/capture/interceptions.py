@@ -20,7 +20,6 @@ from __future__ import annotations
 import dis
 import functools
 import importlib
-import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxpasses.capture.attempt import Feature
-from fxpasses.capture.dynamo_names import CHECKED, MissingName
+from fxpasses.capture.dynamo_names import CHECKED, MissingName, find
 from fxpasses.once import warn_once
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ Place = tuple[Any, Any]  # an object, a list or a dict, and a name, an index or 
 Proceed = Callable[..., Any]  # asks the next handler, or Dynamo's own method
 
 
-resolve = functools.cache(pkgutil.resolve_name)
+resolve = functools.cache(find)
 
 
 @dataclass(frozen=True)
@@ -102,26 +101,30 @@ CONDITIONAL_JUMP = opcodes("conditional jump", "IF_TRUE", "IF_FALSE")
 
 @dataclass(frozen=True)
 class Handler:
-    """What is asked at a site. order: among its handlers. checked: the versions of torch that it was tried on.
+    """What is asked at a site. checked: the versions of torch that it was tried on. order: among the site's handlers.
 
     without: what happens without it; "" if its feature must be off then.
     """
 
     site: Site
     function: Callable[..., Any]
+    checked: tuple[str, ...]
     order: int = 1
     without: str = ""
-    checked: tuple[str, ...] = CHECKED
 
 
 class Handlers(list[Handler]):
     """Those of one feature."""
 
+    def __init__(self, checked: tuple[str, ...] = CHECKED) -> None:
+        super().__init__()
+        self._checked = checked
+
     def at(self, *sites: Site, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register a function. about: the other fields of `Handler`."""
+        """Register a function. about: `order` and `without`."""
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.extend(Handler(site, function, **about) for site in sites)
+            self.extend(Handler(site, function, self._checked, **about) for site in sites)
             return function
 
         return register
@@ -162,7 +165,7 @@ def _handlers_of(feature: Feature) -> list[Handler]:
         return importlib.import_module(module).handlers
     except (AttributeError, ImportError) as error:
         missing = f"name that {module} takes from it ({error})"
-        return [Handler(Site(missing, lambda: [pkgutil.resolve_name(module).handlers]), tuple)]
+        return [Handler(Site(missing, lambda: [find(f"{module}.handlers")]), tuple, CHECKED)]
 
 
 def _row(feature: Feature, handler: Handler) -> Row:

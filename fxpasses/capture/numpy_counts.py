@@ -3,8 +3,8 @@
 To Dynamo an element of an array is an array; no slice with such a bound has a size that anybody could follow. Here the
 elements of a one-dimensional array of counts become symbols, as the elements of `counts.tolist()` are. NumPy's integers
 are not Python's: they have methods, types of their own, and other arithmetic. So this is an assumption as well, a
-`Skip` of the kind "numbers": nothing may ask a number for what sets it apart (`Unprovable`), and a pass must find a
-program without the numbers, else the frame is traced again with arrays as they are.
+`SpeculatedBranch` of the kind "numbers": nothing may ask a number for what sets it apart (`Unprovable`), and a pass
+must find a program without the numbers, else the frame is traced again with arrays as they are.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: that `Tensor.numpy()` is `view_as` of
 a tensor and itself in Dynamo's graph.
@@ -24,7 +24,7 @@ from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, metho
 from fxpasses.capture.speculation import Speculation
 from fxpasses.capture.trace import Trace
 from fxpasses.graph.routing import writes_integers
-from fxpasses.graph.skips import READ, Skip, mark
+from fxpasses.graph.speculation import READ, SpeculatedBranch, mark
 
 # What may be done with one of the numbers: the result is equal whether they are NumPy's or Python's.
 _ALLOWED = frozenset(
@@ -88,7 +88,7 @@ class NumpyCounts:
         self._speculation = speculation
         self._numbers: dict[Node, list[Any]] = {}
         self._checked: dict[Node, Node] = {}  # by array: up to where nobody wrote to it since it was read
-        self._skips: list[tuple[Skip, Node]] = []
+        self._branches: list[tuple[SpeculatedBranch, Node]] = []
         self._symbols: set[Any] = set()
 
     def of(self, tx: Any, array: Any) -> list[Any] | None:
@@ -106,37 +106,37 @@ class NumpyCounts:
             self._numbers[node] = self._read(tx, node)
         return self._numbers[node]
 
-    def has(self, value: Any) -> bool:
+    def check_use(self, function: Any, args: Any) -> None:
+        """Raises `Unprovable` where a function of Python may give something else for NumPy's numbers."""
+        if function not in _ALLOWED and any(map(self._is_number, args)):
+            raise self._speculation.refusal(f"`{getattr(function, '__name__', function)}` of numbers from NumPy")
+
+    def _is_number(self, value: Any) -> bool:
         """Whether a value in Dynamo's hands is one of the numbers, or was computed from them."""
         if not self._symbols or not isinstance(value, SymNodeVariable):
             return False
         node = getattr(value.sym_num, "node", None)
         return node is not None and not self._symbols.isdisjoint(node.expr.free_symbols)
 
-    def check_use(self, function: Any, args: Any) -> None:
-        """Raises `Unprovable` where a function of Python may give something else for NumPy's numbers."""
-        if function not in _ALLOWED and any(map(self.has, args)):
-            raise self._speculation.refusal(f"`{getattr(function, '__name__', function)}` of numbers from NumPy")
-
     def _read(self, tx: Any, node: Node) -> list[Any]:
-        skip = self._speculation.new("numbers")
-        self._skips.append((skip, node))
+        branch = self._speculation.new("numbers")
+        self._branches.append((branch, node))
         numbers = []
         for place in range(node.meta["example_value"].shape[0]):
             element: Any = wrap_fx_proxy(tx, _proxy(tx, node)[place])
             number = element.call_method(tx, "item", [], {})
             numbers.append(number)
             if isinstance(number, SymNodeVariable):
-                mark(number.as_proxy().node, skip, READ)
+                mark(number.as_proxy().node, branch, READ)
                 self._symbols |= number.sym_num.node.expr.free_symbols
         self._checked[node] = node.graph._root.prev
         return numbers
 
     def finish(self) -> None:
         """The graph is written. A loop over an array reads an element when it comes to it; here all were read first."""
-        for skip, node in self._skips:
+        for branch, node in self._branches:
             self._forget_written(node)
-            skip.ended = node in self._numbers
+            branch.ended = node in self._numbers
 
     def _forget_written(self, node: Node) -> None:
         """Numbers that were read before somebody wrote to integers may not be the array's any more."""

@@ -111,17 +111,6 @@ def install() -> bool:
         return True
 
 
-def uninstall() -> None:
-    """Undo `install`. Compiled code stays."""
-    with _installing:
-        try:
-            names = DynamoNames.find()
-        except MissingName:
-            return
-        if isinstance(names.trace_frame, _TraceFrameInAttempts):
-            names.convert_frame.trace_frame = names.trace_frame.original  # type: ignore[attr-defined]
-
-
 def is_fastpack(backend: Any) -> bool:
     """Whether `backend` is marked, or wraps one that is: in what `torch.compile`, partial and DDP put around it."""
     return any(getattr(function, MARKER, False) is True for function in _unwrapped(backend))
@@ -214,19 +203,19 @@ class _TraceFrameInAttempts:
 
     def _after(self, trace: Trace, error: Exception) -> Attempt | None:
         """What to try after an error; None where nothing else would come of it."""
-        if isinstance(error, self._names.passed_on):
+        if isinstance(error, (self._names.restart, self._names.skip)):
             return None
         rejected, unproved = _backend_error(error), trace.unproved()
         if isinstance(rejected, FeatureRejected) and rejected.feature is Feature.STORES:
             return trace.attempt.without(Feature.STORES)
         if unproved:  # first without what counts by NumPy's arrays alone, where there is any
-            uses_numbers = any(skip.kind == "numbers" for skip in trace.speculated())
+            uses_numbers = any(branch.kind == "numbers" for branch in trace.speculated())
             return trace.attempt.without(Feature.NUMPY if uses_numbers else Feature.SPECULATION)
         return trace.attempt.with_fewer_flags() if comes_of_capture(error) else None
 
     def _is_given_up(self, trace: Trace, error: Exception, following: Attempt | None) -> bool:
         """Whether an error means that the frame's reads stay uncaptured."""
-        if trace.attempt.flags is None or isinstance(error, self._names.passed_on[0]):
+        if trace.attempt.flags is None or isinstance(error, self._names.restart):
             return False
         return following is None or following.flags == Values(False, False)
 
@@ -236,7 +225,7 @@ class _TraceFrameInAttempts:
         self._next[speculation_log] = following
         restart = self._names.restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")
         # Dynamo frees the failed attempt's graph by this attribute.
-        restart._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)  # type: ignore[attr-defined]
+        restart._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)
         return restart
 
 

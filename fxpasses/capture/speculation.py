@@ -10,7 +10,7 @@ Without speculation, the graph ends at the question:
 
     eq = idx == 0;  where = torch.where(eq);  tok = where[0];  return tok, where[1], ...
 
-With it, all branches are in one graph, and nodes tell what part they have in one (`graph/skips.py`):
+With it, all branches are in one graph, and nodes tell what part they have in one (`graph/speculation.py`):
 
     eq = idx == 0;     where = torch.where(eq);      tok = where[0];                  # eq: CONDITION of branch 0
     getitem = x[tok];  y = f(getitem, 0);            out.index_add_(0, tok, y)        # each INSIDE of branch 0
@@ -56,7 +56,7 @@ from fxpasses.capture.experts_hit import (
 )
 from fxpasses.capture.liveness import follow, live_at
 from fxpasses.graph.routing import Routing
-from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, Skip, mark
+from fxpasses.graph.speculation import AFTER, BEFORE, CONDITION, INSIDE, SpeculatedBranch, mark
 from fxpasses.graph.symbols import is_unbacked
 
 _clock = itertools.count()
@@ -93,8 +93,8 @@ class OpenBranch:
     noted: see `Speculation._noted`.
     """
 
-    def __init__(self, skip: Skip, tx: Any, start: int, post_dominator: int, noted: Any) -> None:
-        self.skip, self.tx, self.start, self.post_dominator, self.noted = skip, tx, start, post_dominator, noted
+    def __init__(self, branch: SpeculatedBranch, tx: Any, start: int, post_dominator: int, noted: Any) -> None:
+        self.branch, self.tx, self.start, self.post_dominator, self.noted = branch, tx, start, post_dominator, noted
         self.live_outs = live_at(tx.instructions, post_dominator)
         self.variables = dict(tx.symbolic_locals)
         self.stack = list(tx.stack[:-1])  # but for what is asked, or the loop's next element
@@ -110,7 +110,7 @@ class Speculation:
     """The speculated branches of one trace. answers: what the batch has answered so far."""
 
     def __init__(self, answers: Sized) -> None:
-        self.skips: list[Skip] = []
+        self.branches: list[SpeculatedBranch] = []
         self.discharged: set[int] = set()  # by number: those that are proved
         self.values = AssumedValues()
         self.open: list[OpenBranch] = []  # outermost first
@@ -118,18 +118,14 @@ class Speculation:
         self._loops: dict[tuple[Any, int], tuple[Any, Any]] = {}  # by translator and FOR_ITER: the node, and a count
         self._lists: dict[int, tuple[Any, Any]] = {}  # lists of all experts, by id: the list, and the node of the hits
 
-    @property
-    def unproved(self) -> list[Skip]:
-        return [skip for skip in self.skips if skip.number not in self.discharged]
-
     def refusal(self, text: str) -> Unprovable:
         """What to raise where something that was noted already turns out to be used otherwise."""
         self.new("refused")
         return Unprovable(text)
 
-    def new(self, kind: str, **fields: Any) -> Skip:
-        self.skips.append(Skip(len(self.skips), kind, user_line(), **fields))
-        return self.skips[-1]
+    def new(self, kind: str, **fields: Any) -> SpeculatedBranch:
+        self.branches.append(SpeculatedBranch(len(self.branches), kind, user_line(), **fields))
+        return self.branches[-1]
 
     # Jumps
 
@@ -142,12 +138,12 @@ class Speculation:
         if found is None:
             return None
         truth, node, fields = found
-        skip = self.new(truth=truth, **fields)
-        mark(node, skip, CONDITION)
+        branch = self.new(truth=truth, **fields)
+        mark(node, branch, CONDITION)
         places = {other: place for place, other in enumerate(tx.instructions)}
         target, following = places[instruction.target], tx.instruction_pointer
         passed_over = following if truth is jumps_if else target
-        self._begin(tx, following - 1, follow(tx.instructions, passed_over), skip)
+        self._begin(tx, following - 1, follow(tx.instructions, passed_over), branch)
         return truth
 
     # Loops over the experts that have tokens
@@ -155,7 +151,7 @@ class Speculation:
     def all_experts(self, tx: Any, tensor: Any) -> Any:
         """All experts, in place of those in `tensor` that have tokens, as a tensor in Dynamo's hands; or None."""
         node = tensor.as_proxy().node
-        if not is_unbacked_size(node) or not self._begins_loop(tx):
+        if not is_unbacked_size(node) or tx.instructions[tx.instruction_pointer].opname != "FOR_ITER":
             return None
         value = self.values.if_all_are_hit(node)
         if value is None:
@@ -195,12 +191,9 @@ class Speculation:
         node, count = self._loops.get((tx, place), (None, None))
         if node is None or tx.instruction_pointer != place + 1:
             return
-        skip = self.new("hit", index=next(count))
-        mark(node, skip, CONDITION)
-        self._begin(tx, place, place, skip)
-
-    def _begins_loop(self, tx: Any) -> bool:
-        return tx.instructions[tx.instruction_pointer].opname == "FOR_ITER"
+        branch = self.new("hit", index=next(count))
+        mark(node, branch, CONDITION)
+        self._begin(tx, place, place, branch)
 
     def _is_only_looped_over(self, tx: Any) -> bool:
         code, place = tx.instructions, tx.instruction_pointer
@@ -215,67 +208,63 @@ class Speculation:
 
     # Branches
 
-    def _begin(self, tx: Any, start: int, end: int, skip: Skip) -> None:
-        self.open.append(OpenBranch(skip, tx, start, end, self._noted(tx.output)))
+    def _begin(self, tx: Any, start: int, end: int, branch: SpeculatedBranch) -> None:
+        self.open.append(OpenBranch(branch, tx, start, end, self._noted(tx.output)))
 
     def before_step(self, tx: Any) -> None:
         """The translator is about to trace its next instruction. Raises `Unprovable`."""
         place = tx.instruction_pointer
-        while (found := self._ending(tx, place)) is not None:
-            branch = self.open[found]
-            if found != len(self.open) - 1:  # those in it never came to their end
-                raise _unprovable(self.open[-1])
-            self._end(branch)
+        while any(opened.tx is tx and opened.post_dominator == place for opened in self.open):
+            opened = self.open[-1]
+            if opened.tx is not tx or opened.post_dominator != place:  # it never came to its end, and one around it did
+                raise _unprovable(opened)
+            self._end(opened)
             self.open.pop()
-        for branch in self.open:
-            again = branch.tx is tx and branch.start == place  # and did not come to where the other way would meet it
-            if branch.spoiled or again or not _is_running(branch.tx, tx):
-                raise _unprovable(branch)
-
-    def _ending(self, tx: Any, place: int) -> int | None:
-        branches = reversed(list(enumerate(self.open)))
-        return next((at for at, branch in branches if branch.tx is tx and branch.post_dominator == place), None)
+        for opened in self.open:
+            again = opened.tx is tx and opened.start == place  # and did not come to where the other way would meet it
+            if opened.spoiled or again or not _is_running(opened.tx, tx):
+                raise _unprovable(opened)
 
     @contextmanager
     def allowing_changes(self) -> Iterator[None]:
-        spoiled = [branch.spoiled for branch in self.open]
+        spoiled = [opened.spoiled for opened in self.open]
         yield
-        for branch, before in zip(self.open, spoiled, strict=True):
-            branch.spoiled = before
+        for opened, before in zip(self.open, spoiled, strict=True):
+            opened.spoiled = before
 
     def changed(self, born: int) -> None:
         """Something in Python is changed that was made at the time `born`: by a branch itself, it may be."""
-        for branch in self.open:
-            branch.spoiled |= born < branch.born
+        for opened in self.open:
+            opened.spoiled |= born < opened.born
 
     def _noted(self, output: Any) -> tuple[Any, ...]:
         """What makes a difference although no variable holds it: random numbers, hooks, what the batch was asked."""
         return len(output.random_calls), tuple(output.side_effects.tensor_hooks), len(self._answers)
 
-    def _end(self, branch: OpenBranch) -> None:
-        skip, tx = branch.skip, branch.tx
-        is_where_it_was = len(tx.block_stack) == branch.blocks and tx.output.current_tracer.graph is branch.graph
-        is_where_it_was &= len(tx.stack) == len(branch.stack)
-        if branch.spoiled or not is_where_it_was or branch.known.is_asserted_more():
-            raise _unprovable(branch)
-        if self._noted(tx.output) != branch.noted:
-            raise _unprovable(branch)
-        names = [name for name in branch.live_outs if name in branch.variables or name in tx.symbolic_locals]
-        pairs = [(branch.variables.get(name), tx.symbolic_locals.get(name)) for name in names]
-        pairs += list(zip(branch.stack, tx.stack, strict=True))
-        different: list[Any] = [pair for pair in pairs if not _same(*pair, skip)]
+    def _end(self, opened: OpenBranch) -> None:
+        branch, tx = opened.branch, opened.tx
+        is_where_it_was = len(tx.block_stack) == opened.blocks and tx.output.current_tracer.graph is opened.graph
+        is_where_it_was &= len(tx.stack) == len(opened.stack)
+        if opened.spoiled or not is_where_it_was or opened.known.is_asserted_more():
+            raise _unprovable(opened)
+        if self._noted(tx.output) != opened.noted:
+            raise _unprovable(opened)
+        names = [name for name in opened.live_outs if name in opened.variables or name in tx.symbolic_locals]
+        pairs = [(opened.variables.get(name), tx.symbolic_locals.get(name)) for name in names]
+        pairs += list(zip(opened.stack, tx.stack, strict=True))
+        different: list[Any] = [pair for pair in pairs if not _same(*pair, branch)]
         if not all(isinstance(value, TensorVariable) for pair in different for value in pair):
-            raise _unprovable(branch)  # a number, a list, something new: no pass could prove it equal
-        made = list(_after(branch.last_node, branch.graph._root))
+            raise _unprovable(opened)  # a number, a list, something new: no pass could prove it equal
+        made = list(_after(opened.last_node, opened.graph._root))
         for node in made:
-            mark(node, skip, INSIDE)
+            mark(node, branch, INSIDE)
         for place, (before, after) in enumerate(different):
-            mark(before.as_proxy().node, skip, f"{BEFORE}{place}")
-            mark(after.as_proxy().node, skip, f"{AFTER}{place}")
-        skip.pairs = len(different)
-        skip.ended = True
-        if not made and not different and not skip.parts:
-            self.discharged.add(skip.number)
+            mark(before.as_proxy().node, branch, f"{BEFORE}{place}")
+            mark(after.as_proxy().node, branch, f"{AFTER}{place}")
+        branch.live_outs = len(different)
+        branch.ended = True
+        if not made and not different and not branch.parts:
+            self.discharged.add(branch.number)
 
 
 def _after(first: Any, root: Any) -> Iterator[Any]:
@@ -286,8 +275,8 @@ def _after(first: Any, root: Any) -> Iterator[Any]:
         node = node.prev
 
 
-def _unprovable(branch: OpenBranch) -> Unprovable:
-    return Unprovable(f"what runs only with tokens, at {branch.skip.where}, may do more than to compute")
+def _unprovable(opened: OpenBranch) -> Unprovable:
+    return Unprovable(f"what runs only with tokens, at {opened.branch.where}, may do more than to compute")
 
 
 def _is_running(tx: Any, callee: Any) -> bool:
@@ -303,7 +292,7 @@ def is_unbacked_size(node: Any) -> bool:
 
 
 def _condition(value: Any, routing: Routing) -> tuple[bool, Node, dict[str, Any]] | None:
-    """(truth if there are tokens, node, fields of a `Skip`) of a condition that may ask whether there are tokens."""
+    """Of a condition that may ask for tokens: its truth if there are some, its node, and fields of the branch."""
     if isinstance(value, SymNodeVariable):
         expression, node = value.sym_num.node.expr, value.as_proxy().node
         if not is_unbacked(value.sym_num) or not all(symbol.is_integer for symbol in expression.free_symbols):
@@ -356,14 +345,14 @@ def _truth(value: Any) -> bool | None:
     return bool(value != 0) if value.is_number else None
 
 
-def _same(before: Any, after: Any, skip: Skip) -> bool:
+def _same(before: Any, after: Any, branch: SpeculatedBranch) -> bool:
     before, after = (v.unwrap() if hasattr(v, "unwrap") else v for v in (before, after))
     if before is after:
         return True
     if before is None or after is None:
         return False
-    if skip.symbol is not None and isinstance(after, SymNodeVariable):
-        empty = after.sym_num.node.expr.xreplace({skip.symbol: sympy.sympify(skip.empty)})
+    if branch.symbol is not None and isinstance(after, SymNodeVariable):
+        empty = after.sym_num.node.expr.xreplace({branch.symbol: sympy.sympify(branch.empty)})
         return _is_number(before) and bool(empty == _expression(before))
     if type(before) is not type(after):
         return False

@@ -53,7 +53,6 @@ _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _ALL = "__dict__"
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _OBJECT = "torch._dynamo.variables.user_defined.UserDefinedObjectVariable"
-_CHECKED = ("2.13.0",)
 
 _DYNAMO = os.path.dirname(torch._dynamo.__file__)
 _CALLER, _CALLED = os.path.join(_DYNAMO, "eval_frame.py"), os.path.join(_DYNAMO, "external_utils.py")
@@ -66,7 +65,7 @@ _BETWEEN = (
     str(contextlib.__file__),
 )
 
-handlers = Handlers()
+handlers = Handlers(checked=("2.13.0",))
 Key = tuple[int, str]  # an object, by identity, and the name of its attribute
 
 
@@ -123,7 +122,7 @@ def traces_what_was_given() -> bool:
     return frame is not None
 
 
-@handlers.at(method(_EFFECTS, "store_attr"), checked=_CHECKED)
+@handlers.at(method(_EFFECTS, "store_attr"))
 def store(
     trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -138,13 +137,13 @@ def store(
         return proceed(self, item, name, value, *args, **kwargs)
 
 
-@handlers.at(method(_EFFECTS, "mutation"), checked=_CHECKED)
+@handlers.at(method(_EFFECTS, "mutation"))
 def change(trace: Trace, proceed: Proceed, self: Any, variable: Any) -> Any:
     trace.stores.changed(variable, _body(self.output_graph_weakref().current_tx))
     return NOT_HANDLED
 
 
-@handlers.at(method(_OBJECT, "var_getattr", unless="tp_getattro_impl"), checked=_CHECKED)
+@handlers.at(method(_OBJECT, "var_getattr", unless="tp_getattro_impl"))
 def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
     """Torch 2.15 reads attributes in another place as well, and no read may be missed."""
     body = _body(tx)

@@ -24,7 +24,7 @@ import torch
 from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.dynamo_names import user_line
 from fxpasses.capture.partial_graph import NotKnown, PartialGraph
-from fxpasses.graph.skips import Skip
+from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
@@ -128,18 +128,18 @@ class Trace:
         self.close()
         return len({extra for extra in self.graph.walk.numbers.values() if extra.dimension is None})
 
-    def speculated(self) -> list[Skip]:
+    def speculated(self) -> list[SpeculatedBranch]:
         """The speculated branches, once the graph is written."""
         self.close()
-        return self.speculation.skips if self.has(Feature.SPECULATION) else []
+        return self.speculation.branches if self.has(Feature.SPECULATION) else []
 
     def discharge(self, numbers: Iterable[int]) -> None:
         """Note which of them passes have proved."""
         if self.has(Feature.SPECULATION):
             self.speculation.discharged.update(numbers)
 
-    def unproved(self) -> list[Skip]:
-        return self.speculation.unproved if self.has(Feature.SPECULATION) else []
+    def unproved(self) -> list[SpeculatedBranch]:
+        return [branch for branch in self.speculated() if branch.number not in self.speculation.discharged]
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -57,21 +57,17 @@ def first_attempt(code: CodeType, flags: Values | None, captures: bool) -> Attem
 @contextmanager
 def traced(attempt: Attempt) -> Iterator[Trace]:
     """A trace for what is traced inside; what this torch has no private names for is off in its attempt."""
-    if not attempt.features:
-        with _as_current(Trace(attempt)) as trace:
-            yield trace
-        return
-    attempt = attempt.without(*_installation.enter())
-    if Feature.STORES in attempt.features:
-        from fxpasses.capture.stored_numbers import traces_what_was_given
+    with ExitStack() as stack:
+        if attempt.features:
+            attempt = attempt.without(*_installation.enter())
+            stack.callback(_installation.leave)
+            ignored = _config.ignore_logging_functions | _said_once()
+            stack.enter_context(_config.patch(ignore_logging_functions=ignored))
+        if Feature.STORES in attempt.features:
+            from fxpasses.capture.stored_numbers import traces_what_was_given
 
-        attempt = attempt if traces_what_was_given() else attempt.without(Feature.STORES)
-    try:
-        ignored = _config.ignore_logging_functions | _said_once()
-        with _as_current(Trace(attempt)) as trace, _config.patch(ignore_logging_functions=ignored):
-            yield trace
-    finally:
-        _installation.leave()
+            attempt = attempt if traces_what_was_given() else attempt.without(Feature.STORES)
+        yield stack.enter_context(_as_current(Trace(attempt)))
 
 
 @contextmanager

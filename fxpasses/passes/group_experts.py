@@ -31,7 +31,7 @@ from fxpasses.graph.checkpoints import save_routing
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
-from fxpasses.graph.skips import Skip, skips_of
+from fxpasses.graph.speculation import SpeculatedBranch, branches_of
 from fxpasses.passes.experts.grouping import Grouping
 from fxpasses.passes.experts.loops import Loop, find_loops
 from fxpasses.passes.experts.skips import erase_answers, prove_idle, prove_numbers
@@ -61,13 +61,13 @@ class GroupExperts:
             left: list[tuple[Loop, Refusal]] = []
             changes: list[str] = []
             if level != "slices":
-                for loop, found in self._loops_of(region, memory, context, skips_of(gm)):
+                for loop, found in self._loops_of(region, memory, context, branches_of(gm)):
                     if isinstance(found, Refusal):
                         left.append((loop, found))
                     else:
                         counts["loops_grouped"] += len(found)
                         changes += found
-            prove_idle(region.gm.graph, skips_of(gm), context.fake_mode, context.discharged)
+            prove_idle(region.gm.graph, branches_of(gm), context.fake_mode, context.discharged)
             if level != "grouped":
                 memory.refresh()
                 sliced = slice_queries(region.gm.graph, memory, context, left, _NOT_GROUPED[level])
@@ -82,14 +82,14 @@ class GroupExperts:
                 while around.parent is not None:
                     save_routing(around.gm)
                     around = around.parent
-        context.discharged |= set(prove_numbers([region.gm.graph for region in Region(gm).walk()], skips_of(gm)))
+        context.discharged |= set(prove_numbers([region.gm.graph for region in Region(gm).walk()], branches_of(gm)))
         report.figures = {name: count for name, count in counts.items() if count}
         report.changed = bool(report.figures)
         report.summary = _summary(**counts)
         return report
 
     def _loops_of(
-        self, region: Region, memory: AliasAnalysis, context: Context, skips: dict[int, Skip]
+        self, region: Region, memory: AliasAnalysis, context: Context, skips: dict[int, SpeculatedBranch]
     ) -> Iterator[tuple[Loop, list[str] | Refusal]]:
         """What became of each loop. One may go on with another's sum, so they are looked for anew after each change."""
         tried: set[tuple[Node, ...]] = set()
@@ -107,7 +107,7 @@ class GroupExperts:
                 yield loop, Refusal(first.name, Reason.LEFT_OUT, "", where(first), module_of(first)[0])
 
     def _group(
-        self, region: Region, loop: Loop, memory: AliasAnalysis, context: Context, skips: dict[int, Skip]
+        self, region: Region, loop: Loop, memory: AliasAnalysis, context: Context, skips: dict[int, SpeculatedBranch]
     ) -> list[str] | Refusal:
         """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
         refusal = None

@@ -45,6 +45,10 @@ def hook_and_flags() -> Iterator[None]:
     retracing.install()
 
 
+def uninstall() -> None:
+    convert_frame.trace_frame = getattr(convert_frame.trace_frame, "original", convert_frame.trace_frame)
+
+
 def hazard(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     for i in mask.nonzero().flatten().tolist():
         x = x + x[i]
@@ -56,8 +60,8 @@ X, MASK = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 1, 0])
 
 def test_installing_twice_wraps_once_and_uninstalling_restores() -> None:
     assert retracing.install()
-    retracing.uninstall()
-    retracing.uninstall()
+    uninstall()
+    uninstall()
     assert inspect.isfunction(convert_frame.trace_frame)
     with pytest.raises(Exception, match="data-dependent"):
         torch.compile(hazard, backend=Recording(fastpack=True))(X, MASK)
@@ -71,7 +75,7 @@ def test_another_backend_gets_the_error_that_stock_gives() -> None:
         return f"{type(caught.value)}: {caught.value}"
 
     with_hook = error()
-    retracing.uninstall()
+    uninstall()
     assert error() == with_hook
 
 
@@ -87,7 +91,7 @@ def test_another_backend_captures_and_breaks_as_without_the_hook() -> None:
         return [gm.code for gm in backend.graphs]
 
     with_hook = graphs()
-    retracing.uninstall()
+    uninstall()
     assert graphs() == with_hook
 
 
@@ -202,12 +206,11 @@ def test_a_graph_break_is_not_counted_as_an_error_of_the_frame() -> None:
 
 
 def test_a_missing_private_name_is_one_warning_and_the_feature_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    retracing.uninstall()
+    uninstall()
     original = convert_frame.trace_frame
     monkeypatch.delattr(convert_frame, "trace_frame")
     with pytest.warns(RuntimeWarning, match=r"has no torch._dynamo.convert_frame.trace_frame \(checked with"):
         assert not retracing.install()
-    retracing.uninstall()
     monkeypatch.setattr(convert_frame, "trace_frame", lambda *arguments: original(*arguments), raising=False)
     with pytest.warns(RuntimeWarning, match="parameter 'code'"):
         assert not retracing.install()

@@ -16,7 +16,7 @@ from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.routing import Routing
-from fxpasses.graph.skips import Skip
+from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.graph.symbols import constant, expression, is_unbacked, symbol
 from fxpasses.passes.experts.assertions import Sizes
 from fxpasses.passes.experts.cuts import Cut, Spans, cut_of, spans_of
@@ -37,7 +37,7 @@ class Grouping:
     """A loop whose branches are one program, as far as can be told before it is lifted."""
 
     def __init__(
-        self, region: Region, loop: Loop, memory: AliasAnalysis, fake_mode: Any, skips: dict[int, Skip]
+        self, region: Region, loop: Loop, memory: AliasAnalysis, fake_mode: Any, skips: dict[int, SpeculatedBranch]
     ) -> None:
         """Raises `NotProved` where the branches are not one program, or the loop may not be moved."""
         self.graph, self.loop, self.memory, self.positions = region.gm.graph, loop, memory, memory.positions

@@ -1,8 +1,8 @@
 """Prove that a loop over experts may go through experts without tokens, which the program passes over.
 
-Three things make a `Skip` (`graph/skips.py`) superfluous: the program passes over an expert only if it has no pair; all
-that its body does is to merge the rows of that expert's pairs; and what variables hold after the body is what they held
-before, up to the merge. A merge of no rows changes nothing, in all kinds of loops that are found.
+Three things discharge a `SpeculatedBranch` (`graph/speculation.py`): the program passes over an expert only if it has
+no pair; all that the branch does is to merge the rows of that expert's pairs; and what variables hold after it is what
+they held before, up to the merge. A merge of no rows changes nothing, in all kinds of loops that are found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import Counts, Ends, Hits
 from fxpasses.graph.routing_transfer import CASTS, RESHAPES
-from fxpasses.graph.skips import AFTER, BEFORE, CONDITION, INSIDE, PART, READ, Marked, Skip, marks
+from fxpasses.graph.speculation import AFTER, BEFORE, CONDITION, INSIDE, PART, READ, Marked, SpeculatedBranch, marks
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.assertions import Sizes
 from fxpasses.passes.experts.cuts import Cut
@@ -46,7 +46,7 @@ class Proof:
 
 def prove(
     graph: Graph,
-    skips: dict[int, Skip],
+    skips: dict[int, SpeculatedBranch],
     loop: Loop,
     own: set[Node],
     routing: Routing,
@@ -75,11 +75,11 @@ def prove(
     return Proof(frozenset(numbers), frozenset(conditions))
 
 
-def prove_idle(graph: Graph, skips: dict[int, Skip], fake_mode: Any, discharged: set[int]) -> None:
+def prove_idle(graph: Graph, skips: dict[int, SpeculatedBranch], fake_mode: Any, discharged: set[int]) -> None:
     """Discharge skips whose bodies compute what nobody uses: `if e == padding: continue` in a loop over experts."""
     places = Marked(graph)
     for skip in skips.values():
-        if skip.number in discharged or not skip.ended or skip.pairs or not places.all(skip.number, INSIDE):
+        if skip.number in discharged or not skip.ended or skip.live_outs or not places.all(skip.number, INSIDE):
             continue
         try:
             _check_body(places, skip, set(), fake_mode)
@@ -88,7 +88,7 @@ def prove_idle(graph: Graph, skips: dict[int, Skip], fake_mode: Any, discharged:
         discharged.add(skip.number)
 
 
-def prove_numbers(graphs: Iterable[Graph], skips: dict[int, Skip]) -> Iterable[int]:
+def prove_numbers(graphs: Iterable[Graph], skips: dict[int, SpeculatedBranch]) -> Iterable[int]:
     """Prove of numbers from NumPy's arrays that they may be Python's: nothing in the graphs reads them any more."""
     read = {number for graph in graphs for node in graph.nodes for number, role in marks(node) if role == READ}
     return [s.number for s in skips.values() if s.kind == "numbers" and s.ended and s.number not in read]
@@ -128,7 +128,7 @@ def _is_removable(node: Node) -> bool:
 
 
 def _condition_of(
-    places: Marked, skip: Skip, branch: int, routing: Routing, selected: Selection | Cut
+    places: Marked, skip: SpeculatedBranch, branch: int, routing: Routing, selected: Selection | Cut
 ) -> tuple[Node, Node]:
     """What the program asks, and the ids that it asks about; the body is passed over only if the branch has no rows."""
     node = places.first(skip.number, CONDITION)
@@ -141,7 +141,7 @@ def _condition_of(
     return node, routing.source(ids)
 
 
-def _asked_in(skip: Skip, node: Node, routing: Routing) -> tuple[Node, int] | None:
+def _asked_in(skip: SpeculatedBranch, node: Node, routing: Routing) -> tuple[Node, int] | None:
     """(ids, e) of a condition that holds if and only if expert e is among the ids."""
     fact = routing.of(node)
     if skip.kind == "hit":
@@ -168,7 +168,7 @@ def _check_not_written(places: Marked, routing: Routing, ids: Node, condition: N
             raise NotProved(f"`{node.name}` may write to the routing", node)
 
 
-def _check_body(places: Marked, skip: Skip, own: set[Node], fake_mode: Any) -> None:
+def _check_body(places: Marked, skip: SpeculatedBranch, own: set[Node], fake_mode: Any) -> None:
     """That the rest of the body only computes: it cannot fail without tokens, nor writes, draws or asserts anything."""
     for node in places.all(skip.number, INSIDE):
         if node in own:
@@ -211,7 +211,7 @@ def _is_harmless(node: Node) -> bool:
     return name in (_QUERIES | _COMPARISONS if is_of_rows else _HARMLESS | _QUERIES) and not has_index
 
 
-def _is_end(merge: Merge, skip: Skip) -> bool:
+def _is_end(merge: Merge, skip: SpeculatedBranch) -> bool:
     """Whether a branch's end is in the body: what it merges, or all tensors that are joined with the others'."""
     if not skip.parts:
         return (skip.number, INSIDE) in marks(merge.node)
@@ -232,12 +232,12 @@ def _check_joined(loop: Loop, selected: Selection | Cut) -> None:
         raise NotProved("what is joined may be another tensor where experts have no tokens", loop.merges[0].node)
 
 
-def _check_pairs(places: Marked, skip: Skip, loop: Loop, branch: int) -> None:
+def _check_pairs(places: Marked, skip: SpeculatedBranch, loop: Loop, branch: int) -> None:
     """That the variables which the body changes hold the sum, before it and after it."""
     end = loop.merges[branch].node
-    if skip.parts and skip.pairs:
+    if skip.parts and skip.live_outs:
         raise NotProved(f"a variable that is used later changes only with tokens, at {skip.where}", end)
-    for place in range(skip.pairs):
+    for place in range(skip.live_outs):
         before = places.first(skip.number, f"{BEFORE}{place}")
         after = places.first(skip.number, f"{AFTER}{place}")
         starts = {end.args[0], loop.merges[branch - 1].node if branch else loop.buffer}
