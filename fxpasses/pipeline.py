@@ -95,8 +95,8 @@ def run_passes(
     """Run `passes` in order, each on a copy. `original` is not changed.
 
     A pass that raises is dropped with one warning, and the next one starts from the graph before it; with
-    `options.strict` the error is raised as `PassError`. `after_pass(report, result, failure)` is told of each pass, the
-    graph as it is after it, and the error where it was dropped.
+    `options.strict` the error is raised as `PassError`. `after_pass(report, result, failure)` is called after each
+    pass, with the graph as it is then, and the error where the pass was dropped.
     """
     result = Result(original, list(example_inputs))
     for graph_pass in passes:
