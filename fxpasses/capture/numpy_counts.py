@@ -13,7 +13,7 @@ a tensor and itself in Dynamo's graph.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -21,10 +21,12 @@ from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
 from torch.fx import Node
 
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.capture.speculation import Speculation
-from fxpasses.capture.trace import Trace
 from fxpasses.graph.routing import writes_integers
 from fxpasses.graph.speculation import READ, SpeculatedBranch, mark
+
+if TYPE_CHECKING:
+    from fxpasses.capture.speculation import Speculation
+    from fxpasses.capture.trace import Trace
 
 # What may be done with one of the numbers: the result is equal whether they are NumPy's or Python's.
 _ALLOWED = frozenset(
