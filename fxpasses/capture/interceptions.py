@@ -134,18 +134,13 @@ class Handlers(list[Handler]):
 class Row:
     """A handler in the table. places: where this torch has its site; none where it is known to have it elsewhere.
 
-    missing: what it lacks, or "".
+    missing: what it lacks, and what happens without it; or "".
     """
 
     feature: Feature
     handler: Handler
     places: tuple[Place, ...] = ()
     missing: str = ""
-
-    @property
-    def consequence(self) -> str:
-        """What happens where it is missing."""
-        return self.handler.without or FEATURES[self.feature][1]
 
 
 def table() -> list[Row]:
@@ -175,7 +170,8 @@ def _row(feature: Feature, handler: Handler) -> Row:
             _get(*place)
         return Row(feature, handler, places)
     except Exception:  # an unknown torch: whatever its names have become
-        return Row(feature, handler, missing=str(MissingName(handler.site.name)))
+        consequence = handler.without or FEATURES[feature][1]
+        return Row(feature, handler, missing=f"{MissingName(handler.site.name)}: {consequence}")
 
 
 class Installation:
@@ -205,8 +201,7 @@ class Installation:
         self._off = off_in(rows)
         for row in rows:
             if row.missing:
-                text = f"{row.missing}: {row.consequence}. Everything else works; `fxpasses doctor` lists it."
-                warn_once(row.missing, text, stacklevel=6)
+                warn_once(row.missing, f"{row.missing}. Everything else works; `fxpasses doctor` lists it.", 6)
         asked: dict[tuple[int, Any], tuple[Any, Any, list[Row]]] = {}
         for row in sorted(rows, key=lambda row: row.handler.order):
             for owner, name in row.places if row.feature not in self._off else ():

@@ -164,7 +164,7 @@ class _TraceFrameInAttempts:
         bound = self._signature.bind(*args, **kwargs)
         frame = bound.arguments
         if not is_fastpack(frame["compiler_fn"]):
-            with tracing.untraced():
+            with tracing.as_current(None):
                 return self.original(*args, **kwargs)
         optimizer = ddp_buckets.optimizer_among(_unwrapped(frame["compiler_fn"]))
         if optimizer is not None:

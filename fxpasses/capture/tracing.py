@@ -11,7 +11,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -67,11 +67,12 @@ def traced(attempt: Attempt) -> Iterator[Trace]:
             from fxpasses.capture.stored_numbers import traces_what_was_given
 
             attempt = attempt if traces_what_was_given() else attempt.without(Feature.STORES)
-        yield stack.enter_context(_as_current(Trace(attempt)))
+        yield stack.enter_context(as_current(Trace(attempt)))
 
 
 @contextmanager
-def _as_current(trace: Trace | None) -> Iterator[Any]:
+def as_current(trace: Trace | None) -> Iterator[Any]:
+    """None: for what is traced on behalf of another backend, inside a trace for ours."""
     token = current.set(trace)
     try:
         yield trace
@@ -79,11 +80,6 @@ def _as_current(trace: Trace | None) -> Iterator[Any]:
         if trace is not None:
             trace.end()
         current.reset(token)
-
-
-def untraced() -> AbstractContextManager[None]:
-    """For what is traced on behalf of another backend, inside a trace for ours."""
-    return _as_current(None)
 
 
 def running() -> Trace:

@@ -131,7 +131,7 @@ def _interceptions() -> Iterator[Finding]:
 
     def describe(row: Row) -> str:
         if row.missing or row.feature in off:
-            return f"{row.missing}: {row.consequence}" if row.missing else f"{row.feature.value} is off"
+            return row.missing or f"{row.feature.value} is off"
         is_checked = torch.__version__.startswith(row.handler.checked)
         return row.feature.value + ("" if is_checked else f" (checked on torch {', '.join(row.handler.checked)} alone)")
 
