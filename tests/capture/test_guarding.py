@@ -129,6 +129,15 @@ def test_variants_end_before_dynamo_gives_up() -> None:
             torch.testing.assert_close(program(X, lengths(n, 1)), loop(X, lengths(n, 1)))
 
 
+def test_a_reset_gives_a_frame_its_hints_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_MOST_VARIANTS", 1)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="compiled 1 times because batches differ"):
+            record = assert_same(longest_decides, [(X, lengths(8, 4))])
+        assert "assumed" in str(record)
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def no_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
