@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,14 +85,15 @@ class OperatorCall:
 
     def has_only(self, *parameters: str) -> bool:
         """Whether no other arguments are given."""
-        if not all(_PARAMETERS.get(name, name) in parameters for name in self.kwargs):
-            return False
-        count = len(self.args)
-        return any(len(names) >= count and set(names[:count]) <= set(parameters) for names in _signatures(self.target))
+        given = {_PARAMETERS.get(name, name) for name in self.kwargs}
+        fitting = (s for s in _signatures(self.target) if s.takes(len(self.args), self.kwargs))
+        return any(given.union(signature.places[: len(self.args)]) <= set(parameters) for signature in fitting)
 
     def _place(self, parameter: str) -> int | None:
         """The place of a parameter, if it is given by place."""
-        places = (names.index(parameter) for names in _signatures(self.target) if parameter in names)
+        signatures = _signatures(self.target)
+        fitting = [signature for signature in signatures if signature.takes(len(self.args), self.kwargs)]
+        places = (s.places.index(parameter) for s in fitting or signatures if parameter in s.places)
         return next((place for place in places if place < len(self.args)), None)
 
 
@@ -127,29 +128,43 @@ def _canonical(name: str) -> str:
     return _SYNONYMS.get(plain, plain)
 
 
+@dataclass(frozen=True)
+class _Signature:
+    """The parameters of one overload: those that may be given by place, and all."""
+
+    places: tuple[str, ...]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, places: Iterable[str], others: Iterable[str] = ()) -> _Signature:
+        found = tuple(_PARAMETERS.get(name, name) for name in places)
+        return cls(found, frozenset(found).union(others))
+
+    def takes(self, count: int, kwargs: Iterable[str]) -> bool:
+        return count <= len(self.places) and all(_PARAMETERS.get(name, name) in self.names for name in kwargs)
+
+
 @functools.lru_cache(maxsize=4096)
-def _signatures(target: Any) -> tuple[tuple[str, ...], ...]:
-    """The names of the parameters that may be given by place, of each overload; () where nothing is known."""
+def _signatures(target: Any) -> tuple[_Signature, ...]:
+    """One for each overload; () where nothing is known."""
     function = getattr(torch.Tensor, target, None) if isinstance(target, str) else target
     if inspect.isfunction(function):
         parameters = inspect.signature(function).parameters.values()
         if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             places = (p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-            return (_renamed(places),)
+            return (_Signature.of(places, (p.name for p in parameters)),)
     packet = getattr(target, "_overloadpacket", target)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         packet = getattr(torch.ops.aten, _name(target), None)
     if packet is not None:
         overloads = [getattr(packet, name)._schema.arguments for name in packet.overloads()]
-        return tuple(_renamed(a.name for a in arguments if not a.kwarg_only) for arguments in overloads)
+        return tuple(
+            _Signature.of((a.name for a in all_ if not a.kwarg_only), (a.name for a in all_)) for all_ in overloads
+        )
     try:
-        return (_renamed(inspect.signature(function).parameters),) if callable(function) else ()
+        return (_Signature.of(inspect.signature(function).parameters),) if callable(function) else ()
     except (TypeError, ValueError):  # written in C
         return ()
-
-
-def _renamed(names: Any) -> tuple[str, ...]:
-    return tuple(_PARAMETERS.get(name, name) for name in names)
 
 
 # Give the values of their operand, in a dtype and in some memory.

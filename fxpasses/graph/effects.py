@@ -48,11 +48,6 @@ _RESHAPING_METHODS = frozenset(
 
 # Operators of this package that look at their arguments and do nothing else.
 _OWN = frozenset({"fxpasses::attention_plan"})
-# Functions that write to their first argument, although their names do not end in an underscore.
-WRITERS = frozenset(
-    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
-     "irshift", "imatmul"}
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,12 @@ from typing import Any
 
 from torch.fx import Node
 
+from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.refusals import NotProved
 
 
 class Mismatch(NotProved):
     """The branches are not the same program; the text says where they part."""
-
-
-def operator_of(node: Node) -> str:
-    """`silu` for `F.silu(x)` and `x.silu()`; "" for an input, whose name may be that of an operator."""
-    if node.op not in ("call_function", "call_method"):
-        return ""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,16 @@ class Family:
     kwargs: dict[str, Any]
 
     @property
+    def is_input(self) -> bool:
+        return not self.args and not self.kwargs
+
+    @property
+    def call(self) -> OperatorCall:
+        return OperatorCall(self.nodes[0].target, self.args, self.kwargs)
+
+    @property
     def name(self) -> str:
-        """The name of the operator; see `operator_of`."""
+        """The canonical name of the operator; "" for inputs."""
         return operator_of(self.nodes[0])
 
     @property

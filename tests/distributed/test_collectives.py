@@ -152,7 +152,6 @@ def test_nothing_is_issued_to_verify_a_pass(group: RecordedGroup) -> None:
 
 class DropsCollectives:
     name = "drops_collectives"
-    requires: tuple[str, ...] = ()
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         for node in reversed(gm.graph.nodes):

@@ -75,6 +75,9 @@ def test_other_functions_and_libraries_are_not_taken_for_operators_of_pytorch():
         (call("topk", "x", 2), "k", 2),
         (call("nonzero", "x", as_tuple=True), "as_tuple", True),
         (call("repeat_interleave", "x", 2, dim=1), "dim", 1),
+        (call("repeat_interleave", "x", 2, dim=1), "repeats", 2),
+        (call("repeat_interleave", "x", 2, 1), "repeats", 2),
+        (call(torch.repeat_interleave, "x", 2), "repeats", 2),
         (call("sum", "x"), "dim", None),
     ],
 )

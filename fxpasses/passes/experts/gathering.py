@@ -1,33 +1,85 @@
-"""Lift what takes rows out of tensors: `x[tok]`, `weights[tok, slot, None]`, `x.index_select(0, tok)`, `x[mask]`."""
+"""Batching rules of queries, of what they found, and of rows that are gathered by it."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fxpasses.graph.families import Constants, Family, mapped
 from fxpasses.graph.refusals import NotProved
-from fxpasses.passes.experts.lifted import Rows, Weights, dimensions_of, is_tensor
-from fxpasses.passes.experts.rows import ALONG, POINTWISE, along_last_dimensions, keeps_rows
-from fxpasses.passes.experts.rowwise import call
-
-if TYPE_CHECKING:
-    from fxpasses.passes.experts.lifting import Lifting
+from fxpasses.graph.symbols import constant
+from fxpasses.passes.experts.batched import (
+    Flat,
+    Places,
+    Rows,
+    Weights,
+    dimensions_of,
+    example_of,
+    is_tensor,
+    parts_of,
+    same_size,
+)
+from fxpasses.passes.experts.lifting import Lifting
+from fxpasses.passes.experts.rowwise import ALONG, is_along_others, is_elementwise, keeps_rows
+from fxpasses.passes.experts.selection import asked_by
 
 ops = torch.ops.fxpasses
 
 
-def lift_getitem(lifting: Lifting, family: Family, source: Any) -> Any:
+def query(lifting: Lifting, family: Family) -> Any:
+    """`torch.where(mask)`, `mask.nonzero()`, `x[mask]` and `masked_select`; all must select the same pairs."""
+    mask, spread = asked_by(family)
+    coordinates = lifting.coordinates_of(mask, spread)
+    if family.name == "where":
+        return coordinates
+    if family.name == "nonzero":
+        return coordinates if family.call.argument("as_tuple") else Places(coordinates)
+    if family.name == "masked_select" and not spread and not same_size(mask, family.args[0]):
+        raise NotProved("`masked_select` with a mask of another size", family.nodes[0])
+    rows = gather(lifting, family, family.args[0], coordinates)
+    return Flat(rows) if spread else rows
+
+
+def item(lifting: Lifting, family: Family, source: tuple[Any, ...]) -> Any:
+    if family.name == "getitem" and isinstance(family.args[1], int):
+        return source[family.args[1]]
+    raise NotProved(f"`{family.name}` of a tuple", family.nodes[0])
+
+
+def coordinates(lifting: Lifting, family: Family, source: Places) -> Any:
+    """The columns of what `nonzero` gave."""
+    name = family.name
+    if name == "getitem":
+        index = family.args[1]
+        if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], int):
+            return source.coordinates[index[1]]
+    if name == "unbind" and family.call.argument("dim", 0) in (1, -1):
+        return source.coordinates
+    if name in ("squeeze", "flatten", "view", "reshape") and len(source.coordinates) == 1:
+        if parts_of(family.example)[0].ndim == 1:
+            return source.coordinates[0]
+    raise NotProved(f"`{name}` of the places that a query found", family.nodes[0])
+
+
+def unflattened(lifting: Lifting, family: Family, flat: Flat) -> Rows:
+    """`masked_select(x, mask).view(-1, width)`: the rows that were laid end to end."""
+    sizes, width = family.example.shape, constant(example_of(flat.rows.node).shape[-1])
+    if family.name not in ("view", "reshape") or len(sizes) != 2 or width is None or constant(sizes[1]) != width:
+        raise NotProved(f"`{family.name}` of rows laid end to end", family.nodes[0])
+    return flat.rows
+
+
+def getitem(lifting: Lifting, family: Family, source: Any) -> Any:
     index = family.args[1]
     if isinstance(source, Rows):
         lifted = mapped(index, lifting.lift)
         if not keeps_rows(lifted, source.row, source.ndim):
             raise NotProved("an index among an expert's rows", family.nodes[0])
-        return call(lifting, family, None)
+        return lifting.apply(family)
     parts = index if isinstance(index, tuple) else (index,)
     places: list[Any] = []
     for part in parts:
@@ -58,10 +110,9 @@ def gather(lifting: Lifting, family: Family, source: Any, index: Sequence[Any]) 
     return Rows(node, row)
 
 
-def lift_index_select(lifting: Lifting, family: Family, source: Any) -> Rows:
-    dim = family.kwargs.get("dim", family.args[1] if len(family.args) > 1 else None)
-    index = lifting.lift(family.kwargs.get("index", family.args[-1]))
-    if dim != 0 or not isinstance(index, Rows) or not isinstance(source, Node):
+def index_select(lifting: Lifting, family: Family, source: Any) -> Rows:
+    index = lifting.lift(family.call.argument("index"))
+    if family.call.argument("dim") != 0 or not isinstance(index, Rows) or not isinstance(source, Node):
         raise NotProved("an `index_select` that is not known", family.nodes[0])
     return gather(lifting, family, source, (index,))
 
@@ -73,15 +124,15 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
     if not isinstance(value, Family):
         raise NotProved("a value that is not known for each token")
     name, node = value.name, value.nodes[0]
-    if name in ("eq", "__eq__") and any(isinstance(arg, Constants) for arg in value.args):
+    if name == "eq" and any(isinstance(arg, Constants) for arg in value.args):
         source, constants = value.args if isinstance(value.args[1], Constants) else value.args[::-1]
         ids = lifting.index(constants)
         rows = at_rows(lifting, source, tokens)
         shape = (-1, *([1] * (rows.ndim - 1)))
         return Rows(lifting.emit(operator.eq, (rows.node, lifting.emit("reshape", (ids.node, shape)))))
-    known = name in POINTWISE or name == "unsqueeze"
+    known = is_elementwise(name) or name == "unsqueeze"
     if name in ALONG and isinstance(value.args[0], Family):
-        known = along_last_dimensions(value, value.args[0].example.ndim, 0)
+        known = is_along_others(value, value.args[0].example.ndim, 0)
     if not known:
         raise NotProved(f"`{name}` is not known to work token by token", node)
     tokens_of = value.example.shape[0]
@@ -91,7 +142,7 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
             raise NotProved("a number that differs between the experts", node)
         if isinstance(leaf, Family) or (isinstance(leaf, Node) and is_tensor(leaf)):
             example = leaf.example if isinstance(leaf, Family) else leaf.meta["example_value"]
-            if (example.ndim != value.example.ndim and name in POINTWISE) or example.shape[0] != tokens_of:
+            if (example.ndim != value.example.ndim and is_elementwise(name)) or example.shape[0] != tokens_of:
                 raise NotProved("a broadcast over tokens", node)
             return at_rows(lifting, leaf, tokens).node
         return leaf

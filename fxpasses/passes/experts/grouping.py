@@ -19,11 +19,12 @@ from fxpasses.graph.routing import Routing
 from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.graph.symbols import constant, expression, is_unbacked, symbol
 from fxpasses.passes.experts.assertions import Sizes
+from fxpasses.passes.experts.batched import example_of, parts_of
 from fxpasses.passes.experts.cuts import Cut, Spans, cut_of, spans_of
-from fxpasses.passes.experts.lifted import example_of, parts_of
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.merging import Merging
+from fxpasses.passes.experts.rules import lift
 from fxpasses.passes.experts.selection import asked_by, is_query, selection_of
 from fxpasses.passes.experts.skips import erase_unused, prove
 from fxpasses.passes.experts.surroundings import Surroundings
@@ -101,7 +102,7 @@ class Grouping:
 
     def run(self) -> str:
         """What was done, in words; raises `Refused`, and leaves the graph as it was."""
-        lifting, around = Lifting(self._emit, self.routing), self.around
+        lifting, around = Lifting(self._emit, self.routing, lift), self.around
         question = self.queries[0][0].nodes[0] if self.queries else self.cut.nodes[0]  # type: ignore[union-attr]
         last = max(self.loop.ends, key=self.positions.__getitem__)
         place, words = where(last), spelling(question, self.loop.kind, len(self.loop.merges))

@@ -1,14 +1,14 @@
 """Run the branches' common program once, on the rows of all experts.
 
 The rows of all branches lie one after the other in the order of the loop: those of the first expert, then the second's.
-A *lifted* value is what all branches' values are together. The result of a query is known from the `Selection`; a
-row-wise operator is applied to lifted operands (`rowwise.py`); rows are gathered (`gathering.py`); a product with a
-weight of each expert becomes a grouped product (`products.py`).
+A *lifted* value is what all branches' values are together (`batched.py`). How a family is lifted is for its batching
+rule to say (`rules.py`); here is what rules have in common: the rows' order, their coordinates, and what is lifted.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,44 +17,22 @@ from torch.fx import Node
 
 import fxpasses.runtime.grouped_linear  # noqa: F401  registers the operators
 from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.families import Constants, Family
+from fxpasses.graph.families import Constants, Family, mapped
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import is_integer
-from fxpasses.graph.symbols import constant, expression
-from fxpasses.passes.experts.cuts import Cut, cut_of
-from fxpasses.passes.experts.gathering import gather, lift_getitem, lift_index_select
-from fxpasses.passes.experts.lifted import (
-    Flat,
-    Order,
-    Places,
-    Rows,
-    Weights,
-    example_of,
-    parts_of,
-    row_of,
-    same_size,
-)
-from fxpasses.passes.experts.products import lift_product, of_each_expert
-from fxpasses.passes.experts.rows import (
-    ALONG,
-    NORMS,
-    POINTWISE,
-    along_last_dimensions,
-    draws_nothing,
-    normalises_last_dimensions,
-)
-from fxpasses.passes.experts.rowwise import call, lift_einsum, lift_joined, lift_pointwise, lift_reshaped
-from fxpasses.passes.experts.selection import Selection, asked_by, is_query, progression, selection_of
+from fxpasses.graph.symbols import expression
+from fxpasses.passes.experts.batched import Order, Places, Rows, Weights, row_of
+from fxpasses.passes.experts.cuts import Cut
+from fxpasses.passes.experts.selection import Selection, progression, selection_of
 from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, sorted_pairs
 
 
 class Lifting:
-    """Lifts families into nodes made by `emit(target, args, kwargs)` (a string target is a method)."""
+    """Lifts families into nodes made by `emit(target, args, kwargs)` (a string target is a method), by a rule."""
 
-    def __init__(self, emit: NodeBuilder, routing: Routing) -> None:
-        self.emit = emit
-        self.routing = routing
+    def __init__(self, emit: NodeBuilder, routing: Routing, rule: Callable[[Lifting, Family], Any]) -> None:
+        self.emit, self.routing, self._rule = emit, routing, rule
         self.order: Order | None = None
         self.selection: Selection | None = None
         self.cut: Cut | None = None
@@ -120,23 +98,6 @@ class Lifting:
         if size != self.routing.total(self.cut.counts, self.cut.running):
             raise NotProved("the slices are not known to cover the rows", rows)
 
-    def query(self, family: Family) -> Any:
-        """Lift `torch.where(mask)`, `mask.nonzero()`, `x[mask]` and `masked_select`; all must select the same pairs."""
-        mask, spread = asked_by(family)
-        coordinates = self.coordinates_of(mask, spread)
-        if family.name == "where":
-            return coordinates
-        if family.name == "nonzero":
-            as_tuple = family.kwargs.get("as_tuple", family.args[1] if len(family.args) > 1 else False)
-            return coordinates if as_tuple else Places(coordinates)
-        if family.name == "masked_select":
-            source = family.args[0]
-            if not spread and not same_size(mask, source):
-                raise NotProved("`masked_select` with a mask of another size", family.nodes[0])
-            rows = gather(self, family, source, coordinates)
-            return Flat(rows) if spread else rows
-        return gather(self, family, family.args[0], coordinates)
-
     def coordinates_of(self, mask: Family, spread: bool = False) -> tuple[Rows, ...]:
         """The coordinates of the rows in a mask that is used as an index; spread: see `selection.read`."""
         selection = selection_of(self.routing, mask, spread)
@@ -195,74 +156,8 @@ class Lifting:
         if not isinstance(value, Family):
             return value
         if id(value) not in self._lifted:
-            self._lifted[id(value)] = self._lift(value)
+            self._lifted[id(value)] = self._rule(self, value)
         return self._lifted[id(value)]
-
-    def _lift(self, family: Family) -> Any:
-        if not family.args and not family.kwargs:
-            return Weights(None, family.nodes)
-        if is_query(family):
-            return self.query(family)
-        if (cut := cut_of(family)) is not None:
-            return self.parts(cut)
-        if not self._has_rows(family):
-            return of_each_expert(self, family)
-        if not family.args:
-            raise NotProved(f"`{family.name}` with keyword arguments alone", family.nodes[0])
-        name = family.name
-        first = self.lift(family.args[0]) if isinstance(family.args[0], Family) else family.args[0]
-        if isinstance(first, (Places, tuple)):
-            return self._part(family, first)
-        if isinstance(first, Flat):
-            return _unflattened(family, first)
-        if name == "getitem":
-            return lift_getitem(self, family, first)
-        if name in ("matmul", "mm", "__matmul__", "linear"):
-            return lift_product(self, family, first)
-        if name in ("index_select",) and not isinstance(first, Rows):
-            return lift_index_select(self, family, first)
-        if name in POINTWISE:
-            return lift_pointwise(self, family)
-        if name == "einsum":
-            return lift_einsum(self, family)
-        if name in ("cat", "concat", "stack"):
-            return lift_joined(self, family)
-        if not isinstance(first, Rows):
-            raise NotProved(f"`{name}` of what is no row", family.nodes[0])
-        if name in ALONG and along_last_dimensions(family, first.ndim, first.row):
-            return call(self, family, first.row)
-        if name in NORMS and normalises_last_dimensions(family, first.ndim, first.row):
-            return call(self, family, first.row)
-        if draws_nothing(family):
-            return call(self, family, first.row)
-        if name in ("unsqueeze", "reshape", "view", "flatten", "expand", "repeat"):
-            return lift_reshaped(self, family, first)
-        raise NotProved(f"`{name}` is not known to work row by row", family.nodes[0])
-
-    def _has_rows(self, family: Family) -> bool:
-        """Whether a family's tensors are made of rows: their size is known by the batch alone."""
-        return any(row_of(part) is not None for part in parts_of(family.example)) or any(
-            isinstance(part, torch.SymInt) for part in parts_of(family.example)
-        )
-
-    def _part(self, family: Family, source: Any) -> Any:
-        name, node = family.name, family.nodes[0]
-        if isinstance(source, tuple):
-            if name == "getitem" and isinstance(family.args[1], int):
-                return source[family.args[1]]
-            raise NotProved(f"`{name}` of a tuple", node)
-        if name == "getitem":
-            index = family.args[1]
-            if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], int):
-                return source.coordinates[index[1]]
-        if (name == "unbind" and family.args[1:] in ((1,), (-1,))) or (
-            name == "unbind" and family.kwargs in ({"dim": 1},)
-        ):
-            return source.coordinates
-        if name in ("squeeze", "flatten", "view", "reshape") and len(source.coordinates) == 1:
-            if parts_of(family.example)[0].ndim == 1:
-                return source.coordinates[0]
-        raise NotProved(f"`{name}` of the places that a query found", node)
 
     def stacked(self, weights: Weights) -> Node:
         if weights.transposed:
@@ -277,10 +172,24 @@ class Lifting:
         """The branches' operator with other operands."""
         return self.emit(family.nodes[0].target, tuple(args), dict(kwargs), like=family.nodes[0])
 
+    def apply(self, family: Family) -> Any:
+        """The same operator on lifted operands; the rows are where the branches' results have them."""
 
-def _unflattened(family: Family, flat: Flat) -> Rows:
-    """`masked_select(x, mask).view(-1, width)`: the rows that were laid end to end."""
-    sizes, width = family.example.shape, constant(example_of(flat.rows.node).shape[-1])
-    if family.name not in ("view", "reshape") or len(sizes) != 2 or width is None or constant(sizes[1]) != width:
-        raise NotProved(f"`{family.name}` of rows laid end to end", family.nodes[0])
-    return flat.rows
+        def convert(leaf: Any) -> Any:
+            lifted = self.lift(leaf)
+            if isinstance(lifted, Constants):
+                raise NotProved(f"`{family.name}` by a number that differs between the experts", family.nodes[0])
+            if isinstance(lifted, (Weights, Places, tuple)):
+                raise NotProved(f"`{family.name}` of a tensor of each expert", family.nodes[0])
+            return lifted.node if isinstance(lifted, Rows) else lifted
+
+        def rows(node: Node, example: Any) -> Rows:
+            row = row_of(example)
+            if row is None:
+                raise NotProved("a result without rows")
+            return Rows(node, row)
+
+        node = self.emit_like(family, mapped(family.args, convert), mapped(family.kwargs, convert))
+        if isinstance(family.example, (tuple, list)):
+            return tuple(rows(self.emit(operator.getitem, (node, i)), part) for i, part in enumerate(family.example))
+        return rows(node, family.example)

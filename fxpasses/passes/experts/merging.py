@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.calls import operator_of
+from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.families import Family
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import constant, expression
+from fxpasses.passes.experts.batched import Rows, example_of, same_size
 from fxpasses.passes.experts.cuts import Spans
-from fxpasses.passes.experts.lifted import Rows, example_of, same_size
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop
 from fxpasses.passes.experts.selection import Selection
@@ -47,13 +47,13 @@ class Merging:
         return rows.node
 
     def _added(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        loop = self._loop
+        loop, call = self._loop, OperatorCall(self._first.target, (self._loop.buffer, *args), kwargs)
         if loop.kind.startswith("index_put"):
-            if kwargs.get("accumulate", args[2] if len(args) > 2 else False) is not True:
+            if call.argument("accumulate") is not True:
                 raise NotProved("`index_put` without accumulate", self._first)
-        elif loop.kind.startswith("scatter_reduce") and not _sums(args, kwargs):
+        elif loop.kind.startswith("scatter_reduce") and not _sums(call):
             raise NotProved("`scatter_reduce` that takes no sum", self._first)
-        elif kwargs.get("dim", args[0] if args else None) != 0:
+        elif call.argument("dim") != 0:
             raise NotProved(f"`{loop.kind}` along another dimension", self._first)
         lifted_args = [self._argument(arg) for arg in args]
         lifted_kwargs = {name: self._argument(arg) for name, arg in kwargs.items()}
@@ -176,11 +176,9 @@ class Merging:
         return self._emit("copy_", (buffer, rows.node))
 
 
-def _sums(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _sums(call: OperatorCall) -> bool:
     """Whether `scatter_reduce(buffer, dim, index, src, reduce, include_self)` adds to what is there."""
-    return (
-        kwargs.get("reduce", args[3] if len(args) > 3 else None) == "sum" and kwargs.get("include_self", True) is True
-    )
+    return call.argument("reduce") == "sum" and call.argument("include_self", True) is True
 
 
 def _whole_first_dimension(key: Any) -> Spans | None:

@@ -1,36 +1,33 @@
-"""Lift products of rows with a weight of each expert into grouped products, and find those weights' stack."""
+"""Batching rules of products of rows with a weight of each expert, and of what leads to these weights."""
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
-from fxpasses.passes.experts.lifted import Rows, Weights, is_tensor
-from fxpasses.passes.experts.rowwise import call
+from fxpasses.passes.experts.batched import Rows, Weights, is_tensor
+from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.selection import progression
-
-if TYPE_CHECKING:
-    from fxpasses.passes.experts.lifting import Lifting
 
 ops = torch.ops.fxpasses
 
 
-def lift_product(lifting: Lifting, family: Family, rows: Any) -> Rows:
+def product(lifting: Lifting, family: Family, rows: Any) -> Rows:
     node = family.nodes[0]
     weights, bias = family.args[1], None
     if family.name == "linear":
-        bias = family.kwargs.get("bias", family.args[2] if len(family.args) > 2 else None)
+        bias = family.call.argument("bias")
     if not isinstance(rows, Rows):
         raise NotProved("a product in which the rows come second", node)
     if not isinstance(weights, Family):
         if bias is not None and isinstance(bias, Family):
             raise NotProved("a shared weight with a bias of each expert", node)
-        return call(lifting, family, rows.row)  # the same weight for all: row by row
+        return lifting.apply(family)  # the same weight for all: row by row
     if rows.ndim != 2 or rows.row != 0:
         raise NotProved("a product of rows of several dimensions", node)
     lifted = lifting.lift(weights)

@@ -1,29 +1,72 @@
-"""Lift operators that work row by row (`rows.py` knows which): the same operator, once, on the rows of all experts."""
+"""Batching rules of operators that do to each row what they do to it alone: one call on all rows is E calls on a part.
+
+A rule checks the arguments: an operator that touches the dimension of the rows is not row-wise.
+"""
 
 from __future__ import annotations
 
-import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.effects import WRITERS
+from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.calls import CASTS, is_pointwise
 from fxpasses.graph.families import Constants, Family, mapped
 from fxpasses.graph.refusals import NotProved
-from fxpasses.passes.experts.lifted import Places, Rows, Weights, elements, is_tensor, parts_of, row_of
-from fxpasses.passes.experts.rows import POINTWISE
-
-if TYPE_CHECKING:
-    from fxpasses.passes.experts.lifting import Lifting
+from fxpasses.passes.experts.batched import Places, Rows, Weights, elements, is_tensor, parts_of, row_of
+from fxpasses.passes.experts.lifting import Lifting
 
 ops = torch.ops.fxpasses
-_IN_PLACE = frozenset(name for name in POINTWISE if name.endswith("_") or name in WRITERS)
+# What works along `dim`, with the default of that; a tuple is several.
+ALONG: dict[str, Any] = {
+    "all": None, "amax": None, "amin": None, "any": None, "chunk": 0, "cumsum": None, "glu": -1, "log_softmax": None,
+    "logsumexp": None, "mean": None, "norm": None, "softmax": None, "split": 0, "squeeze": None, "std": None,
+    "sum": None, "tensor_split": 0, "unbind": 0, "unflatten": None, "var": None,
+}  # fmt: skip
 
 
-def lift_pointwise(lifting: Lifting, family: Family) -> Rows:
-    node = family.nodes[0]
-    out = family.example
+def is_elementwise(name: str) -> bool:
+    return name in CASTS or is_pointwise(name)
+
+
+def is_along_others(family: Family, ndim: int, row: int) -> bool:
+    """Whether an operator of `ALONG` stays away from dimension `row` of its first operand, which has `ndim`."""
+    dims = family.call.argument("dim", ALONG[family.name])
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return all(isinstance(dim, int) and dim % ndim != row for dim in dims)
+
+
+def along(lifting: Lifting, family: Family, source: Rows) -> Any:
+    if not is_along_others(family, source.ndim, source.row):
+        raise _not_row_by_row(family)
+    return lifting.apply(family)
+
+
+def norm(lifting: Lifting, family: Family, source: Rows) -> Any:
+    """`layer_norm` and the like, of the last dimensions."""
+    shape = family.call.argument("normalized_shape")
+    if not isinstance(shape, (tuple, list)) or source.row >= source.ndim - len(shape):
+        raise _not_row_by_row(family)
+    return lifting.apply(family)
+
+
+def dropout(lifting: Lifting, family: Family, source: Rows) -> Any:
+    """One that gives its operand back, as in evaluation: with p = 0, eager mode draws no numbers either."""
+    p = family.call.argument("p", 0.5)
+    if family.call.argument("training", True) is not False and not (type(p) in (int, float) and p == 0):
+        raise _not_row_by_row(family)
+    return lifting.apply(family)
+
+
+def _not_row_by_row(family: Family) -> NotProved:
+    return NotProved(f"`{family.name}` is not known to work row by row", family.nodes[0])
+
+
+def elementwise(lifting: Lifting, family: Family, source: Any) -> Rows:
+    """Operands are broadcast against each other, but not the rows of one against those of another."""
+    node, out = family.nodes[0], family.example
     row = row_of(out)
     if row is None:
         raise NotProved(f"`{family.name}` does not give rows", node)
@@ -44,9 +87,8 @@ def lift_pointwise(lifting: Lifting, family: Family) -> Rows:
             if len(parts_of(leaf.example)) != 1 or leaf.example.ndim != 1 or (out.ndim, row) != (2, 0):
                 raise NotProved(f"`{family.name}` of rows and a tensor of each expert", node)
             assert lifting.order is not None
-            return lifting.emit(
-                ops.grouped_expand.default, (lifting.stacked(lifted), lifting.order.offsets, lifting.order.rows)
-            )
+            arguments = (lifting.stacked(lifted), lifting.order.offsets, lifting.order.rows)
+            return lifting.emit(ops.grouped_expand.default, arguments)
         if isinstance(lifted, Node) and is_tensor(lifted):
             example = lifted.meta["example_value"]
             size = example.shape[example.ndim - place] if example.ndim >= place else 1
@@ -56,13 +98,12 @@ def lift_pointwise(lifting: Lifting, family: Family) -> Rows:
             raise NotProved(f"`{family.name}` of what is not known", node)
         return lifted
 
-    in_place = family.kwargs.get("inplace") or family.name in _IN_PLACE
-    if in_place and lifting.cut is not None:
+    if lifting.cut is not None and written_operands(node):
         raise NotProved(f"`{family.name}` writes to rows that were cut", node)
     return Rows(lifting.emit_like(family, mapped(family.args, convert), mapped(family.kwargs, convert)), row)
 
 
-def lift_einsum(lifting: Lifting, family: Family) -> Rows:
+def einsum(lifting: Lifting, family: Family, source: Any) -> Rows:
     """Row-wise where the rows' letter is in the result and in no operand that has no rows."""
     node, row = family.nodes[0], row_of(family.example)
     equation, *operands = family.args
@@ -76,12 +117,12 @@ def lift_einsum(lifting: Lifting, family: Family) -> Rows:
             raise NotProved("an `einsum` over the rows", node)
         if not isinstance(lifted, Rows) and output[row] in letters:
             raise NotProved("an `einsum` of rows and as many other rows", node)
-    return call(lifting, family, row)
+    return lifting.apply(family)
 
 
-def lift_joined(lifting: Lifting, family: Family) -> Rows:
+def joined(lifting: Lifting, family: Family, source: Any) -> Rows:
     """`torch.cat([gate, up], -1)`: rows side by side."""
-    node, dim = family.nodes[0], family.kwargs.get("dim", family.args[1] if len(family.args) > 1 else 0)
+    node, dim = family.nodes[0], family.call.argument("dim", 0)
     lifted = [lifting.lift(part) for part in family.args[0]]
     row, ndim = row_of(family.example), family.example.ndim
     if row is None or any(not isinstance(part, Rows) or part.row != row for part in lifted):
@@ -91,58 +132,66 @@ def lift_joined(lifting: Lifting, family: Family) -> Rows:
     return Rows(lifting.emit_like(family, [[part.node for part in lifted], dim], {}), row)
 
 
-def lift_reshaped(lifting: Lifting, family: Family, source: Rows) -> Rows:
-    """Reshapes that keep the rows in one dimension, in their order."""
-    node, out = family.nodes[0], family.example
-    row = row_of(out)
+def unsqueeze(lifting: Lifting, family: Family, source: Rows) -> Any:
+    _row_kept(family)
+    return lifting.apply(family)
+
+
+def _row_kept(family: Family) -> int:
+    row = row_of(family.example)
     if row is None:
-        raise NotProved(f"`{family.name}` mixes the rows", node)
-    before, after = parts_of(family.args[0].example)[0].shape, out.shape
-    # What lies before the rows, and what lies after them, must have as many elements as before.
-    if family.name in ("reshape", "view", "flatten"):
-        if any(not isinstance(s, int) for s in (*before[: source.row], *before[source.row + 1 :])):
-            raise NotProved(f"`{family.name}` of rows of unknown width", node)
-        if any(not isinstance(s, int) for s in (*after[:row], *after[row + 1 :])):
-            raise NotProved(f"`{family.name}` of rows of unknown width", node)
-        if elements(before[: source.row]) != elements(after[:row]):
-            raise NotProved(f"`{family.name}` mixes the rows", node)
-        shape = [-1 if i == row else int(size) for i, size in enumerate(after)]
-        return Rows(lifting.emit("reshape", (source.node, shape)), row)
-    if family.name == "unsqueeze":
-        return call(lifting, family, row)
-    sizes = family.args[1] if isinstance(family.args[1], (tuple, list)) else family.args[1:]
+        raise NotProved(f"`{family.name}` mixes the rows", family.nodes[0])
+    return row
+
+
+def reshape(lifting: Lifting, family: Family, source: Rows) -> Rows:
+    """The rows stay in one dimension, in their order: as many elements lie before them as before, and after them."""
+    row = _row_kept(family)
+    before, after = parts_of(family.args[0].example)[0].shape, family.example.shape
+    sizes = (*before[: source.row], *before[source.row + 1 :], *after[:row], *after[row + 1 :])
+    if any(not isinstance(size, int) for size in sizes):
+        raise NotProved(f"`{family.name}` of rows of unknown width", family.nodes[0])
+    if elements(before[: source.row]) != elements(after[:row]):
+        raise NotProved(f"`{family.name}` mixes the rows", family.nodes[0])
+    shape = [-1 if i == row else int(size) for i, size in enumerate(after)]
+    return Rows(lifting.emit("reshape", (source.node, shape)), row)
+
+
+def expand(lifting: Lifting, family: Family, source: Rows) -> Rows:
+    _row_kept(family)
+    return _repeated(lifting, family, source, family.call.sequence("size"), -1, (-1, None))
+
+
+def repeat(lifting: Lifting, family: Family, source: Rows) -> Rows:
+    _row_kept(family)
+    return _repeated(lifting, family, source, family.call.sequence("repeats"), 1, (1,))
+
+
+def _repeated(
+    lifting: Lifting, family: Family, source: Rows, sizes: Sequence[Any], keep: int, allowed: tuple[Any, ...]
+) -> Rows:
+    """keep: the size that leaves a dimension as it is; allowed: for that of the rows, None for one that is computed."""
     wanted = [size if isinstance(size, int) else None for size in sizes]
-    if len(wanted) != source.ndim or wanted[source.row] not in ((-1, None) if family.name == "expand" else (1,)):
-        raise NotProved(f"`{family.name}` of rows", node)
-    shared = [leaf if isinstance(leaf, (int, Node)) else None for leaf in sizes]
-    keep = -1 if family.name == "expand" else 1
-    shape = [keep if i == source.row else size for i, size in enumerate(shared)]  # type: ignore[misc]
-    if None in shape:
-        raise NotProved(f"`{family.name}` to sizes that are not known", node)
+    if len(wanted) != source.ndim or wanted[source.row] not in allowed:
+        raise NotProved(f"`{family.name}` of rows", family.nodes[0])
+    shape = [keep if i == source.row else size for i, size in enumerate(sizes)]
+    if any(not isinstance(size, (int, Node)) for size in shape):
+        raise NotProved(f"`{family.name}` to sizes that are not known", family.nodes[0])
     return Rows(lifting.emit(family.name, (source.node, *shape)), source.row)
 
 
-def call(lifting: Lifting, family: Family, row: int | None) -> Any:
-    """The same operator on lifted operands; the rows are where the branches' results have them."""
-
-    def convert(leaf: Any) -> Any:
-        lifted = lifting.lift(leaf)
-        if isinstance(lifted, Constants):
-            raise NotProved(f"`{family.name}` by a number that differs between the experts", family.nodes[0])
-        if isinstance(lifted, (Weights, Places, tuple)):
-            raise NotProved(f"`{family.name}` of a tensor of each expert", family.nodes[0])
-        return lifted.node if isinstance(lifted, Rows) else lifted
-
-    node = lifting.emit_like(family, mapped(family.args, convert), mapped(family.kwargs, convert))
-    if isinstance(family.example, (tuple, list)):
-        return tuple(
-            Rows(lifting.emit(operator.getitem, (node, i)), _checked_row(part)) for i, part in enumerate(family.example)
-        )
-    return Rows(node, _checked_row(family.example))
+def keeps_rows(index: Any, row: int, ndim: int) -> bool:
+    """Whether a basic index (`[..., ::2]`, `[:, None]`) leaves dimension `row` of `ndim` as it is."""
+    index = index if isinstance(index, tuple) else (index,)
+    if any(not (part is None or part is Ellipsis or _is_basic(part)) for part in index):
+        return False
+    parts = [part for part in index if part is not None]
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (ndim - len(parts) + 1)
+    return row >= len(parts) or parts[row] == slice(None)
 
 
-def _checked_row(example: Any) -> int:
-    row = row_of(example)
-    if row is None:
-        raise NotProved("a result without rows")
-    return row
+def _is_basic(part: Any) -> bool:
+    parts = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
+    return all(isinstance(p, (int, type(None))) and not isinstance(p, bool) for p in parts)
