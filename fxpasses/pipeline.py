@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fxpasses import overrides
 from fxpasses.errors import PassError
+from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.collectives import sequence
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.prologue import Draft
@@ -52,6 +53,9 @@ class Context:
         if node not in self._asked:
             self._asked[node] = overrides.allows_change(self.pass_name)
         return self._asked[node]
+
+    def aliases(self, graph: Graph) -> AliasAnalysis:
+        return AliasAnalysis(graph, self.fake_mode, self.shared_inputs)
 
     @property
     def changes_asked_for(self) -> int:

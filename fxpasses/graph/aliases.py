@@ -106,10 +106,10 @@ def _given(body: GraphModule) -> list[Node]:
 class AliasSets:
     """Which nodes of a graph share memory. Each set has a number, a storage of it; equal ones may be the same memory.
 
-    in_one: storages of inputs that may be the same memory. owners: the nodes on each set's memory, in program order.
+    in_one: inputs that may be the same memory. owners: the nodes on each set's memory, in program order.
     """
 
-    def __init__(self, nodes: Iterable[Node], in_one: Iterable[int] = ()) -> None:
+    def __init__(self, nodes: Iterable[Node], in_one: Iterable[Node] = ()) -> None:
         self._parents: dict[int, int] = {}
         self._known: dict[Node, tuple[Any, list[int]]] = {}  # by example, which changes where a graph is rewritten
         self._merge(in_one)
@@ -121,7 +121,7 @@ class AliasSets:
         for node in nodes:
             if isinstance(node.target, torch._ops.HigherOrderOperator) and _may_return_operands(node):
                 results = (node, *(user for user in node.users if operator_of(user) == "getitem"))
-                self._merge(key for other in (*node.all_input_nodes, *results) for key in storages(other))
+                self._merge((*node.all_input_nodes, *results))
         self.owners: dict[int, list[Node]] = {}
         for node in nodes:
             for number in self.of(node):
@@ -149,19 +149,19 @@ class AliasSets:
             storage = self._parents[storage]
         return storage
 
-    def _merge(self, keys: Iterable[int]) -> None:
-        numbers = list(dict.fromkeys(map(self.number, keys)))
+    def _merge(self, nodes: Iterable[Node]) -> None:
+        numbers = list({number for node in nodes for number in self.of(node)})
         self._parents |= dict.fromkeys(numbers[1:], numbers[0] if numbers else 0)
 
 
 class AliasAnalysis:
-    """Who uses which memory in one graph. inputs_in_one: storages of inputs that may be the same memory.
+    """Who uses which memory in one graph. inputs_in_one: those that may be the same memory.
 
     A pass that reads `idx == e` from the graph, and sorts `idx` in its place, must know that nobody changed the mask
     before it was asked, nor `idx` after.
     """
 
-    def __init__(self, graph: Graph, fake_mode: Any, inputs_in_one: Iterable[int] = ()) -> None:
+    def __init__(self, graph: Graph, fake_mode: Any, inputs_in_one: Iterable[Node] = ()) -> None:
         self._graph, self._fake_mode = graph, fake_mode
         self.sets = AliasSets((), inputs_in_one)
         self.refresh()

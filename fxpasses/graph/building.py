@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,17 @@ class NodeBuilder:
     def _note(self, node: Node, origin: Node) -> None:
         self._emitted[node] = None
         node.meta = {key: value for key, value in origin.meta.items() if key in _PROVENANCE}
+
+
+def erase_unused(nodes: Iterable[Node], removable: Callable[[Node], bool]) -> None:
+    """Erase those of the nodes that nobody uses and that are removable, and so on with what they were made of."""
+    waiting, erased = list(nodes), set[Node]()
+    while waiting:
+        node = waiting.pop(0)
+        if node not in erased and not node.users and removable(node):
+            waiting += node.all_input_nodes
+            erased.add(node)
+            node.graph.erase_node(node)
 
 
 def _put(node: Node, number: int | Node) -> set[Node]:

@@ -222,7 +222,8 @@ class _Restriction:
             own, index = _picked(args[0], viewed.dim(), fake.dim() + axis)
             args = (index,)
         else:
-            own = _VIEWS.get(name, lambda *_: None)(args, entry.kwargs, viewed.dim(), fake.dim() + axis)
+            call = OperatorCall(entry.node.target, entry.args, entry.kwargs)
+            own = _VIEWS[name](call, viewed.dim(), fake.dim() + axis) if name in _VIEWS else None
         if own is None or (name != "getitem" and not _same(viewed.shape[own], fake.shape[axis])):
             raise _not(entry)
         rows = self.rows(source, own - viewed.dim())
@@ -265,27 +266,23 @@ def _sizes(args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
 # For each view, the axis of its operand that `axis` of its result is; both counted from the left.
 
 
-def _unsqueezed(args: Any, kwargs: Any, dimensions: int, axis: int) -> int | None:
-    dim = _one(args, kwargs)
-    if dim is None:
+def _unsqueezed(call: OperatorCall, dimensions: int, axis: int) -> int | None:
+    dim = call.argument("dim")
+    if type(dim) is not int:
         return None
     dim += (dimensions + 1) * (dim < 0)
     return None if axis == dim else axis - (axis > dim)
 
 
-def _transposed(args: Any, kwargs: Any, dimensions: int, axis: int) -> int | None:
-    if kwargs or len(args) != 2 or not all(type(arg) is int for arg in args):
+def _transposed(call: OperatorCall, dimensions: int, axis: int) -> int | None:
+    swapped = call.argument("dim0"), call.argument("dim1")
+    if not all(type(dim) is int for dim in swapped):
         return None
-    first, second = (arg % dimensions for arg in args)
+    first, second = (dim % dimensions for dim in swapped)
     return {first: second, second: first}.get(axis, axis)
 
 
-def _one(args: Any, kwargs: Any) -> int | None:
-    found = args[0] if len(args) == 1 else kwargs.get("dim") if not args and len(kwargs) == 1 else None
-    return found if type(found) is int else None
-
-
-_VIEWS: dict[str, Callable[[Any, Any, int, int], int | None]] = {
+_VIEWS: dict[str, Callable[[OperatorCall, int, int], int | None]] = {
     "transpose": _transposed, "unsqueeze": _unsqueezed,
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 _CALLS = ("call_function", "call_method")
+# Modules whose functions are known to act through ATen operators, or on Python numbers, alone.
 _ROOTS = ("torch", "_operator", "operator", "math", "builtins")
 _SYNONYMS = {
     "absolute": "abs", "and": "bitwise_and", "and_": "bitwise_and", "clip": "clamp", "concat": "cat",

@@ -19,10 +19,8 @@ from typing import Any
 from torch.fx import Node
 
 from fxpasses.graph.regions import Region
-from fxpasses.graph.walk import RANGES, Closure, Use, Walk
+from fxpasses.graph.walk import Closure, Walk
 from fxpasses.report import Refusal
-
-__all__ = ["RANGES", "Closure", "Use", "find_closure"]
 
 _MOST_ROUNDS = 20
 

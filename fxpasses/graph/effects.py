@@ -19,12 +19,11 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.collectives import is_collective
 from fxpasses.graph.refusals import Refused
 from fxpasses.report import Reason
 
-# Modules whose functions are known to act through ATen operators, or on Python numbers, alone.
-_KNOWN_MODULES = ("torch", "_operator", "operator", "math", "builtins")
 # These act on the state of the process: autograd modes, autocast, vmap levels, random state, streams.
 _STATEFUL_MODULES = (
     "torch._C._functorch",
@@ -118,16 +117,12 @@ def check_target(node: Node) -> None:
         return
     if isinstance(target, torch._ops.HigherOrderOperator):
         raise Refused(Reason.HIGHER_ORDER, f"`{target}` has a body")
-    module = getattr(target, "__module__", None) or getattr(type(target), "__module__", "") or ""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        module = "torch"
-    known = any(module == known or module.startswith(known + ".") for known in _KNOWN_MODULES)
+    name, module = operator_of(node), getattr(target, "__module__", None) or ""
     stateful = any(module == m or module.startswith(m + ".") for m in _STATEFUL_MODULES)
-    builtin_of_torch = getattr(torch, getattr(target, "__name__", ""), None) is target
     side_effect = module != "_operator" and target in torch.fx.node._side_effectful_functions
-    if not (known or builtin_of_torch) or stateful or side_effect:
-        name = getattr(target, "__qualname__", str(target))
-        raise Refused(Reason.UNKNOWN_OPERATOR, f"`{module}.{name}` is not known to be pure")
+    if "." in name or stateful or side_effect:
+        name = name if "." in name else f"{module}.{name}"
+        raise Refused(Reason.UNKNOWN_OPERATOR, f"`{name}` is not known to be pure")
 
 
 def call(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fxpasses.graph.calls import operator_of
+
 Shape = list[int]
 
 
@@ -22,7 +24,7 @@ def flops_of(node: Node, results: Sequence[Any]) -> int | None:
     """The estimate; None where there is no formula, or a size is known only when the program runs."""
     if not node.op.startswith("call"):
         return None
-    formula = _FORMULAS.get(_name(node))
+    formula = _FORMULAS.get(operator_of(node))
     if formula is None:
         return None
     taken: list[Node] = []  # with repetitions: attention of x with itself
@@ -36,14 +38,6 @@ def flops_of(node: Node, results: Sequence[Any]) -> int | None:
         return int(formula([s for s in shapes if s is not None], [s for s in outputs if s is not None], node))
     except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError):  # sizes that the formula is not for
         return None
-
-
-def _name(node: Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.removeprefix("aten::")
-    return getattr(node.target, "__name__", "")
 
 
 def _value(node: Node) -> Any:
@@ -97,9 +91,7 @@ def _einsum(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
 
 
 _FORMULAS: dict[str, Callable[[list[Shape], list[Shape], Node], int]] = {
-    **dict.fromkeys(
-        ("linear", "matmul", "mm", "bmm", "mv", "dot", "__matmul__", "_grouped_mm", "grouped_mm"), _product
-    ),
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv", "dot", "_grouped_mm", "grouped_mm"), _product),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _added_product),
     **dict.fromkeys(
         ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu", "fxpasses::sparse_attention"),

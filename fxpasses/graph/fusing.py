@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.emission import slice_of
 from fxpasses.graph.symbols import constant, elements_of, symbol
@@ -60,8 +61,8 @@ def _elements_written(table: ValueTable, entry: Entry) -> int | None:
 
 def _index(entry: Entry) -> Any:
     """`i` of `x[i]` and of `x[i] = y`."""
-    name = getattr(entry.node.target, "__name__", "")
-    return entry.args[1] if entry.kind in ("op", "write") and name in ("getitem", "setitem") else None
+    is_indexed = entry.kind in ("op", "write") and operator_of(entry.node) in ("getitem", "setitem")
+    return entry.args[1] if is_indexed else None
 
 
 def _is_mask(table: ValueTable, index: Any) -> bool:

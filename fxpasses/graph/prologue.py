@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.emission import Emitter, slice_of
 from fxpasses.graph.fusing import elements_saved
 from fxpasses.graph.provenance import where
@@ -215,7 +216,7 @@ def _exact_entries(table: ValueTable, numbers: Iterable[int]) -> set[int]:
     for number in numbers:
         entry = table.entries[number]
         operands = map(_content, entry.operands)
-        stable = getattr(entry.node.target, "__name__", str(entry.node.target)) not in _UNSTABLE and not entry.autocast
+        stable = operator_of(entry.node) not in _UNSTABLE and not entry.autocast
         integral = entry.kind == "look" or _is_integral(entry.fake)
         if stable and integral and all(operand in exact for operand in operands):
             exact.add(number)

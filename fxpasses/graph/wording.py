@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.emission import slice_of
 from fxpasses.graph.provenance import source
 from fxpasses.graph.values import Entry, Ref, ValueTable
@@ -60,7 +61,7 @@ def _expression(table: ValueTable, entry: Entry, depth: int) -> str:
 def comparison(table: ValueTable, number: int) -> tuple[str, Any, Any] | None:
     """(symbol, left, right) where a value is the comparison of two others."""
     entry = table.entries[number]
-    name = getattr(entry.node.target, "__name__", "")
+    name = operator_of(entry.node)
     if entry.kind == "op" and name in ("eq", "ne", "lt", "le", "gt", "ge") and len(entry.args) == 2:
         return _OPERATORS[name], entry.args[0], entry.args[1]
     return None

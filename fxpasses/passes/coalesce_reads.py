@@ -19,6 +19,7 @@ it once per batch.
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +28,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.graph import effects
-from fxpasses.graph.aliases import AliasAnalysis, storages
-from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.aliases import AliasAnalysis
+from fxpasses.graph.building import NodeBuilder, erase_unused
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.host_copies import is_copy_to_host
 from fxpasses.graph.provenance import where
@@ -83,10 +84,9 @@ class CoalesceReads:
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
-        shared = {key for node in context.shared_inputs for key in storages(node)}
         before = after = 0
         for region in Region(gm).walk():
-            for copy in copies_of(region.gm.graph, context.fake_mode, shared):
+            for copy in copies_of(region.gm.graph, context):
                 waits, place = copy.waits, where(copy.first)
                 elements = f"{len(copy.reads)} numbers of {_names(copy.tensors)}"
                 try:
@@ -105,16 +105,16 @@ class CoalesceReads:
         return report
 
 
-def copies_of(graph: Graph, fake_mode: Any, inputs_in_one: set[int]) -> list[Copy]:
-    """The copies for which the host waits less often. inputs_in_one: see `AliasAnalysis`."""
+def copies_of(graph: Graph, context: Context) -> list[Copy]:
+    """The copies for which the host waits less often."""
     items = graph.find_nodes(op="call_method", target="item")
     if len(items) < 2:
         return []
-    memory = AliasAnalysis(graph, fake_mode, inputs_in_one)
+    memory = context.aliases(graph)
     copies: list[Copy] = []
     for read in (read for item in items if (read := _read(item, memory)) is not None):
         for copy in reversed(copies):
-            if (moved := _fits(read, copy, memory, fake_mode)) is not None:
+            if (moved := _fits(read, copy, memory, context.fake_mode)) is not None:
                 copy.moved |= dict.fromkeys(moved)
                 break
         else:
@@ -241,7 +241,7 @@ def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
         raise
     numbers: dict[int, Node] = {}
     for read in copy.reads:
-        place, asked = starts[read.tensor] + read.place, read.node.args[0]
+        place, asked = starts[read.tensor] + read.place, read.node.all_input_nodes
         number = numbers.setdefault(place, read.node)
         if number is read.node:
             number.args = (elements[place],)
@@ -249,7 +249,7 @@ def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
             declare_equal(number.meta["example_value"], read.node.meta["example_value"])
             read.node.replace_all_uses_with(number)
             graph.erase_node(read.node)
-        _erase_unused(graph, asked, read.tensor)
+        erase_unused(asked, functools.partial(operator.is_not, read.tensor))
 
 
 def _copied(emit: NodeBuilder, tensors: list[Node]) -> tuple[Node, dict[Node, int]]:
@@ -265,14 +265,6 @@ def _copied(emit: NodeBuilder, tensors: list[Node]) -> tuple[Node, dict[Node, in
         starts[node], end = end, end + example.numel()
     joined = emit(torch.cat, (parts,)) if len(parts) > 1 else parts[0]
     return emit("to", (joined, "cpu")), starts
-
-
-def _erase_unused(graph: Graph, node: Any, tensor: Node) -> None:
-    """The path from a tensor to its element, where nobody else takes it."""
-    while node is not tensor and not node.users:
-        source = node.args[0]
-        graph.erase_node(node)
-        node = source
 
 
 def _names(nodes: list[Node]) -> str:

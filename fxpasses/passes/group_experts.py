@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.aliases import AliasAnalysis, storages
+from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.checkpoints import save_routing
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.refusals import NotProved, Refused
@@ -53,11 +53,10 @@ class GroupExperts:
         level = context.options.experts
         if level == "off":
             return report
-        shared = {key for node in context.shared_inputs for key in storages(node)}
         counts = {"loops_grouped": 0, "loops_sliced": 0}
         for region in Region(gm).walk():
             erase_answers(region.gm.graph)
-            memory = AliasAnalysis(region.gm.graph, context.fake_mode, shared)
+            memory = context.aliases(region.gm.graph)
             left: list[tuple[Loop, Refusal]] = []
             changes: list[str] = []
             if level != "slices":

@@ -26,7 +26,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxpasses.graph.closure import RANGES, Closure, find_closure
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.closure import find_closure
 from fxpasses.graph.prologue import Assertion, Draft, Extra
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.regions import Region
@@ -42,6 +43,7 @@ from fxpasses.graph.symbols import (
     symbol,
 )
 from fxpasses.graph.values import Allocation, Entry, Ref, Scalar, Tensor, Value, number_of
+from fxpasses.graph.walk import RANGES, Closure
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
@@ -424,7 +426,7 @@ def _refusals(closure: Closure) -> list[Refusal]:
     """Values that were nearly hoisted, and host reads that stay."""
     found = dict(closure.refusals)
     for node, (reason, text) in closure.obstacles.items():
-        reads = node.meta.get("unbacked_bindings") and getattr(node.target, "__name__", "") != "getitem"
+        reads = node.meta.get("unbacked_bindings") and operator_of(node) != "getitem"
         if reads and node not in found:
             found[node] = Refusal(node.name, reason, text, where(node))
     return [replace(refusal, module=module_of(node)[0]) for node, refusal in found.items()]

@@ -26,15 +26,17 @@ import torch
 from torch.fx import GraphModule, Node
 
 import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
-from fxpasses.graph.aliases import AliasAnalysis, storages
-from fxpasses.graph.calls import operator_of
+from fxpasses.graph.aliases import AliasAnalysis
+from fxpasses.graph.building import erase_unused
+from fxpasses.graph.calls import VIEWS, operator_of
 from fxpasses.graph.checkpoints import has_policy
-from fxpasses.graph.closure import Closure, find_closure
+from fxpasses.graph.closure import find_closure
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import hint_of, is_unbacked
 from fxpasses.graph.values import Tensor
+from fxpasses.graph.walk import Closure
 from fxpasses.passes.attention.building import AttentionBuilder
 from fxpasses.passes.attention.found import Attention, Operand
 from fxpasses.passes.attention.fused import fused_attention, is_fused_attention
@@ -67,11 +69,10 @@ class SparsifyAttention:
             return report
         banned = {node: Refusal(node.name, Reason.INPUT_WRITTEN) for node in context.shared_inputs}
         closure = find_closure(main, context.fake_mode, banned)
-        shared = {key for node in context.shared_inputs for key in storages(node)}
         masks: set[Any] = set()
         memories: dict[Region, AliasAnalysis] = {}
         for site in sites:
-            memory = memories.setdefault(site.region, AliasAnalysis(site.region.gm.graph, context.fake_mode, shared))
+            memory = memories.setdefault(site.region, context.aliases(site.region.gm.graph))
             rewrite = _Rewrite(site, closure, memory, context)
             try:
                 attention = rewrite.find()
@@ -169,7 +170,10 @@ class _Rewrite:
             raise
         shape, place = shape_of(result), where(node)
         node.replace_all_uses_with(result)
-        self._erase([*attention.inside, node])
+        replaced = {*attention.inside, node}
+        erase_unused(
+            reversed([*attention.inside, node]), lambda node: node in replaced or operator_of(node) in _FOR_IT_ALONE
+        )
         return f"{attention.mask.node.name} {list(shape)} at {place} → tiles"
 
     def obstacle(self, node: Node) -> Refused | None:
@@ -224,24 +228,9 @@ class _Rewrite:
             region = region.parent
         return found
 
-    def _erase(self, nodes: list[Node]) -> None:
-        """Take out what was replaced, and the views and copies that were made for it alone."""
-        waiting = list(dict.fromkeys(reversed(nodes)))
-        replaced = set(waiting)
-        while waiting:
-            node = waiting.pop(0)
-            if node.users or not (node in replaced or operator_of(node) in _FOR_IT_ALONE):
-                continue
-            operands = node.all_input_nodes
-            self.graph.erase_node(node)
-            waiting += [operand for operand in operands if operand not in waiting]
-
 
 # What is made of a key or a value on its way to a product, and may be left over.
-_FOR_IT_ALONE = frozenset(
-    {"transpose", "permute", "getattr", "getitem", "unsqueeze", "expand", "reshape", "view", "flatten", "contiguous",
-     "clone", "repeat_interleave"}
-)  # fmt: skip
+_FOR_IT_ALONE = VIEWS | {"clone", "contiguous", "flatten", "getattr", "repeat_interleave"}
 
 
 def _form(attention: Attention, key: Operand) -> str:

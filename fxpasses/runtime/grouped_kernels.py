@@ -14,8 +14,6 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from fxpasses.runtime.expert_order import row_groups
-
 Weights = torch.Tensor | Sequence[torch.Tensor]
 
 _VECTOR = 16  # bytes: F.grouped_mm takes only rows and columns that start at multiples of this
@@ -93,7 +91,10 @@ def total(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 def expand(values: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tensor:
     """`values[e]` for each row of group e, zeros for the rows after the last: [E, M] -> [size, M]."""
     padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
-    return padded.index_select(0, row_groups(offsets.to(values.device), size))
+    ends = offsets.to(values.device)
+    # `torch.bincount` would wait for the device, as its output's size is data; a search in the offsets does not.
+    groups = torch.searchsorted(ends, torch.arange(size, device=ends.device, dtype=ends.dtype), right=True)
+    return padded.index_select(0, groups)
 
 
 def _matrices(weights: Weights, transposed: bool) -> Sequence[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Linear layers of many experts on rows sorted by expert, as operators that autograd and Inductor know.
 
 Rows [N, K] lie sorted by group; offsets [E], int32 or int64, tell where each group ends, so that group e is
-`rows[offsets[e - 1]:offsets[e]]`. Rows after the last group give zeros. `sort_by_expert` makes such an order.
+`rows[offsets[e - 1]:offsets[e]]`. Rows after the last group give zeros.
 
 | operator | each group | gradients |
 |---|---|---|

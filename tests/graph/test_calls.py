@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from fxpasses.graph.calls import OperatorCall, argument, operator_of
+from fxpasses.graph.calls import OperatorCall, argument, is_pointwise, operator_of
 
 
 def call(target, *args, **kwargs) -> Node:
@@ -98,3 +98,10 @@ def test_further_arguments_are_noticed():
     assert OperatorCall.of(call("cumsum", "x", dim=0)).has_only("input", "dim")
     assert not OperatorCall.of(call("cumsum", "x", dim=0, dtype=torch.int64)).has_only("input", "dim")
     assert not OperatorCall.of(call("sum", "x", 0, True)).has_only("input", "dim")
+
+
+def test_pointwise_operators_are_those_whose_overloads_all_are():
+    for name in ("add", "mul_", "silu", "masked_fill", "where", "floor_divide", "bitwise_and", "logsigmoid"):
+        assert is_pointwise(name), name
+    for name in ("max", "equal", "rrelu", "sum", "softmax", "to", "getitem", "einops.rearrange", ""):
+        assert not is_pointwise(name), name

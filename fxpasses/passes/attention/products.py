@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from fxpasses.graph.calls import OperatorCall, argument, operator_of
@@ -132,9 +131,3 @@ def _permutation(node: Node) -> tuple[int, ...] | None:
     else:
         return None
     return tuple(order) if sorted(order) == list(range(rank)) else None
-
-
-def is_matrices(node: Any) -> bool:
-    """Whether a value may be the scores of attention: floating point, in three dimensions or four."""
-    found = tensor_of(node)
-    return isinstance(found, torch.Tensor) and found.dtype.is_floating_point and found.ndim in (3, 4)

@@ -24,7 +24,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph.aliases import AliasAnalysis
-from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.building import NodeBuilder, erase_unused
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import NotProved, Refused
@@ -257,9 +257,7 @@ class Slicing:
         for query, answer in made.items():
             self._declare_equal(query)
             self._put(query, answer)
-        erased: set[Node] = set()
-        for query in self.queries:
-            self._erase_unused(query.mask, erased)
+        erase_unused((query.mask for query in self.queries), self._is_pure_call)
 
     def _sort(self, emit: NodeBuilder) -> list[dict[int, Node]]:
         """For each coordinate of a pair, the slice of each expert."""
@@ -335,6 +333,9 @@ class Slicing:
         gives_away = any(user.op == "output" for user in self.memory.users(node, node, None))
         return gives_away or not self.memory.is_constant(node)
 
+    def _is_pure_call(self, node: Node) -> bool:
+        return node.op in ("call_function", "call_method") and self.memory.is_pure(node)
+
     def _declare_equal(self, query: Query) -> None:
         symbol, number = self.sizes[query.meaning.expert]
         bindings = query.node.meta.pop("unbacked_bindings", None) or {}
@@ -354,17 +355,6 @@ class Slicing:
                 user.replace_all_uses_with(answer[user.args[1]])
                 self.graph.erase_node(user)
             self.graph.erase_node(node)
-
-    def _erase_unused(self, node: Node, erased: set[Node]) -> None:
-        """A mask that nobody looks at any more, and what it alone was made of."""
-        if node in erased or node.users or node.op not in ("call_function", "call_method"):
-            return
-        if self.memory.is_pure(node):
-            operands = node.all_input_nodes
-            erased.add(node)
-            self.graph.erase_node(node)
-            for operand in operands:
-                self._erase_unused(operand, erased)
 
 
 def _is_mask(part: Any) -> bool:
