@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxpasses import overrides
 from fxpasses.errors import PassError
-from fxpasses.graph.aliases import AliasAnalysis
+from fxpasses.graph.aliases import AliasAnalysis, storages_of
 from fxpasses.graph.collectives import sequence
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.prologue import Draft
@@ -148,11 +148,8 @@ def _context(gm: GraphModule, result: Result, options: Options, name: str) -> Co
 def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence[Any]) -> frozenset[Node]:
     owners: dict[int, list[Node]] = {}
     for node, example in zip(placeholders, example_inputs, strict=True):
-        if isinstance(example, torch.Tensor) and example.layout is torch.strided:
-            try:
-                owners.setdefault(example.untyped_storage()._cdata, []).append(node)
-            except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
-                continue
+        for storage in storages_of(example):
+            owners.setdefault(storage, []).append(node)
     return frozenset(node for nodes in owners.values() if len(nodes) > 1 for node in nodes)
 
 

@@ -30,8 +30,13 @@ _PURE = frozenset(
 
 def storages(node: Node) -> list[int]:
     """The storages of a node's tensors, by identity, in a graph of Dynamo's or of AOTAutograd's."""
+    return storages_of(node.meta.get("val", node.meta.get("example_value")))
+
+
+def storages_of(value: Any) -> list[int]:
+    """The storages of tensors, fake or real, by identity."""
     found = []
-    for leaf in pytree.tree_leaves(node.meta.get("val", node.meta.get("example_value"))):
+    for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             try:
                 found.append(storage_key(leaf))

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.fx import Node as FxNode
 
+from fxpasses.graph.aliases import storages
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.symbols import bytes_of
@@ -52,12 +52,12 @@ def partition(forward: GraphModule, backward: GraphModule) -> Partition:
     nodes = {node.name: node for node in forward.graph.nodes}
     uses = {node: number for number, node in enumerate(backward.graph.nodes)}
     memory: dict[int, Saved] = {}
-    inputs = {_storage(node) for node in forward.graph.find_nodes(op="placeholder")} - {None}
+    inputs = {key for node in forward.graph.find_nodes(op="placeholder") for key in storages(node)}
     for node in backward.graph.find_nodes(op="placeholder"):
         made, value = nodes.get(node.name), node.meta.get("val")
         if made is None or not isinstance(value, torch.Tensor) or not node.users:
             continue
-        storage = _storage(made)
+        storage = next(iter(storages(made)), None)
         needed = [uses[user] for user in node.users]
         is_input = made.op == "placeholder" or storage in inputs
         saved = Saved(
@@ -68,15 +68,6 @@ def partition(forward: GraphModule, backward: GraphModule) -> Partition:
         other.bytes = max(other.bytes or 0, saved.bytes or 0) if other.bytes is not None else saved.bytes
         other.needed_at, other.freed_at = min(other.needed_at, min(needed)), max(other.freed_at, max(needed))
     return Partition(_flops(forward), _flops(backward), list(memory.values()))
-
-
-def _storage(node: FxNode) -> int | None:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
-    with contextlib.suppress(NotImplementedError, RuntimeError):
-        return value.untyped_storage()._cdata
-    return None
 
 
 def _flops(gm: GraphModule) -> list[int]:

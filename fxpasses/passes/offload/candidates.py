@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.aliases import AliasSets, storages
+from fxpasses.graph.aliases import AliasSets, storages, storages_of
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.symbols import bytes_of
@@ -107,12 +107,8 @@ def step_of(partition: Partition, moved: list[Group], rates: Rates) -> Step:
         for storage, nodes in memory.owners.items():
             if any(node.name in candidates for node in nodes) or storage in inputs:
                 continue
-            size = max(
-                bytes_of(leaf) or 0
-                for node in nodes
-                for leaf in _leaves(node)
-                if storage in map(memory.number, _storage(leaf))
-            )
+            leaves = (leaf for node in nodes for leaf in _leaves(node))
+            size = max(bytes_of(leaf) or 0 for leaf in leaves if storage in map(memory.number, storages_of(leaf)))
             begin = positions[nodes[0]]
             end = max(positions[user] for node in nodes for user in (node, *node.users))
             if nodes[0].op == "placeholder" and first == 0:
@@ -137,14 +133,10 @@ def _seconds(node: Node, rates: Rates) -> float:
 
 
 def _is_view(node: Node) -> bool:
-    own = storages(node)
-    return not own or any(storage in own for argument in node.all_input_nodes for storage in storages(argument))
+    own = set(storages(node))
+    return not own or any(own.intersection(storages(argument)) for argument in node.all_input_nodes)
 
 
 def _leaves(node: Node) -> list[torch.Tensor]:
     value: Any = node.meta.get("val")
     return [leaf for leaf in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(leaf: torch.Tensor) -> list[int]:
-    return [leaf.untyped_storage()._cdata] if leaf.layout is torch.strided else []
