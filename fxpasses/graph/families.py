@@ -10,13 +10,14 @@ family of nodes, whose arguments are unified in turn. Anything else is a `Mismat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
 from fxpasses.graph.calls import OperatorCall, operator_of
+from fxpasses.graph.effects import leaves
 from fxpasses.graph.refusals import NotProved
 
 
@@ -123,30 +124,6 @@ class Unifier:
 
 def _other(values: Sequence[Any]) -> Any:
     return next((value for value in values if value is not values[0] and value != values[0]), values[-1])
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Everything inside tuples, lists, dicts and slices."""
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, dict):
-        yield from leaves(list(tree.values()))
-    elif isinstance(tree, slice):
-        yield from leaves((tree.start, tree.stop, tree.step))
-    else:
-        yield tree
-
-
-def mapped(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """The tree with each leaf converted."""
-    if isinstance(tree, (tuple, list)):
-        return type(tree)([mapped(item, convert) for item in tree])
-    if isinstance(tree, dict):
-        return {name: mapped(value, convert) for name, value in tree.items()}
-    if isinstance(tree, slice):
-        return slice(*(mapped(part, convert) for part in (tree.start, tree.stop, tree.step)))
-    return convert(tree)
 
 
 def members(families: Sequence[Any]) -> list[Family]:

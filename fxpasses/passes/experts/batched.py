@@ -102,10 +102,3 @@ def dimensions_of(index: Sequence[Any]) -> list[Any]:
         if not isinstance(part, int):
             found.append(part)
     return found
-
-
-def elements(sizes: Sequence[Any]) -> int:
-    total = 1
-    for size in sizes:
-        total *= int(size)
-    return total

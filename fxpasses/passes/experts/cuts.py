@@ -17,7 +17,8 @@ from typing import Any
 from torch.fx import Node
 
 from fxpasses.graph.calls import argument, operator_of
-from fxpasses.graph.families import Constants, Family, leaves
+from fxpasses.graph.effects import leaves
+from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import expression, is_symbolic, symbol
 from fxpasses.passes.experts.selection import progression

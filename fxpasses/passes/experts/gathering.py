@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
-from fxpasses.graph.families import Constants, Family, mapped
+from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import constant
 from fxpasses.passes.experts.batched import (
@@ -76,7 +77,7 @@ def unflattened(lifting: Lifting, family: Family, flat: Flat) -> Rows:
 def getitem(lifting: Lifting, family: Family, source: Any) -> Any:
     index = family.args[1]
     if isinstance(source, Rows):
-        lifted = mapped(index, lifting.lift)
+        lifted = map_aggregate(index, lifting.lift)
         if not keeps_rows(lifted, source.row, source.ndim):
             raise NotProved("an index among an expert's rows", family.nodes[0])
         return lifting.apply(family)
@@ -147,4 +148,4 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
             return at_rows(lifting, leaf, tokens).node
         return leaf
 
-    return Rows(lifting.emit_like(value, mapped(value.args, convert), mapped(value.kwargs, convert)))
+    return Rows(lifting.emit_like(value, convert))

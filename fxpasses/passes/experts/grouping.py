@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from fxpasses.graph.aliases import AliasAnalysis, storages
 from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.families import Family, Unifier, leaves, members
+from fxpasses.graph.effects import leaves
+from fxpasses.graph.families import Family, Unifier, members
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region

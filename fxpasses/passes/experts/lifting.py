@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 import fxpasses.runtime.grouped_linear  # noqa: F401  registers the operators
 from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.families import Constants, Family, mapped
+from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import is_integer
@@ -168,9 +169,10 @@ class Lifting:
             self._stacks[weights] = self.emit(torch.stack, (list(weights.listed),))
         return self._stacks[weights]
 
-    def emit_like(self, family: Family, args: Any, kwargs: Any) -> Node:
-        """The branches' operator with other operands."""
-        return self.emit(family.nodes[0].target, tuple(args), dict(kwargs), like=family.nodes[0])
+    def emit_like(self, family: Family, convert: Callable[[Any], Any]) -> Node:
+        """The branches' operator with each operand converted."""
+        args, kwargs = map_aggregate((family.args, family.kwargs), convert)
+        return self.emit(family.nodes[0].target, args, kwargs, like=family.nodes[0])
 
     def apply(self, family: Family) -> Any:
         """The same operator on lifted operands; the rows are where the branches' results have them."""
@@ -189,7 +191,7 @@ class Lifting:
                 raise NotProved("a result without rows")
             return Rows(node, row)
 
-        node = self.emit_like(family, mapped(family.args, convert), mapped(family.kwargs, convert))
+        node = self.emit_like(family, convert)
         if isinstance(family.example, (tuple, list)):
             return tuple(rows(self.emit(operator.getitem, (node, i)), part) for i, part in enumerate(family.example))
         return rows(node, family.example)

@@ -5,6 +5,7 @@ A rule checks the arguments: an operator that touches the dimension of the rows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch.fx import Node
 
 from fxpasses.graph.aliases import written_operands
 from fxpasses.graph.calls import CASTS, is_pointwise
-from fxpasses.graph.families import Constants, Family, mapped
+from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
-from fxpasses.passes.experts.batched import Places, Rows, Weights, elements, is_tensor, parts_of, row_of
+from fxpasses.passes.experts.batched import Places, Rows, Weights, is_tensor, parts_of, row_of
 from fxpasses.passes.experts.lifting import Lifting
 
 ops = torch.ops.fxpasses
@@ -100,7 +101,7 @@ def elementwise(lifting: Lifting, family: Family, source: Any) -> Rows:
 
     if lifting.cut is not None and written_operands(node):
         raise NotProved(f"`{family.name}` writes to rows that were cut", node)
-    return Rows(lifting.emit_like(family, mapped(family.args, convert), mapped(family.kwargs, convert)), row)
+    return Rows(lifting.emit_like(family, convert), row)
 
 
 def einsum(lifting: Lifting, family: Family, source: Any) -> Rows:
@@ -129,7 +130,7 @@ def joined(lifting: Lifting, family: Family, source: Any) -> Rows:
         raise NotProved(f"`{family.name}` of what is no row", node)
     if not isinstance(dim, int) or dim % ndim <= row:
         raise NotProved(f"`{family.name}` of rows one after the other", node)
-    return Rows(lifting.emit_like(family, [[part.node for part in lifted], dim], {}), row)
+    return lifting.apply(family)
 
 
 def unsqueeze(lifting: Lifting, family: Family, source: Rows) -> Any:
@@ -151,7 +152,7 @@ def reshape(lifting: Lifting, family: Family, source: Rows) -> Rows:
     sizes = (*before[: source.row], *before[source.row + 1 :], *after[:row], *after[row + 1 :])
     if any(not isinstance(size, int) for size in sizes):
         raise NotProved(f"`{family.name}` of rows of unknown width", family.nodes[0])
-    if elements(before[: source.row]) != elements(after[:row]):
+    if math.prod(before[: source.row]) != math.prod(after[:row]):
         raise NotProved(f"`{family.name}` mixes the rows", family.nodes[0])
     shape = [-1 if i == row else int(size) for i, size in enumerate(after)]
     return Rows(lifting.emit("reshape", (source.node, shape)), row)

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from fxpasses.graph.aliases import AliasAnalysis, storages, written_operands
 from fxpasses.graph.calls import FACTORIES, operator_of
-from fxpasses.graph.families import Family, leaves
+from fxpasses.graph.effects import leaves
+from fxpasses.graph.families import Family
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.assertions import Sizes
