@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.calls import argument, operator_of
+from fxpasses.graph.reaching import reached
 
 _CHAIN = ("getitem", "reshape", "view", "detach")
 
@@ -32,11 +33,5 @@ def copy_read_by(item: Node) -> Node | None:
 
 def is_read_by_items(copy: Node) -> bool:
     """Whether numbers are read from a copy to the host."""
-    waiting = list(copy.users)
-    while waiting:
-        node = waiting.pop()
-        if operator_of(node) == "item":
-            return True
-        if operator_of(node) in _CHAIN:
-            waiting += node.users
-    return False
+    found = reached(copy.users, lambda node: node.users if operator_of(node) in _CHAIN else ())
+    return any(operator_of(node) == "item" for node in found)

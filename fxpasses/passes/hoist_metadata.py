@@ -30,6 +30,7 @@ from fxpasses.graph.calls import operator_of
 from fxpasses.graph.closure import find_closure
 from fxpasses.graph.prologue import Assertion, Draft, Extra
 from fxpasses.graph.provenance import module_of, where
+from fxpasses.graph.reaching import reached
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import (
     bytes_of,
@@ -165,16 +166,13 @@ class _Cut:
 
     def _behind(self, numbers: set[int]) -> set[int]:
         """The numbers of all that `numbers` are computed from."""
-        waiting, found = list(numbers), set[int]()
-        while waiting:
-            number = waiting.pop()
-            if number not in found:
-                found.add(number)
-                entry = self.table.entries[number]
-                behind = [entry.base, entry.previous, entry.target]
-                behind += [part for ref in entry.operands for part in (ref.number, ref.version)]
-                waiting += [other for other in behind if other is not None]
-        return found
+
+        def behind(number: int) -> list[int]:
+            entry = self.table.entries[number]
+            parts = [part for ref in entry.operands for part in (ref.number, ref.version)]
+            return [other for other in (entry.base, entry.previous, entry.target, *parts) if other is not None]
+
+        return set(reached(numbers, behind))
 
     def _may_assert(self) -> bool:
         return self.context.may_change(self.closure.assertions[0][1])

@@ -19,6 +19,7 @@ from torch.fx import Node
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.families import Constants, Family
+from fxpasses.graph.reaching import reached
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import expression, is_symbolic, symbol
 from fxpasses.passes.experts.selection import progression
@@ -126,17 +127,15 @@ def spans_of(slices: Sequence[slice]) -> Spans | None:
 
 def _made_of(bounds: Sequence[Node]) -> list[Node]:
     """The bounds, and all that they are summed up from, down to the reads."""
-    waiting, found = list(bounds), dict[Node, None]()
-    while waiting:
-        node = waiting.pop()
-        if node in found:
-            continue
-        found[node] = None
+
+    def summands(node: Node) -> list[Node]:
         if operator_of(node) in ("add", "sym_sum") and is_symbolic(node.meta.get("example_value")):
-            waiting += node.all_input_nodes
-        elif operator_of(node) != "item":
+            return node.all_input_nodes
+        if operator_of(node) != "item":
             raise NotProved(f"`{node.name}` as the bound of a slice is not known", node)
-    return list(found)
+        return []
+
+    return list(reached(bounds, summands))
 
 
 def _value(bound: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.effects import leaves
+from fxpasses.graph.reaching import reached
 from fxpasses.graph.symbols import is_unbacked
 
 _FUNCTIONAL = ("index_add", "scatter_add", "scatter_reduce", "index_put", "masked_add")
@@ -128,13 +129,11 @@ def _made_together(lists: list[Node]) -> list[list[Node]]:
 
 def _rows_behind(part: Node) -> set[Node]:
     """What holds rows and leads to a part of a list; not what another loop has given."""
-    waiting, found = [part], set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node not in found and operator_of(node) != "cat" and has_rows(node):
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
+
+    def rows(nodes: list[Node]) -> list[Node]:
+        return [node for node in nodes if operator_of(node) != "cat" and has_rows(node)]
+
+    return set(reached(rows([part]), lambda node: rows(node.all_input_nodes)))
 
 
 def has_rows(node: Node) -> bool:

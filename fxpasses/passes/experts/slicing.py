@@ -27,6 +27,7 @@ from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.building import NodeBuilder, erase_unused
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.provenance import where
+from fxpasses.graph.reaching import reached
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import Columns, Mask
@@ -162,33 +163,14 @@ def _cut_without_a_query(graph: torch.fx.Graph) -> list[Refusal]:
             nodes[0].name, Reason.NOT_ALIKE, f"tokens are cut by ×{len(nodes)} counts, not asked for", where(counts)
         )
         for counts, nodes in reads.items()
-        if len(nodes) > 1 and operator_of(counts) != "to" and _follows_a_choice(counts)
+        if len(nodes) > 1 and operator_of(counts) != "to"
+        if any(operator_of(node) == "topk" for node in reached([counts], lambda node: node.all_input_nodes))
     ]
-
-
-def _follows_a_choice(node: Node) -> bool:
-    waiting, seen = [node], set()
-    while waiting:
-        current = waiting.pop()
-        if operator_of(current) == "topk":
-            return True
-        if current not in seen:
-            seen.add(current)
-            waiting += current.all_input_nodes
-    return False
 
 
 def _leads_to(queries: tuple[Query, ...], ends: set[Node]) -> bool:
     """Whether what the queries found reaches one of the ends."""
-    waiting, seen = [query.node for query in queries], set()
-    while waiting:
-        node = waiting.pop()
-        if node in ends:
-            return True
-        if node not in seen:
-            seen.add(node)
-            waiting += node.users
-    return False
+    return any(node in ends for node in reached([query.node for query in queries], lambda node: node.users))
 
 
 class Slicing:

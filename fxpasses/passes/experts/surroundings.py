@@ -7,7 +7,6 @@ results before all are there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -17,6 +16,7 @@ from fxpasses.graph.aliases import AliasAnalysis, storages, written_operands
 from fxpasses.graph.calls import FACTORIES, operator_of
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.families import Family
+from fxpasses.graph.reaching import reached
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.assertions import Sizes
@@ -169,21 +169,14 @@ class Surroundings:
         return found
 
     def _follows(self, node: Node, rows: set[Node]) -> bool:
-        return any(made_of in rows for made_of in _sizes_made_of(node, rows))
+        """Whether a number is made of rows, by numbers and elements of tensors."""
 
+        def operands(current: Node) -> list[Node]:
+            example = current.meta.get("example_value")
+            is_element = isinstance(example, torch.Tensor) and current.target is operator.getitem
+            return current.all_input_nodes if current not in rows and (is_symbolic(example) or is_element) else []
 
-def _sizes_made_of(node: Node, rows: set[Node]) -> Iterator[Node]:
-    """A number, and what it is made of: numbers, elements of tensors, down to the rows."""
-    waiting, seen = [node], set()
-    while waiting:
-        current = waiting.pop()
-        yield current
-        example = current.meta.get("example_value")
-        if current in seen or current in rows:
-            continue
-        if is_symbolic(example) or (isinstance(example, torch.Tensor) and current.target is operator.getitem):
-            seen.add(current)
-            waiting += current.all_input_nodes
+        return any(made_of in rows for made_of in reached([node], operands))
 
 
 def _is_new_memory(node: Node) -> bool:
