@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fxpasses.graph import effects
 from fxpasses.graph.aliases import written_operands
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.refusals import NotProved
+from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import Counts, Ends, Hits
 from fxpasses.graph.routing_transfer import CASTS, RESHAPES
@@ -173,15 +173,16 @@ def _check_body(places: Marked, skip: SpeculatedBranch, own: set[Node], fake_mod
     for node in places.all(skip.number, INSIDE):
         if node in own:
             continue
+        if not _is_harmless(node):
+            raise NotProved(f"`{node.name}` may fail where there are no tokens", node)
+        _check_assertions(node, own)
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("example_value"))
         try:
-            if not _is_harmless(node):
-                raise NotProved(f"`{node.name}` may fail where there are no tokens", node)
-            _check_assertions(node, own)
-            if node.op.startswith("call") and effects.observe(node, args, kwargs, fake_mode).writes:
-                raise NotProved(f"`{node.name}` writes where there are tokens", node)
-        except effects.Refused as refused:
+            writes = node.op.startswith("call") and effects.observe(node, args, kwargs, fake_mode).writes
+        except Refused as refused:
             raise NotProved(f"{refused.text}, where there are tokens", node) from refused
+        if writes:
+            raise NotProved(f"`{node.name}` writes where there are tokens", node)
 
 
 def _check_assertions(node: Node, own: set[Node]) -> None:
