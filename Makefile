@@ -1,5 +1,5 @@
-# Each target creates .venv and installs the pinned versions of constraints.txt when it has to, so each works alone on a
-# fresh clone that has python3 with venv and pip. Once installed, no target uses the network.
+# Each target creates .venv and installs the pinned versions of constraints.txt if needed, so each works by itself on a
+# fresh clone, given python3 with venv and pip. Once installed, no target uses the network.
 PYTHON ?= python3
 ARGS ?=
 COMPAT_TORCH ?= 2.11.0 2.15.0
@@ -11,7 +11,7 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 # One process for each core, up to 4: each test has one thread. worksteal: test files take very different times.
 IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-# What the test suite needs beside torch and the package itself.
+# What the test suite needs besides torch and the package itself.
 COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm pytest pytest-timeout pytest-xdist hypothesis
 
 .DEFAULT_GOAL := help
@@ -24,7 +24,7 @@ help: ## list the targets
 demo: $(INSTALLED) ## run examples/packed_training.py; ARGS= adds arguments
 	@$(BIN)/python examples/packed_training.py $(ARGS)
 
-test: $(INSTALLED) ## run the tests but the slow ones; gpu tests skip themselves without CUDA; ARGS= adds pytest arguments
+test: $(INSTALLED) ## run all tests but the slow ones; gpu tests skip themselves without CUDA; ARGS= adds pytest arguments
 	@$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS)
 
 test-slow: $(INSTALLED) ## run the slow tests: more seeds, more arrangements, whole programs under Inductor
@@ -43,7 +43,7 @@ bench: $(INSTALLED) ## measure every case and write bench/RESULTS.md; takes hour
 	@$(BIN)/python -m bench run --resume $(ARGS)
 	@$(BIN)/python -m bench report
 
-bench-quick: $(INSTALLED) ## the same in small, in about 15 minutes on 2 cores, into bench/scratch; ARGS= adds arguments
+bench-quick: $(INSTALLED) ## the same, reduced, in about 15 minutes on 2 cores, into bench/scratch; ARGS= adds arguments
 	@$(BIN)/python -m bench run --quick --out bench/scratch $(ARGS)
 	@$(BIN)/python -m bench report bench/scratch
 

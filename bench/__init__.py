@@ -1,1 +1,1 @@
-"""Benchmarks: contenders side by side in one run. `python -m bench list | run CASE… | report`, see bench/README.md."""
+"""Benchmarks of contenders side by side in one run. `python -m bench list | run CASE… | report`, see README.md."""

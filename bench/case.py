@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Parameters = Mapping[str, Any]  # of one group: strings, numbers and bools, as they stand in the results
+Parameters = Mapping[str, Any]  # of one group: strings, numbers and bools, as the results store them
 
 # In the order of the report.
 CASES = (
@@ -43,7 +43,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run the step. unavailable: why it cannot take part in a group ("" where it can).
+    """One way to run the step. unavailable: why it cannot take part in a group ("" if it can).
 
     bound: leaves a part of the step out, to show what no contender can be faster than; its values are not compared.
     """
@@ -89,7 +89,7 @@ class Case:
 
 
 def tolerance(parameters: Parameters) -> float:
-    """How far values may be from the baseline's, relatively: contenders sum in other orders, and fuse roundings."""
+    """Relative tolerance of values against the baseline's: contenders sum in other orders, and fuse roundings."""
     return 3e-2 if parameters.get("dtype") == "bfloat16" else 1e-4
 
 

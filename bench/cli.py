@@ -18,9 +18,9 @@ from bench.case import CASES, Case, Parameters, load
 from bench.measuring import Settings, processes_of, run_case
 
 EXAMPLES = """examples:
-  python -m bench run --quick                       every case, small, in about 15 minutes on 2 cores
+  python -m bench run --quick                       every case, reduced, in about 15 minutes on 2 cores
   python -m bench run experts --device cuda         one case at full width on a GPU
-  python -m bench run packed_metadata --resume      go on after an interruption
+  python -m bench run packed_metadata --resume      continue after an interruption
   python -m bench report                            write bench/RESULTS.md from bench/results/*.json
 """
 
@@ -28,7 +28,7 @@ EXAMPLES = """examples:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description="Contenders side by side.",
+        description="Measure contenders side by side.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,13 +38,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
     run.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda measures at full width")
     run.add_argument("--quick", action="store_true", help="fewer and smaller groups, fewer rounds")
-    run.add_argument("--only", action="append", default=[], metavar="KEY=VALUE", help="only groups with this parameter")
-    run.add_argument("--resume", action="store_true", help="do not measure again what DIR holds of this commit")
+    run.add_argument(
+        "--only", action="append", default=[], metavar="KEY=VALUE", help="only groups with this parameter value"
+    )
+    run.add_argument("--resume", action="store_true", help="skip what DIR already holds for this commit")
     threads = torch.get_num_threads()
-    run.add_argument("--threads", type=int, default=threads, help="of each contender (default %(default)s)")
-    run.add_argument("--rounds", type=int, metavar="N", help="time every contender so many times, at most")
-    run.add_argument("--processes", type=int, metavar="N", help="start every contender so many times (default 2)")
-    run.add_argument("--limit", type=float, metavar="SECONDS", help="for a contender to compile and see every batch")
+    run.add_argument("--threads", type=int, default=threads, help="threads of each contender (default %(default)s)")
+    run.add_argument("--rounds", type=int, metavar="N", help="time every contender at most N times")
+    run.add_argument("--processes", type=int, metavar="N", help="start every contender N times (default 2)")
+    run.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="time for a contender to compile and see every batch"
+    )
     folder: dict[str, Any] = {
         "type": Path,
         "default": results.FOLDER,
@@ -99,7 +103,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def only(case: Case, wanted: Sequence[str]) -> Case:
-    """The case with those groups alone that have these parameters, KEY=VALUE."""
+    """The case, reduced to the groups with these parameters, KEY=VALUE."""
     pairs = [text.split("=", 1) for text in wanted]
 
     def groups(device: str, quick: bool) -> Sequence[Parameters]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# Operators that make the host wait for the device, or that have a result whose size only the data tells.
+# Operators that make the host wait for the device, or whose result has a size that depends on data.
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -38,7 +38,7 @@ def counts(step: Callable[[], Any]) -> dict[str, int]:
         "operators": sum(count for name, count in seen.items() if name.startswith("aten::")),
     }
     if torch.cuda.is_available():
-        # One of the waits is that of `profiled`.
+        # `profiled` itself waits once.
         found["launches"] = sum(seen[name] for name in LAUNCHES)
         found["waits"] = sum(seen[name] for name in WAITS) - 1
         found["copies_to_host"] = sum(count for name, count in seen.items() if name.startswith(COPY_TO_HOST))
@@ -46,14 +46,14 @@ def counts(step: Callable[[], Any]) -> dict[str, int]:
 
 
 def top_operators(step: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Where a step's time goes: the operators with the most time of their own (ms), on the device or else the CPU."""
+    """Where a step's time goes: the operators with the most self time (ms), on the device or else the CPU."""
     on = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     events = sorted(profiled(step).key_averages(), key=lambda event: getattr(event, on), reverse=True)
     return [{"operator": e.key, "calls": e.count, "ms": round(getattr(e, on) / 1000, 3)} for e in events[:TOP]]
 
 
 def timeline(step: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What ran on the device when, as spans in ms from the first: copies in either direction, and kernels."""
+    """When copies in either direction and kernels ran on the device, as spans in ms from the first one."""
     events = [e for e in profiled(step).events() if e.device_type == torch.autograd.DeviceType.CUDA]
     if not events:
         return []
@@ -69,7 +69,7 @@ def timeline(step: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def graphs() -> dict[str, int]:
-    """Since the process began: graphs that Dynamo captured, and places where it broke one."""
+    """Graphs that Dynamo captured, and graph breaks, since the process began."""
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and it takes seconds to import
         return {"graphs": 0, "graph_breaks": 0}
     from torch._dynamo.utils import counters

@@ -50,7 +50,7 @@ class Settings:
 
 
 def processes_of(case: Case, settings: Settings) -> int:
-    """One where nothing is compiled: there are no caches to fill."""
+    """One process per contender if nothing is compiled: there are no caches to fill."""
     return settings.processes if any(contender.compiles for contender in case.contenders) else 1
 
 
@@ -114,7 +114,7 @@ class Group:
         return not missing
 
     def _prepare(self, name: str, cache: Path, caches: str) -> None:
-        """In a new process. caches: whether what the compilers keep is "cold" or "warm"."""
+        """Start a new process. caches: whether the compilers' caches are "cold" or "warm"."""
         self.note(f"{name}: build and compile, {caches} caches")
         peer = self.peers[name] = self._new_peer(name, cache)
         entry = self.entries[name]
@@ -147,7 +147,7 @@ class Group:
             self.recorded(entry)
 
     def _drop(self, name: str, outcome: str, why: str) -> None:
-        """It takes no further part; what it had been timed at goes."""
+        """End the contender's part, and drop its times."""
         if name in self.peers:
             self.peers.pop(name).close()
         self.entries[name] = entry = {key: value for key, value in self.entries[name].items() if key not in FIGURES}
@@ -158,7 +158,7 @@ class Group:
         self._drop(name, "too slow" if isinstance(error, PeerTooSlow) else "failed", str(error))
 
     def _limit(self, name: str, steps: float) -> float:
-        """Generously more time than that many steps take."""
+        """A generous limit for that many steps."""
         return 60 + 10 * steps * float(self.entries[name]["step_s"])
 
     # All of them
@@ -193,7 +193,7 @@ class Group:
             }
 
     def _look(self) -> None:
-        """Memory and counts, when nothing is timed any more."""
+        """Memory and counts, once timing is over."""
         for name in list(self.peers):
             self.note(f"{name}: memory and counts")
             peer, entry = self.peers[name], self.entries[name]
@@ -218,7 +218,7 @@ class Group:
         return {"peak_bytes": peak, "step_bytes": peak - rest}
 
     def _explain_losses(self) -> None:
-        """A profile of ours and of what is faster than it, beyond the spread."""
+        """Profiles of each of our contenders and of those that are faster beyond the spread."""
         wanted = set()
         for name in self.peers:
             if self.case.contender(name).ours:
@@ -231,12 +231,12 @@ class Group:
 
 
 def ratios(entry: Entry, other: Entry) -> list[float]:
-    """Of each round: how many times as long as the other."""
+    """The time relative to the other contender's, in each round."""
     return [mine / its for mine, its in zip(entry["rounds_s"], other["rounds_s"], strict=False)]
 
 
 def losses(entry: Mapping[str, Any]) -> dict[str, float]:
-    """The contenders that are faster in at least three quarters of the rounds: by which factor, in the median."""
+    """The median factor of each contender that is faster in at least three quarters of the rounds."""
     return {name: ratio["median"] for name, ratio in entry.get("against", {}).items() if ratio["q1"] > 1}
 
 

@@ -2,8 +2,9 @@
 
     python -m bench.offload_decoder
 
-No offload, fastpack with one and two buffers, `save_on_cpu`, and PyTorch's own activation offloading: peak memory and
-the time of a step. One process, one after the other, on the same weights: several copies of the model do not fit.
+Contenders: no offload, fastpack with one and two buffers, `save_on_cpu`, and PyTorch's own activation offloading. Peak
+memory and step time are measured in one process, one contender after the other, on the same weights: several copies of
+the model do not fit.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Decoder(nn.Module):
 
 
 def _mark_for_pytorch(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-    """PyTorch's own pass moves what carries this mark: here, what a checkpoint begins with."""
+    """Mark each checkpoint's first tensor: PyTorch's own pass moves the tensors that carry the mark."""
     for node in graph.graph.nodes:
         if getattr(node.meta.get("recompute"), "name", "") == "MUST_SAVE":
             node.meta["should_offload"] = True
@@ -57,7 +58,7 @@ def _mark_for_pytorch(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.G
 
 
 def on_cuda(layers: int, width: int, sequence: int, repeats: int) -> str:
-    """Peak memory and step time of each way, in one process, one after the other."""
+    """Peak memory and step time of each contender, in one process, one after the other."""
     torch.manual_seed(0)
     device = torch.device("cuda")
     model = Decoder(layers, width).to(device, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The parent's side of a contender's process: ask it, wait no longer than allowed, look at it from outside."""
+"""The parent's side of a contender's process: it asks, waits no longer than allowed, and observes from outside."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Peer:
         environment = os.environ | {
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
             "TRITON_CACHE_DIR": str(folder / "triton"),
-            "OMP_WAIT_POLICY": "PASSIVE",  # a contender whose turn is over must not spin
+            "OMP_WAIT_POLICY": "PASSIVE",  # a contender must not spin after its turn
             "OMP_NUM_THREADS": str(threads),
-            # glibc may give freed memory back after each step, as it happens to lie: thousands of page faults.
+            # glibc may return freed memory after each step, depending on its layout: thousands of page faults.
             "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
             "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
             "KINETO_LOG_LEVEL": "6",
@@ -116,9 +116,9 @@ class Peer:
         return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key + ":")), None)
 
     def close(self) -> None:
-        """End the process and all that it started."""
+        """End the process and everything that it started."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=0.2)  # one that is about to die tells how
+            self.process.wait(timeout=0.2)  # a process that is about to die reports how
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -1,4 +1,4 @@
-"""Plots of a case's results, as SVG: times over the case's parameter, and on CUDA when copies and kernels ran."""
+"""Plots of a case's results, as SVG: times over the parameter, and on CUDA the timeline of copies and kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from bench.case import Case
 
 STYLE: Any = {
-    "svg.hashsalt": "fxpasses",  # the same file for the same figures
+    "svg.hashsalt": "fxpasses",  # makes the file depend on the figures alone
     "svg.fonttype": "none",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -35,7 +35,7 @@ def figure(file: Path, panels: int, height: float) -> Iterator[list[Any]]:
 
 
 def panels(case: Case, entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The measured entries by all parameters that differ but the one that plots are drawn over."""
+    """The measured entries, grouped by all varying parameters except the one on the x axis."""
     measured = [entry for entry in entries if entry["outcome"] == "measured"]
     keys = [key for key in varying(entries) if key != case.x]
     found: dict[str, list[Mapping[str, Any]]] = {}
@@ -51,7 +51,7 @@ def varying(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def times(case: Case, entries: Sequence[Mapping[str, Any]], file: Path) -> bool:
-    """Median times with quartiles over `case.x`, a panel for each other combination. False: there are no figures."""
+    """Median times with quartiles over `case.x`, a panel for each other combination. Returns whether there are any."""
     parts = panels(case, entries)
     if not parts:
         return False
@@ -85,7 +85,7 @@ def times(case: Case, entries: Sequence[Mapping[str, Any]], file: Path) -> bool:
 
 
 def timelines(entries: Sequence[Mapping[str, Any]], file: Path) -> bool:
-    """Lanes for each contender: when kernels ran, and copies to the host and back. False: none was recorded."""
+    """Lanes for each contender: when kernels ran, and copies to the host and back. Returns whether any was recorded."""
     recorded = [entry for entry in entries if entry.get("timeline")]
     if not recorded:
         return False

@@ -24,12 +24,12 @@ from bench.peer import ROOT
 
 Entry = dict[str, Any]
 FOLDER = ROOT / "bench" / "results"
-# Figures of one file are compared with each other, so they must come from the same of these.
+# Figures of one file are compared with each other, so all of these must be the same for them.
 IDENTITY = ("case", "device", "quick", "threads", "machine", "versions", "commit")
 
 
 def new(case: str, device: str, quick: bool, threads: int, processes: int = 1) -> dict[str, Any]:
-    """processes: of each contender, one after the other."""
+    """processes: how many each contender has, one after the other."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     import fxpasses
 
@@ -48,7 +48,7 @@ def new(case: str, device: str, quick: bool, threads: int, processes: int = 1) -
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Processor, cores, memory, and the accelerator where it is measured. No name of a host or a user."""
+    """Processor, cores, memory, and the accelerator if one is measured; no host or user name."""
     found: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -82,7 +82,7 @@ def commit() -> str:
 
 
 def path(folder: Path, case: str, device: str) -> Path:
-    """The CPU's and CUDA's results lie side by side."""
+    """The file of a case and device: results of CPU and CUDA are files side by side."""
     return folder / f"{case.rsplit('.', 1)[-1]}.{device}.json"
 
 
@@ -92,7 +92,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, results: Mapping[str, Any]) -> None:
-    """Whole or not at all: an interrupted run leaves what was there before."""
+    """Write the file atomically: an interrupted run leaves the previous file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(results, indent=1) + "\n")
@@ -100,7 +100,7 @@ def write(file: Path, results: Mapping[str, Any]) -> None:
 
 
 def begin(file: Path, fresh: dict[str, Any], resume: bool) -> tuple[dict[str, Any], str]:
-    """The results to add to, and why earlier ones were put aside ("" where none were, or none were asked for)."""
+    """The results to add to, and why earlier ones were put aside ("" if none were, or none were requested)."""
     if not resume or not file.exists():
         return fresh, ""
     earlier = read(file)

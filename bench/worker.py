@@ -1,7 +1,7 @@
-"""The process of one contender: answers one JSON line for each that it reads. `bench.peer` starts it and talks to it.
+"""The process of one contender: it answers each JSON line that it reads with one line. `bench.peer` starts it.
 
-A process each keeps contenders apart: flags, caches and compiled code of one cannot help or hurt another, its memory
-can be seen from outside, and it can be killed where it takes too long.
+One process each keeps contenders apart: flags, caches and compiled code of one cannot help or hurt another, its memory
+can be seen from outside, and it can be killed if it takes too long.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Worker:
         self.parameters = parameters
 
     def prepare(self) -> dict[str, Any]:
-        """Build, compile, and see every batch once. compile_s: what that took more than the same steps take warm."""
+        """Build, compile, and see every batch once. compile_s: the extra time over the same steps when warm."""
         torch.manual_seed(0)
         self.program = self.contender.build(self.parameters, self.device)
         self._timed = self._timer()
@@ -53,7 +53,7 @@ class Worker:
         return {"seconds": self._timed(number)}
 
     def _timer(self) -> Callable[[int], float]:
-        """What gives the seconds of a step, from so many of them."""
+        """A function that returns the seconds of a step, measured over that many steps."""
         threads = torch.get_num_threads()
         if self.case.cpu_time and threads == 1 and self.device == "cpu":
             timer = timeit.Timer(self.program.step, timer=time.process_time)
@@ -74,14 +74,14 @@ class Worker:
         return {"spans": counting.timeline(self.program.step)}
 
     def rest(self) -> dict[str, Any]:
-        """Give freed memory back, so that what the parent sees of it is in use."""
+        """Return freed memory to the system, so that the parent sees only memory in use."""
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
         return {}
 
     def steps(self) -> dict[str, Any]:
-        """See every batch once more; on a device: its memory at rest, and the most that was allocated."""
+        """See every batch once more; on a device, return its memory at rest and the peak allocation."""
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -105,11 +105,11 @@ def first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    # What libraries print must not get between the answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     if sys.platform == "linux":
-        # Compiling a large graph may take all memory: this process is the one to be killed then, and no other.
+        # Compiling a large graph may take all memory: then this process is to be killed, and no other.
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     worker: Worker | None = None

@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 examples/distributed_training.py --parallel tp      # tensor parallel
     torchrun --nproc-per-node 2 examples/distributed_training.py --parallel ep      # experts spread over the ranks
 
-It runs on CPUs (gloo) or on one accelerator for each process. The text is the source of Python's standard library, a
-token a byte. Every layer is checkpointed, and asks its batch what packed attention asks in many code bases: where the
-documents end, and how long the longest is. Each rank has documents of its own, so ranks ask and answer differently;
-tensor parallel ranks share a batch. The exit code is 1 if the losses of the two runs differ on any rank.
+It runs on CPUs (gloo) or on one accelerator per process. The text is the source of Python's standard library, one token
+per byte. Every layer is checkpointed, and asks its batch what packed attention asks in many code bases: where the
+documents end, and how long the longest document is. Each rank has documents of its own, so the answers differ between
+ranks; tensor parallel ranks share a batch. The exit code is 1 if the losses of the two runs differ on any rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fxpasses.data import bucket_lengths
 
 WIDTH, HEADS, EXPERTS, TOP_K, DOCUMENTS = 128, 4, 8, 2, 8
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero")
-MASKS = "aten::logical_and_"  # `block_causal_mask` calls it once, and nothing else does
+MASKS = "aten::logical_and_"  # `block_causal_mask` calls it once, and nothing else calls it
 TOLERANCE = {"inductor": 1e-4, "aot_eager": 0.0, "eager": 0.0}  # relative, of losses
 
 
@@ -52,7 +52,7 @@ TOLERANCE = {"inductor": 1e-4, "aot_eager": 0.0, "eager": 0.0}  # relative, of l
 
 
 def block_causal_mask(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
-    """bool [tokens, tokens]: True where a token (row) sees another one of its document (column), not later in it."""
+    """bool [tokens, tokens]: True where a token (row) sees a token of its own document (column) that is not later."""
     torch._check(int(lengths.sum()) == tokens)
     position = torch.arange(tokens, device=lengths.device)
     mask = torch.zeros(tokens, tokens, dtype=torch.bool, device=lengths.device)
@@ -88,7 +88,7 @@ class FeedForward(nn.Module):
 
 
 class ExpertParallel(nn.Module):
-    """A mixture whose experts are spread over the ranks: rows travel to their experts and back."""
+    """A mixture whose experts are spread over the ranks: rows are sent to their experts and back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x[:-1]), tokens[1:])
 
 
-# The arrangements: what is wrapped how, and where `compile` goes
+# The arrangements: which modules are wrapped how, and which are compiled
 
 
 COLUMNS = ("attention.query", "attention.key", "attention.value", "feed_forward.up")
@@ -171,7 +171,7 @@ def arrange(model: Decoder, parallel: str, mesh: DeviceMesh, compiled: dict[str,
 
 
 def packed_batches(arguments: argparse.Namespace, seed: int, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
-    """A batch a step: tokens int64 [T], lengths int64 [DOCUMENTS]."""
+    """One batch per step: tokens int64 [T], lengths int64 [DOCUMENTS]."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     random.Random(seed).shuffle(files)
     text, batches = b"".join(file.read_bytes() for file in files[:20]), []
@@ -188,7 +188,7 @@ def packed_batches(arguments: argparse.Namespace, seed: int, device: torch.devic
 
 
 def train(arguments: argparse.Namespace, mesh: DeviceMesh, compiled: dict[str, Any] | None) -> dict[str, Any]:
-    """Losses, median seconds of a warm step, and what its last step and the compiler counted."""
+    """Losses, the median time of a warm step, and the counts of the last step and of the compiler."""
     device = torch.device(mesh.device_type)
     torch.manual_seed(0 if arguments.parallel != "ep" else dist.get_rank())
     model = Decoder(arguments.layers, ExpertParallel if arguments.parallel == "ep" else FeedForward).to(device)
@@ -223,19 +223,19 @@ def show(runs: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None
     print(f"{arguments.parallel} on {dist.get_world_size()} processes; rank 0:")
     print(tabulate(losses + rows, headers=["", *runs], disable_numparse=True))
     if not torch.accelerator.is_available():
-        print(
-            "(On a CPU each number of a `.tolist()` counts as a read where it is captured, and none where it is not.)"
-        )
+        print("(On a CPU each number of a captured `.tolist()` counts as a read; an eager `.tolist()` counts as none.)")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on packed text over several processes. Start it with torchrun.")
     parser.add_argument("--parallel", choices=["ddp", "fsdp", "tp", "ep"], default="ddp", help="default ddp")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers (default 4)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a batch (default 256)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per batch (default 256)")
     parser.add_argument("--steps", type=int, default=10, help="training steps (default 10)")
     lowerings = ["inductor", "aot_eager", "eager"]
-    parser.add_argument("--lowering", choices=lowerings, default="inductor", help="of fastpack (default inductor)")
+    parser.add_argument(
+        "--lowering", choices=lowerings, default="inductor", help="fastpack's lowering (default inductor)"
+    )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/distributed_training.py")

@@ -1,4 +1,4 @@
-"""A mixture of experts as people write it, in a loop that passes over idle experts: with `fastpack`, one program."""
+"""A mixture of experts, written as a loop that skips experts without tokens; `fastpack` makes it one program."""
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ class Experts(nn.Module):
 
 
 def step(program, x):
-    """The loss of one step, and how many queries the host made in it, forward and backward."""
+    """The loss of one step, and how many queries the host made during it, forward and backward."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss = (program(x) - x).square().mean()
         loss.backward()

@@ -1,4 +1,4 @@
-"""Activations wait for backward on disk: the same gradients, less memory."""
+"""Activations wait for the backward pass on disk: the same gradients, less memory."""
 
 import torch
 from torch.utils.checkpoint import checkpoint

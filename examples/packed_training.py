@@ -3,20 +3,21 @@
     make demo                                        # or: python examples/packed_training.py
     make demo ARGS="--peer none --layers 12"         # without the column of stock Inductor
     make demo ARGS="--attention flash"               # Hugging Face's own flash-attention path
-    make demo ARGS=--offload                         # and one whose activations wait for backward on disk
+    make demo ARGS=--offload                         # with a column whose activations wait for backward on disk
     make demo ARGS="--device cuda --tokens 4096"
 
-The text is the source of the installed Python's standard library, a token a byte, several documents packed into each
-batch. The attention does in every layer what packed attention does in many code bases: it asks for the longest
-document (`.item()`) and for all lengths (`.tolist()`), checks that they cover the batch, and builds a block-causal
-mask. With checkpointed layers, eager mode does all that twice a layer and step: in forward, and again in backward.
-`fastpack` needs no change to the model: it does it once a batch, and attention computes only the pairs of tokens that
-the mask allows.
+The text is the source of the installed Python's standard library, one token per byte, several documents packed into
+each batch. The attention does in every layer what packed attention does in many code bases: it asks for the longest
+document (`.item()`) and for all lengths (`.tolist()`), checks that the lengths cover the batch, and builds a
+block-causal mask. With checkpointed layers, eager mode does all of this twice per layer and step: in forward, and again
+in backward. `fastpack` does it once per batch, without a change to the model, and attention computes only the pairs of
+tokens that the mask allows.
 
-`--attention flash` is the model as Hugging Face ships it, and a batch that says by `position_ids` alone where documents
-begin. Its flash-attention path asks in every layer whether the batch is packed (`if tensor:`), where (`nonzero`) and
-how long the longest document is (`.item()`). Stock `torch.compile` breaks the graph there, and compiles no layer.
-Here no batch is one document alone: that takes the other side of `if tensor:`, and `fastpack` a second graph.
+`--attention flash` takes the model as Hugging Face ships it, and batches in which `position_ids` alone say where
+documents begin. The model's flash-attention path asks in every layer whether the batch is packed (`if tensor:`), where
+documents begin (`nonzero`), and how long the longest document is (`.item()`). Stock `torch.compile` breaks the graph
+there, and compiles no layer. No batch here is a single document: such a batch takes the other branch of `if tensor:`,
+for which `fastpack` compiles a second graph.
 
 All columns start from the same weights and see the same batches. The exit code is 1 if their losses disagree.
 """
@@ -58,22 +59,22 @@ from fxpasses.data import bucket_lengths
 from fxpasses.runtime.attention.stats import AttentionStats
 from fxpasses.runtime.offload.stats import OffloadStats
 
-SEQUENCES = 8  # entries of `lengths`, filled up with zeros: `.tolist()` is unrolled, so another number is another graph
-# Of losses: sums in another order, amplified by some tens of steps of AdamW.
+SEQUENCES = 8  # entries of `lengths`, padded with zeros: `.tolist()` is unrolled, so another number is another graph
+# Of losses: sums are taken in another order, and some tens of steps of AdamW amplify the difference.
 RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 WARM_UP = 1  # the first step compiles
 
-# What the profiler shows of a host read. An eager `.tolist()` of a CPU tensor does not show, so eager's count is low.
+# How host reads appear in the profiler. An eager `.tolist()` of a CPU tensor does not, so eager mode's count is low.
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
-DEVICE_COPY = "Memcpy DtoH"  # how the names of device-to-host copies begin; an eager `.tolist()` on CUDA is one
-MASK_BUILT = "aten::logical_and_"  # `block_causal_mask` calls it once, and nothing else does
+DEVICE_COPY = "Memcpy DtoH"  # prefix of the names of device-to-host copies; an eager `.tolist()` on CUDA is one
+MASK_BUILT = "aten::logical_and_"  # `block_causal_mask` calls it once, and nothing else calls it
 
 OFFLOAD = "fastpack, offload"
 
 Batch = dict[str, torch.Tensor]
 
 
-# The model: any decoder of transformers, with its own flash attention or with an attention of ours
+# The model: any decoder of transformers, with its own flash attention or with `packed_attention`
 
 
 def packed_attention(
@@ -89,7 +90,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention within each document of a packed batch; q, k, v are [1, heads, tokens, width], lengths [SEQUENCES].
 
-    An argument that `model(...)` does not know reaches this function by its name: that is how `lengths` gets here.
+    transformers passes an argument that `model(...)` does not know to this function by name: so `lengths` gets here.
     """
     mask = block_causal_mask(lengths, query.shape[2])
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
@@ -97,7 +98,7 @@ def packed_attention(
 
 
 def block_causal_mask(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
-    """True where a query (row) may look at a key (column): in the same document, and not later in it."""
+    """True where a query (row) may attend to a key (column): one in the same document that is not later."""
     torch._check(int(lengths.sum()) == tokens)
     longest = lengths.max().item()
     position = torch.arange(tokens, device=lengths.device)
@@ -112,7 +113,7 @@ def block_causal_mask(lengths: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def new_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
-    """A randomly initialised decoder, 1.2M parameters a layer, with every layer checkpointed."""
+    """A randomly initialised decoder with 1.2M parameters per layer, every layer checkpointed."""
     torch.manual_seed(arguments.seed)
     config = LlamaConfig(
         vocab_size=256,
@@ -155,9 +156,9 @@ def documents(smallest: int, seed: int) -> Iterator[bytes]:
 
 
 def packed_batches(arguments: argparse.Namespace) -> list[Batch]:
-    """One batch a step: `tokens` tokens of up to SEQUENCES documents, the last of them cut to fit.
+    """One batch per step: `tokens` tokens of up to SEQUENCES documents, the last document cut to fit.
 
-    input_ids, labels, position_ids: int64 [1, tokens]; for the attention of ours lengths: int64 [SEQUENCES], zeros at
+    input_ids, labels, position_ids: int64 [1, tokens]; for `packed_attention` also lengths: int64 [SEQUENCES], zeros at
     the end.
     """
     collate = DataCollatorWithFlattening(return_tensors="pt")
@@ -178,12 +179,12 @@ def packed_batches(arguments: argparse.Namespace) -> list[Batch]:
     return batches
 
 
-# The run: the same training step for each column of the table, in turns
+# The run: the columns of the table take their training steps in turns
 
 
 @dataclass
 class Run:
-    """What one column shows. `failure` says why a peer has no figures."""
+    """The figures of one column. `failure` says why a peer has none."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -197,7 +198,7 @@ class Run:
 
     @property
     def step_seconds(self) -> float:
-        """The median of the warm steps; the last one ran under the profiler and does not count."""
+        """The median of the warm steps, without the last step, which ran under the profiler."""
         return statistics.median(self.seconds[WARM_UP:-1])
 
     @property
@@ -206,12 +207,12 @@ class Run:
 
 
 class Column:
-    """A fresh model, trained eagerly, with `fastpack`, or with a peer, whose failure is shown and not raised."""
+    """A fresh model, trained in eager mode, with `fastpack`, or with a peer, whose failure is shown and not raised."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, batches: list[Batch]) -> None:
         self.run = Run()
         self.ours, self.offloads, self.is_peer = name.startswith("fastpack"), name == OFFLOAD, name.startswith("stock")
-        # Tensors of its own for each column: what a column learned of a batch is kept with the batch.
+        # Each column has tensors of its own, because results that are kept for a batch are kept with its tensors.
         self.batches = [{name: value.clone() for name, value in batch.items()} for batch in batches]
         self.model = new_model(arguments)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -220,14 +221,14 @@ class Column:
         if self.ours:
             options: dict[str, Any] = {"fastpack.lowering": arguments.lowering}
             if self.offloads:
-                # The model is small, and so are its activations: without a limit of its own it would keep them all.
+                # The model's activations are small: with the default limit all of them would be kept.
                 options |= {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}
             self.compiled = torch.compile(self.model, backend="fastpack", options=options)
         elif self.is_peer:
             self.compiled = torch.compile(self.model, backend=arguments.peer)
 
     def step(self, number: int) -> None:
-        """Forward, backward and optimizer on a batch; the last one is profiled, forward and backward."""
+        """Forward, backward and optimizer on a batch; of the last batch, forward and backward are profiled."""
         if self.run.failure:
             return
         graphs, breaks = counted_graphs()
@@ -253,14 +254,14 @@ class Column:
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.run.losses.append(loss.item())  # waits for the device, which makes the time that of the step
+        self.run.losses.append(loss.item())  # waits for the device, so the time includes all of the step
         self.run.seconds.append(time.perf_counter() - started)
         if len(self.run.losses) > WARM_UP:
             self.run.peak_bytes = max(self.run.peak_bytes, self.memory.peak())
 
 
 def run_columns(names: list[str], arguments: argparse.Namespace, batches: list[Batch], bar: tqdm) -> dict[str, Run]:
-    """In turns, a step each, so that other work on the machine slows all columns alike."""
+    """The columns take turns, one step each, so that other work on the machine slows all of them alike."""
     # Where stock PyTorch breaks the graph in every layer, Dynamo says so at length.
     torch._logging.set_logs(dynamo=logging.ERROR)
     torch._dynamo.reset()
@@ -276,7 +277,7 @@ def run_columns(names: list[str], arguments: argparse.Namespace, batches: list[B
 
 
 def stock_flags() -> contextlib.AbstractContextManager[None]:
-    """As PyTorch comes: without the flags that `fastpack` switches on, every layer breaks the graph."""
+    """PyTorch's defaults: without the flags that `fastpack` switches on, every layer breaks the graph."""
     return torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False)
 
 
@@ -286,7 +287,7 @@ def counted_graphs() -> tuple[int, int]:
 
 
 class PeakMemory:
-    """How much more memory a step takes than lies around between steps: of the device, or of the process on Linux."""
+    """Memory of a step beyond what is held between steps: the device's, or on Linux the process's."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda, self.start = device.type == "cuda", 0
@@ -300,7 +301,7 @@ class PeakMemory:
             self.start = resident("VmRSS")
 
     def peak(self) -> int:
-        """Bytes, since the reset; 0 where the system does not tell."""
+        """Bytes since the reset; 0 where the system does not report them."""
         if self.cuda:
             return torch.cuda.max_memory_allocated() - self.start
         return resident("VmHWM") - self.start if STATUS.exists() else 0
@@ -314,7 +315,7 @@ def resident(name: str) -> int:
 
 
 def return_memory_at_once() -> None:
-    """Have the C library give freed tensors back to the system, and not keep them: only then does the peak tell."""
+    """Make the C library return freed tensors to the system: otherwise the peak would include them."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: from 64 KiB on, memory of its own
 
@@ -332,7 +333,7 @@ def counted(events: Counter[str]) -> Iterator[None]:
 
 
 def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
-    """A column a run; a failed one says why in its first row."""
+    """One column per run; a failed run says why in its first row."""
     rows: dict[str, Callable[[Run], str]] = {
         "loss, first step": lambda run: f"{run.losses[0]:.5f}",
         "loss, last step": lambda run: f"{run.losses[-1]:.5f}",
@@ -366,13 +367,13 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
 
 
 def pairs_computed(run: Run) -> str:
-    """The share of all pairs of a query and a key that attention computed: all of them without a plan."""
+    """The share of all pairs of a query and a key that attention computed: 100 % without a plan."""
     planned = run.attention is not None and run.attention.pairs > 0
     return f"{100 * run.attention.pairs_computed / run.attention.pairs:.0f} %" if planned else "100 %"
 
 
 def notes(runs: dict[str, Run], arguments: argparse.Namespace) -> list[str]:
-    """What the table's figures do not say themselves."""
+    """What the reader has to know beside the table's figures."""
     lines = []
     if arguments.device == "cpu" and arguments.attention == "mask":
         lines.append("(The profiler sees no `.tolist()` of a CPU tensor: eager mode reads more than is counted.)")
@@ -380,14 +381,14 @@ def notes(runs: dict[str, Run], arguments: argparse.Namespace) -> list[str]:
         lines.append(
             "(Stock eager is `torch.compile(model, backend='eager')`: the graphs that Inductor would get, run as they"
         )
-        lines.append(" are. Its times say nothing of compiled code.)")
+        lines.append(" are. Its times say nothing about compiled code.)")
     if arguments.offload:
-        lines.append(
-            "(Memory falls by what is moved where activations make the peak: try --tokens 4096. In a short step"
-        )
+        lines.append("(Memory falls by what is moved if activations make the peak: try --tokens 4096. In a short step")
         lines.append(" gradients do.)")
     if arguments.attention == "flash":
-        lines.append("(The graphs of stock hold no decoder layer: PyTorch skips a checkpointed layer that breaks.)")
+        lines.append(
+            "(Stock's graphs hold no decoder layer: PyTorch skips a checkpointed layer that breaks the graph.)"
+        )
     return lines
 
 
@@ -411,17 +412,19 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on packed text, in eager mode and with fastpack.")
     parser.add_argument("--layers", type=whole_number(1, 128), default=8, help="decoder layers (default 8)")
-    parser.add_argument("--tokens", type=whole_number(16, 16384), default=512, help="tokens a batch (default 512)")
+    parser.add_argument("--tokens", type=whole_number(16, 16384), default=512, help="tokens per batch (default 512)")
     parser.add_argument("--steps", type=whole_number(3, 1000), default=30, help="training steps (default 30)")
-    parser.add_argument("--seed", type=whole_number(0, 2**31), default=0, help="of weights and data (default 0)")
+    parser.add_argument("--seed", type=whole_number(0, 2**31), default=0, help="seed of weights and data (default 0)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     lowerings = ["inductor", "aot_eager", "eager"]
-    parser.add_argument("--lowering", choices=lowerings, default="inductor", help="of fastpack (default inductor)")
+    parser.add_argument(
+        "--lowering", choices=lowerings, default="inductor", help="fastpack's lowering (default inductor)"
+    )
     attentions = {"choices": ["mask", "flash"], "default": "mask"}
-    parser.add_argument("--attention", **attentions, help="a mask of our own (default), or flash as in Hugging Face")
-    offload = "one more column: fastpack, with activations that wait for backward on disk"
+    parser.add_argument("--attention", **attentions, help="a block-causal mask (default), or Hugging Face's flash path")
+    offload = "add a column: fastpack with activations that wait for backward on disk"
     parser.add_argument("--offload", action="store_true", help=offload)
-    peers = "a column of stock torch.compile with this backend (default inductor; with --attention flash: eager)"
+    peers = "add a column: stock torch.compile with this backend (default inductor; with --attention flash: eager)"
     parser.add_argument("--peer", choices=["inductor", "eager", "none"], help=peers)
     arguments = parser.parse_args()
     if arguments.peer is None:

@@ -1,4 +1,4 @@
-"""Each layer asks for the packed batch's lengths and builds a mask; `fastpack` does both once a batch."""
+"""Each layer asks for the packed batch's lengths and builds a mask; `fastpack` does both once per batch."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -8,7 +8,7 @@ import fxpasses.inspect
 
 def layer(linear, x, lengths):
     mask, start = torch.zeros(len(x), len(x), dtype=torch.bool), 0
-    for length in lengths.tolist():  # a host read a sequence, in every layer, forward and again in backward
+    for length in lengths.tolist():  # one host read per sequence, in every layer, in forward and again in backward
         mask[start : start + length, start : start + length] = True
         start += length
     return x + torch.where(mask, 1 / lengths.max().item(), 0.0) @ linear(x)

@@ -2,12 +2,13 @@
 
     config = LlamaConfig(..., attn_implementation=install())
 
-A model made so runs transformers' own flash-attention path: it finds the sequences of a packed batch in `position_ids`,
-or those of a padded one in its mask, and asks for the longest, in every layer. On the CPU the kernel at the end of that
-path is the operator here, which has a true gradient; on CUDA it is flash-attn where that is installed, and PyTorch's
-`varlen_attn` elsewhere.
+A model with this configuration runs transformers' own flash-attention path: in every layer it finds the sequences of a
+packed batch in `position_ids`, or those of a padded batch in its mask, and asks for the longest. On the CPU, the path
+ends in the operator defined here, which has a true gradient; on CUDA it ends in flash-attn where that is installed, and
+in PyTorch's `varlen_attn` elsewhere.
 
-The operator is for correctness and for counting graphs. It is no kernel: it holds the scores of one sequence at a time.
+The operator is for correctness and for counting graphs. It is not a fused kernel: it holds the scores of one sequence
+at a time.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ try:
 except ImportError:
     flash_attn_kernel = None
 
-NAME = "flash_varlen"  # transformers takes a name with "flash" in it for flash attention: no mask of [tokens, tokens]
+NAME = "flash_varlen"  # transformers treats a name that contains "flash" as flash attention: no mask [tokens, tokens]
 
 
 def install() -> str:
-    """Make transformers' flash path end in `flash_attn_varlen_func` below; returns the `attn_implementation` to give.
+    """Make transformers' flash path call `flash_attn_varlen_func` below; returns the `attn_implementation` to pass.
 
-    Call it before a model is made. The two registrations are transformers' public way to add an attention. What its
-    flash path calls in the end is found by `_lazy_imports`, which is private and asked once.
+    Call it before a model is made. The two registrations are transformers' public way to add an attention. Its flash
+    path finds the function that it calls by `_lazy_imports`, which is private and called once.
     """
     AttentionInterface.register(NAME, flash_attention_forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
@@ -83,7 +84,7 @@ def flash_attn_varlen_func(
     if softcap:
         raise ValueError(f"softcap is {softcap}: PyTorch's varlen_attn has none; install flash-attn")
     window = (window_size[0], 0 if causal else window_size[1])
-    shared = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # torch 2.11 does not know the word
+    shared = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # torch 2.11 does not know the argument
     return varlen_attn(*batch, scale=scale, window_size=window, **shared)
 
 
@@ -113,11 +114,12 @@ def varlen_attention(
 ) -> Tensor:
     """softmax(scale * query @ key) @ value within each sequence, computed in float32, or float64 for float64.
 
-    query: float [tokens, heads, width]; key, value: float [keys, kv_heads, width], of whose heads each serves
-    `heads / kv_heads` of the query's; cu_seqlens: int [sequences + 1]. Returns [tokens, heads, width], 0 where a query
-    sees no key. The last query of a sequence stands at its last key. window: how many keys before and after its own
-    place a query sees, -1 for all; causal: none after. softcap: scores become softcap * tanh(scores / softcap), or stay
-    for 0. Raises ValueError where shapes, ends of sequences or longest lengths do not fit.
+    query: float [tokens, heads, width]; key, value: float [keys, kv_heads, width], each of whose heads serves
+    `heads / kv_heads` of the query's heads; cu_seqlens: int [sequences + 1]. Returns [tokens, heads, width], 0 where a
+    query sees no key. The last query of a sequence is aligned with its last key. window: how many keys before and after
+    its own position a query sees, -1 for all; causal: none after. softcap: scores become
+    softcap * tanh(scores / softcap); 0 leaves them. Raises ValueError where shapes, ends of sequences or longest
+    lengths do not fit.
     """
     check_heads(query, key, value)
     output = query.new_empty(query.shape)
@@ -143,7 +145,7 @@ def varlen_attention_backward(
     window: Sequence[int],
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. The weights are computed again, as flash-attn does."""
+    """The gradients of query, key and value. The weights are recomputed, as in flash-attn."""
     d_query, d_key, d_value = (t.new_empty(t.shape) for t in (query, key, value))
     batch = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     for rows, columns, q, k, v in sequences(*batch):
@@ -190,7 +192,7 @@ def sequences(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
-    """Each sequence: where its queries and its keys are, query [rows, kv_heads, group, width], key and value."""
+    """For each sequence: the slices of its queries and keys, query [rows, kv_heads, group, width], key and value."""
     spans_q = spans("q", cu_seqlens_q, len(query), max_seqlen_q)
     spans_k = spans("k", cu_seqlens_k, len(key), max_seqlen_k)
     if len(spans_q) != len(spans_k):
@@ -202,7 +204,7 @@ def sequences(
 
 
 def spans(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> list[slice]:
-    """Where each sequence is; raises ValueError where that does not fit the tokens or the longest length."""
+    """The slice of each sequence; raises ValueError where it does not fit the tokens or the longest length."""
     ends = cu_seqlens.tolist()
     if not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] != tokens:
         raise ValueError(f"cu_seqlens_{name} is {ends}, not 0 and the ends of sequences of {tokens} tokens together")
@@ -213,7 +215,7 @@ def spans(name: str, cu_seqlens: Tensor, tokens: int, longest: int) -> list[slic
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises ValueError. Numbers of tokens may be unknown while a graph is captured: they are checked when it runs."""
+    """Raises ValueError. Numbers of tokens may be unknown while a graph is captured; they are checked at run time."""
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if query.dim() != 3 or key.dim() != 3 or value.dim() != 3:
         raise ValueError(f"query, key and value must be [tokens, heads, width], but are {shapes}")
@@ -240,5 +242,5 @@ def softmax_weights(
     place = torch.arange(keys, device=key.device)
     ahead = place - torch.arange(keys - rows, keys, device=key.device)[:, None]
     seen = (ahead >= -before) & (ahead <= after)
-    # Not -inf, which makes NaN of a row that sees nothing; such a row's weights are 0 in the end.
+    # Not -inf, which turns a row that sees nothing into NaN; such a row's weights are 0 in the end.
     return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) * seen, slope

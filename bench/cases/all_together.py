@@ -1,4 +1,4 @@
-"""Case 5: all of it in one model: packed text, a mixture of experts, checkpointed layers, and offload."""
+"""Case 5: everything in one model: packed text, a mixture of experts, checkpointed layers, and offload."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ CASE = Case(
     baseline=EAGER,
     x="layers",
     expected=(
-        "In each layer, and again in its recomputation, the batch is asked and each expert asks the router. Asked once "
-        "a batch and sorted once a layer, no layer waits for an answer, and copies of activations can run ahead."
+        "In each layer, and again in its recomputation, the batch is asked and each expert asks the router. If the "
+        "batch is asked once and each layer sorts once, no layer waits for an answer, and copies of activations can "
+        "run ahead."
     ),
     notes=(
-        "At the reduced width an expert's products take little time, and a CPU waits for nobody: there the loop that "
-        "stock Inductor captures with both flags costs less than the grouped operators, which are called from Python. "
-        "The profile has them as the own time of `fxpasses::grouped_mm`, `grouped_outer`, `gather_rows`, "
-        "`aten::index_select`, and in `aten::mm`. A loop over the groups in C++ would change it; so do more experts "
-        "(case 3), and a device, on which each of the loop's host reads is a wait."
+        "At the reduced width an expert's products take little time, and nothing waits for a device on a CPU: there "
+        "the loop that stock Inductor captures with both flags costs less than the grouped operators, which are called "
+        "from Python. The profile shows them as the self time of `fxpasses::grouped_mm`, `grouped_outer`, "
+        "`gather_rows`, `aten::index_select`, and in `aten::mm`. A loop over the groups in C++ would change that; so "
+        "do more experts (the case `experts`), and a device, on which each of the loop's host reads is a wait."
     ),
 )

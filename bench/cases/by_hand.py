@@ -1,4 +1,4 @@
-"""The grouped form of an expert loop, by hand: one stable sort, a grouped product per weight, one addition back.
+"""The grouped form of an expert loop, hand-written: one stable sort, a grouped product per weight, one addition back.
 
 It is what a careful author would write instead of the loop. On CUDA in bfloat16 the product is `F.grouped_mm`;
 elsewhere it is an operator with a gradient that multiplies group by group.
@@ -27,7 +27,7 @@ def grouped_mm(x: Tensor, weight: Tensor, stops: Tensor, transposed: bool) -> Te
 
 @torch.library.custom_op("fxpasses_bench::grouped_outer", mutates_args=())
 def grouped_outer(x: Tensor, grad: Tensor, stops: Tensor) -> Tensor:
-    """x [rows, n], grad [rows, m] -> of each expert the product of its rows, [E, n, m]."""
+    """x [rows, n], grad [rows, m] -> the product of each expert's rows, [E, n, m]."""
     out = x.new_zeros(stops.shape[0], x.shape[1], grad.shape[1])
     start = 0
     for e, stop in enumerate(stops.tolist()):

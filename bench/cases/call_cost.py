@@ -1,4 +1,4 @@
-"""Case 6b: what a call costs more than under stock `torch.compile`, and what is kept in memory for a batch."""
+"""Case 6b: the extra cost of a call over stock `torch.compile`, and the memory that is kept for a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYERS, WIDTH = 4, 256
 
 
 def build(parameters: Parameters, device: str, ours: bool = False) -> Program:
-    """Layers that do next to nothing, and no compiler behind, so that what is left is the call: guards and prologue."""
+    """Layers that do next to nothing, without a compiler, so that the call remains: guards and prologue."""
     import torch
 
     torch._dynamo.config.capture_scalar_outputs = True
@@ -54,7 +54,7 @@ def build(parameters: Parameters, device: str, ours: bool = False) -> Program:
 
 
 def held_bytes() -> int:
-    """Memory of all tensors that Python holds, each storage once."""
+    """Memory of all tensors that Python holds; each storage counts once."""
     import torch
 
     gc.collect()
@@ -83,10 +83,10 @@ CASE = Case(
     shows=("time", "host_reads", "operators"),
     expected=(
         "A call of a compiled graph costs some microseconds more: the key of the batch is looked up, and the prologue "
-        "runs if the batch is new. What the prologue made is kept while the batch lives, and freed with it."
+        "runs if the batch is new. The prologue's results are kept while the batch lives, and freed with it."
     ),
     notes=(
-        "Both run the graph as captured, without a compiler, so the absolute times are not those of compiled code. "
-        "`same batch` calls with the same tensor, `new batch` with a copy of it each time."
+        "Both contenders run the graph as captured, without a compiler, so the absolute times are not those of "
+        "compiled code. `same batch` calls with the same tensor, `new batch` with a copy of it each time."
     ),
 )

@@ -52,7 +52,7 @@ def contender(name: str, build: Build, compiler: Compiler, **more: Any) -> Conte
 
 
 def ours(name: str, build: Build, **options: Any) -> Contender:
-    """With options `fastpack.NAME`; unavailable in a version that does not know them. `a__b` is written for `a.b`."""
+    """With options `fastpack.NAME`; unavailable in a version that does not know them. Write `a__b` for `a.b`."""
     missing = functools.partial(missing_option, options)
     compiler = functools.partial(fastpack, **options)
     return contender(name, build, compiler, ours=True, unavailable=missing)

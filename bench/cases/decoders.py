@@ -1,4 +1,4 @@
-"""Hugging Face decoders on packed text, with the attention of their own or one that asks the batch in every layer."""
+"""Hugging Face decoders on packed text, with their own attention or one that asks the batch in every layer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from bench.case import Parameters
 from bench.cases.training import packings
 
-ENTRIES = 8  # of `lengths`, filled up with zeros: `.tolist()` is unrolled, so another number is another graph
+ENTRIES = 8  # of `lengths`, padded with zeros: `.tolist()` is unrolled, so another number is another graph
 BATCHES = 4
 KINDS = {
     "llama": (LlamaForCausalLM, LlamaConfig),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
 }
-# Llama-3.2-1B and Qwen3-0.6B; a small vocabulary, because the head is not what is compared.
+# Llama-3.2-1B and Qwen3-0.6B; a small vocabulary, because the head is not compared.
 FULL: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 2048, "intermediate_size": 8192,
@@ -81,11 +81,11 @@ def packed_batches(tokens: int, device: str, with_lengths: bool) -> list[dict[st
     return batches
 
 
-# Attention that asks the batch in every layer, as kernels for packed text want it
+# Attention that asks the batch in every layer, as kernels for packed text require
 
 
 def block_causal_mask(lengths: Tensor, tokens: int) -> Tensor:
-    """True where a query (row) may look at a key (column): bool [tokens, tokens]. Reads the batch ENTRIES + 2 times."""
+    """bool [tokens, tokens]: a query (row) may attend to a key (column). It reads the batch ENTRIES + 2 times."""
     torch._check(lengths.sum().item() == tokens)
     longest = lengths.max().item()
     position = torch.arange(tokens, device=lengths.device)
@@ -117,12 +117,12 @@ def packed_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An argument that `model(...)` does not know reaches this function by its name: so `lengths` gets here."""
+    """transformers passes arguments that `model(...)` does not know to this function by name, as `lengths`."""
     return attend(module, query, key, value, block_causal_mask(lengths, query.shape[2]), scaling), None
 
 
 class IdentityCache:
-    """The last batch's mask, found again by the identity of `lengths`: what a model does by hand to build it once."""
+    """The last batch's mask, found again by the identity of `lengths`: what a model does to build its mask once."""
 
     def __init__(self) -> None:
         self.lengths: Any = lambda: None

@@ -1,4 +1,4 @@
-"""Case 3: a mixture-of-experts block, its loop spelt in three ways, and the same block without a loop."""
+"""Case 3: a mixture-of-experts block, with three spellings of its loop, and the same block without a loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMS = ("where", "one_hot", "mask")
 
 
 def build(compiler: Compiler, parameters: Parameters, device: str, form: str = "") -> Program:
-    """form: that of the group by default; "by hand" and "HF" do the same with the same weights, without a loop."""
+    """form: the group's by default; "by hand" and "HF" do the same with the same weights, without a loop."""
     import torch
 
     from bench.cases.expert_block import new_block
@@ -57,7 +57,7 @@ def without_loop(name: str, form: str, compiler: Compiler) -> Contender:
 
 
 def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Ours against the form written by hand."""
+    """Our time relative to the hand-written form."""
     rows = []
     for entry in entries:
         if entry["contender"] != OURS or BY_HAND not in entry.get("against", {}):
@@ -95,17 +95,17 @@ CASE = Case(
     x="experts",
     expected=(
         "The loop asks the router E times which tokens belong to an expert, and runs E strings of small operators; its "
-        "graph, and the time to compile it, grow with E. Sorted once, the tokens of all experts go through one grouped "
-        "program: no host read beyond those of the grouped product, and a graph that does not grow. The form written "
-        "by hand does the same; fastpack should be within 5% of it."
+        "graph, and the time to compile it, grow with E. After one sort, the tokens of all experts go through one "
+        "grouped program: there is no host read beyond those of the grouped product, and the graph does not grow. The "
+        "hand-written form does the same; fastpack should be within 5% of it."
     ),
     arithmetic=arithmetic,
     notes=(
-        "Loops: `where` is `torch.where(idx == e)` and `index_add_`; `one_hot` a permuted one-hot mask and "
-        "`torch.where`; `mask` a boolean mask as an index on both sides. All forms have the same weights and router. "
-        "Without a loop, all call the same products, and the profiles show as much time in `aten::mm`. Where fastpack "
-        "is behind one of them on a CPU, it is by calls from Python, one for each expert (the own time of "
-        "`fxpasses::grouped_mm` and `grouped_outer`), which a loop in C++ would make cheaper, and by page faults where "
-        "the C library gives memory back after a step."
+        "Three spellings of the loop: `where` is `torch.where(idx == e)` and `index_add_`, `one_hot` is a permuted "
+        "one-hot mask and `torch.where`, `mask` is a boolean mask as an index on both sides. All forms have the same "
+        "weights and router. The contenders without a loop all call the same products, and the profiles show as much "
+        "time in `aten::mm`. Where fastpack is slower than one of them on a CPU, two things cost the time: calls from "
+        "Python, one for each expert (the self time of `fxpasses::grouped_mm` and `grouped_outer`), which a loop in "
+        "C++ would make cheaper, and page faults where the C library returns memory after a step."
     ),
 )

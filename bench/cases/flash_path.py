@@ -43,8 +43,8 @@ CASE = Case(
     x="layers",
     expected=(
         "Every layer asks whether the batch is packed, where its sequences start and how long the longest is. Stock "
-        "`torch.compile` breaks its graph at each question, or skips a checkpointed layer; asked once, the model is "
-        "one graph. On a CPU the attention is the operator of examples/varlen_attention.py, the same for all "
-        "contenders, so what differs is the rest of the layer."
+        "`torch.compile` breaks its graph at each question, or skips a checkpointed layer; if the batch is asked once, "
+        "the model is one graph. On a CPU the attention is the operator of examples/varlen_attention.py, the same for "
+        "all contenders, so what differs is the rest of the layer."
     ),
 )

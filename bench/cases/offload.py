@@ -11,7 +11,7 @@ from typing import Any
 from bench.case import Case, Contender, Parameters, Program, scale
 from bench.cases.compilers import EAGER, OURS, STOCK, Build, Compiler, contender, eager, inductor, ours
 
-MIN_BYTES = 1 << 18  # at the reduced width, what a checkpoint keeps of a layer is not much larger
+MIN_BYTES = 1 << 18  # at the reduced width, what a checkpoint keeps per layer is little more
 
 
 def build(compiler: Compiler, parameters: Parameters, device: str, around: str = "") -> Program:
@@ -42,7 +42,7 @@ def build(compiler: Compiler, parameters: Parameters, device: str, around: str =
 
 
 def moved(program: Program) -> dict[str, float]:
-    """What one step moves, as fxpasses counts it."""
+    """The bytes that one step moves, as fxpasses counts them."""
     import fxpasses
 
     fxpasses.offload_stats(reset=True)
@@ -70,7 +70,7 @@ def needs_torchtune(parameters: Parameters, device: str) -> str:
 
 
 def pytorchs_offloading(model: Any) -> Any:
-    """PyTorch's own pass moves what is marked; here what fastpack would move.
+    """Mark the tensors that fastpack would move: PyTorch's own pass moves marked tensors.
 
     Private names, checked on torch 2.13: `enable_activation_offloading` and its kin, and `meta["should_offload"]`.
     """
@@ -129,10 +129,8 @@ CASE = Case(
     expected=(
         "With c the time to copy one layer's activation and g that of its backward, L layers take L·(c+g) with one "
         "buffer and c+(L−1)·max(c,g)+g with two: where g is not less than c, two buffers cost one copy and one wait in "
-        "all. What leaves memory is L activations of tokens × hidden numbers; the memory of a step falls by no more."
+        "all. L activations of tokens × hidden numbers leave memory; the memory of a step falls by no more than that."
     ),
-    notes=(
-        "On a machine without an accelerator the tier is the disk, and the memory is the resident set of the process."
-    ),
+    notes=("On a machine without an accelerator the tier is the disk, and memory is the resident set of the process."),
     timeline=True,
 )

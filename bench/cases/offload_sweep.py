@@ -13,7 +13,7 @@ from bench.cases.compilers import Compiler, fastpack, ours
 
 NO_OFFLOAD = "no offload"
 BUFFERS = {"1 buffer": 1, "2 buffers": 2}
-FORWARDS = 5  # of which the time is the mean
+FORWARDS = 5  # the time is their mean
 
 
 def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
@@ -28,7 +28,7 @@ def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
     width = parameters["width"]
 
     class Work(nn.Module):
-        """A checkpointed layer: how long it computes is what the sweep changes, what it keeps is always the same."""
+        """A checkpointed layer: the sweep changes how long it computes, and it always keeps the same."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +94,7 @@ def slow_down(bandwidth: float) -> None:
 
 
 def copy_seconds(x: Any, megabytes: float) -> float:
-    """c: how long the activation of one layer is on its way; on a device as measured, to pinned memory."""
+    """c: the copy time of one layer's activation; on a device, the measured copy to pinned memory."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -130,7 +130,7 @@ def model(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Measured beside the model, by the ratio of copy to backward of a layer."""
+    """Measurement and model, by the ratio of a layer's copy time to its backward time."""
     predicted, rows = model(entries), []
     for entry in entries:
         if entry["contender"] != NO_OFFLOAD or not entry.get("figures"):
@@ -148,13 +148,13 @@ def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def contender(name: str, **options: Any) -> Contender:
-    """All of them without Inductor: it makes this stack's compute too even to sweep over."""
+    """All contenders run without Inductor, which makes this stack's compute too even to sweep over."""
     found = ours(name, build, lowering="aot_eager", **options)
     return dataclasses.replace(found, build=functools.partial(build_on, options))
 
 
 def build_on(options: Mapping[str, Any], parameters: Parameters, device: str) -> Program:
-    """The tier is the disk where there is no device to move tensors from."""
+    """The tier is the disk if there is no device to move tensors from."""
     tier = {"offload": "host" if device == "cuda" else "disk"} if "offload" in options else {}
     return build(functools.partial(fastpack, lowering="aot_eager", **{**options, **tier}), parameters, device)
 
@@ -174,13 +174,14 @@ CASE = Case(
     x="products",
     shows=("time", "step_bytes"),
     expected=(
-        "Backward of L equal layers takes L·(c+g) with one buffer and c+(L−1)·max(c,g)+g with two. More products a "
-        "layer make g longer; c stays. Dashed lines are this model, from the compute times of the run without offload."
+        "The backward pass of L identical layers takes L·(c+g) with one buffer and c+(L−1)·max(c,g)+g with two. More "
+        "products per layer make g longer; c stays. Dashed lines show this model, computed from the compute times of "
+        "the run without offload."
     ),
     arithmetic=arithmetic,
     model=model,
     notes=(
-        "On the CPU copies are slowed down to 200 MB/s, most of it asleep, so that they take no processor from "
-        "compute, as on a device. A program that pays for its copies with compute is in the case before."
+        "On the CPU copies are slowed down to 200 MB/s, mostly by sleeping, so that they take no processor time from "
+        "compute, as on a device. The case `offload` has a program that pays for its copies with compute."
     ),
 )

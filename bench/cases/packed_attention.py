@@ -1,4 +1,4 @@
-"""Attention over packed, windowed and padded batches: the pairs of tokens that the mask rules out are most of them."""
+"""Attention over packed, windowed and padded batches: the mask rules out most pairs of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOW = 512
 ROWS = 8  # of the padded batch, half of which is padding
 SIZES: dict[str, dict[str, int]] = {
     "reduced": {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4},
-    "full": {  # of Llama-3.2-1B, but for the vocabulary
+    "full": {  # Llama-3.2-1B, except for the vocabulary
         "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
     },
 }  # fmt: skip
@@ -37,7 +37,7 @@ VOCABULARY = 512
 
 
 def no_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, None]:
-    """In the place of attention: a sum, so that all projections have their gradients. [B, H, T, D] -> [B, T, H, D]."""
+    """A sum that replaces attention, so that all projections have gradients. [B, H, T, D] -> [B, T, H, D]."""
     repeats = query.shape[1] // key.shape[1]
     return (query + (key + value).repeat_interleave(repeats, 1)).transpose(1, 2).contiguous(), None
 
@@ -92,7 +92,7 @@ def batches(parameters: Parameters, device: str) -> list[dict[str, Any]]:
 
 
 def lengths_of(parameters: Parameters, generator: Any) -> list[int]:
-    """Of the documents: random ones, or all of the same length where the group says so."""
+    """The documents' lengths: random, or all the same if the group says so."""
     import torch
 
     tokens, documents = parameters["tokens"], parameters["documents"]
@@ -114,7 +114,7 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
 
 
 def not_for_growth(parameters: Parameters, device: str) -> str:
-    """Equal documents show how the time grows with the tokens."""
+    """Documents of the same length show how the time grows with the tokens."""
     return "equal documents are for growth alone" if parameters["mask"] == "equal documents" else ""
 
 
@@ -130,7 +130,7 @@ def slow_as_eager(parameters: Parameters, device: str) -> str:
 
 
 def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Time for a thousand tokens, at documents of 512 tokens: what attention would make grow with the tokens."""
+    """Time per thousand tokens, at documents of 512 tokens: dense attention makes it grow with the tokens."""
     rows = []
     for entry in entries:
         parameters = entry["parameters"]
@@ -167,8 +167,8 @@ CASE = Case(
     cpu_time=True,
     notes=(
         "The models are transformers' own, with `sdpa`, and `position_ids` that start again at each document, or a "
-        "padding mask. On a CPU the flash path ends in the operator of examples/varlen_attention.py, which is no "
-        "kernel. In the last column attention is a sum of its operands: the rest of the step, compiled, of which no "
-        "attention can be faster."
+        "padding mask. On a CPU the flash path ends in the operator of examples/varlen_attention.py, which is not a "
+        "fused kernel. In the last column a sum of its operands replaces attention: that column is the rest of the "
+        "step, compiled, and no attention can be faster than it."
     ),
 )

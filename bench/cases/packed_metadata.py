@@ -14,7 +14,7 @@ from bench.cases.compilers import EAGER, OURS, STOCK_FLAGS, Compiler, contender,
 from bench.results import find
 
 CACHED = "eager, cached by identity"
-STALLS = 20  # of which the time is the mean
+STALLS = 20  # the time is their mean
 
 
 def build(compiler: Compiler, parameters: Parameters, device: str, attention: str = "bench_packed") -> Program:
@@ -73,18 +73,18 @@ CASE = Case(
     baseline=EAGER,
     x="layers",
     expected=(
-        "A model of L layers asks L times; once is enough. With s the time that one layer's questions and mask take, "
-        "T_saved ≈ (L−1)·s. On a CPU nothing waits for a device: s is the work of the mask and of reading the lengths. "
-        "On CUDA s is also the wait for all that was launched before."
+        "A model of L layers asks its batch L times; once is enough. If one layer's questions and mask take the time "
+        "s, T_saved ≈ (L−1)·s. On a CPU nothing waits for a device: s is the work of building the mask and reading the "
+        "lengths. On CUDA s also includes the wait for everything that was launched before."
     ),
     arithmetic=arithmetic,
     notes=(
         "The cache by identity is what a library does by hand in its own models; here it is the eager model with a "
         "mask that is kept for the last `lengths` tensor. An eager `.tolist()` of a CPU tensor does not show in a "
-        "profile, so the host reads of eager mode on a CPU are more than is counted. In a graph without breaks and "
-        "checkpoints AOTAutograd merges the equal masks of all layers, so stock Inductor with both flags builds the "
-        "mask once, too, and fuses it with the conversion to floats that attention makes of it. The prologue of "
-        "fastpack is compiled as well where it is large enough, and writes the mask of bools that the main graph then "
-        "reads: where nothing waits for a device, that is what it costs more."
+        "profile, so eager mode on a CPU reads more than is counted. In a graph without breaks and checkpoints "
+        "AOTAutograd merges the identical masks of all layers, so stock Inductor with both flags builds the mask once, "
+        "too, and fuses it with attention's conversion to floats. The prologue of fastpack is compiled as well if it "
+        "is large enough, and writes the boolean mask that the main graph then reads: where nothing waits for a "
+        "device, that write is its extra cost."
     ),
 )

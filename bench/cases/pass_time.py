@@ -48,7 +48,7 @@ def decoder_graph(nodes: int) -> tuple[Any, list[Any]]:
 
 
 def expert_graph(experts: int) -> tuple[Any, list[Any]]:
-    """What Dynamo captures of a block whose loop has that many experts."""
+    """The graph that Dynamo captures of a block whose loop has that many experts."""
     import torch
 
     from bench.cases.expert_block import new_block
@@ -73,7 +73,7 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
 
 
 def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Time per node, which a pass that is linear keeps."""
+    """Time per node, which is constant for a linear pass."""
     return [
         {
             "graph": entry["parameters"]["graph"],
@@ -109,7 +109,7 @@ CASE = Case(
     x="size",
     expected=(
         "The analyses walk the graph once and number its values, so the time per node should not grow. `size` is the "
-        "number of nodes that was asked for, or the number of experts of a loop that Dynamo captured."
+        "requested number of nodes, or the number of experts of a loop that Dynamo captured."
     ),
     arithmetic=arithmetic,
 )

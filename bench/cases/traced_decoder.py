@@ -20,7 +20,7 @@ TOKENS, WIDTH, SEQUENCES = 64, 32, 8
 
 
 class Tracer:
-    """Appends nodes to a graph, running each on fake tensors, so that they carry what Dynamo's nodes carry."""
+    """Appends nodes to a graph, running each on fake tensors, so that they carry the metadata of Dynamo's nodes."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
@@ -51,7 +51,7 @@ class Tracer:
 
 
 def layer(tracer: Tracer, x: Node, lengths: Node) -> Node:
-    """A layer's nodes: its questions to the batch, its mask, and some arithmetic on activations."""
+    """A layer's nodes: its queries of the batch, its mask, and some arithmetic on activations."""
     longest = tracer.method("item", tracer.method("max", lengths))
     mask = tracer.function(torch.full, (TOKENS, TOKENS), float("-inf"))
     position = tracer.function(torch.arange, TOKENS)

@@ -1,4 +1,4 @@
-"""A training step as the cases time it: forward and backward, on a batch of tensors that were not there before."""
+"""A training step as the cases time it: forward and backward, on a batch of new tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def training_program(
     batches: Sequence[Batch],
     figures: Callable[[], Mapping[str, float]] = dict,
 ) -> Program:
-    """loss_of: the loss of a batch, by the model or what was compiled of it."""
+    """loss_of: the loss of a batch, by the model or its compiled form."""
     turns = itertools.cycle(batches)
 
     def step() -> None:

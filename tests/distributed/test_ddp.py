@@ -123,7 +123,7 @@ def pieces_of(record: Record) -> list[int]:
     return [report.figures["pieces"] for report in reports_of(record, "ddp_buckets")]
 
 
-# The table of arrangements in docs/distributed.md
+# The first table of docs/sharding.md
 
 
 @dataclass(frozen=True)

@@ -23,27 +23,27 @@ HELP = "find the pass, graph and change that make a check fail, and write a prog
 EPILOG = """\
 SCRIPT fails if its exit code is not 0, as with a failed assertion. It is run several times, each time in a new process
 with FXPASSES_PASSES (the passes to run), FXPASSES_GRAPHS (on how many graphs) and FXPASSES_CHANGES (how many changes of
-a pass) in the environment. Then the graph is written as a program of its own, and made smaller while it still fails.
+a pass) in the environment. Then the graph is written as a program of its own, and reduced while it still fails.
 
 examples:
   fxpasses bisect check.py
   fxpasses bisect --output repro.py --timeout 600 -- check.py --layers 2
 
-exit codes: 0 the pass was found; 1 there is none to find: SCRIPT does not fail, or fails without passes as well;
+exit codes: 0 the pass was found; 1 no pass is at fault: SCRIPT does not fail, or fails without passes as well;
 2 wrong arguments.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", default="fxpasses-reproduction.py", metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of one run; a run that takes longer fails")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="limit for one run; a longer run fails")
     parser.add_argument(
         "--minimise", type=float, default=120, metavar="SECONDS",
-        help="how long to make the reproduction smaller; 0: it holds the whole graph (default: %(default)s)",
+        help="how long to reduce the reproduction; 0 keeps the whole graph (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="show what the script prints")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that exits with 0 if all is well")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def run(given: argparse.Namespace) -> int:

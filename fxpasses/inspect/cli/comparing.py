@@ -20,7 +20,7 @@ examples:
   fxpasses inspect --save a.jsonl train.py
   fxpasses inspect --save b.jsonl train.py --other-option
   fxpasses diff a.jsonl b.jsonl
-  fxpasses diff --stage captured a.jsonl b.jsonl    what reached the passes, not what they made of it
+  fxpasses diff --stage captured a.jsonl b.jsonl    what reached the passes, not their results
 
 Names, numbers and the order of nodes make no difference.
 exit codes: 0 the graphs are the same; 1 they differ; 2 a file cannot be read.
@@ -29,12 +29,12 @@ exit codes: 0 the graphs are the same; 1 they differ; 2 a file cannot be read.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--stage", default="", metavar="NAME", help="captured, or after a pass (default: after the last)"
+        "--stage", default="", metavar="NAME", help="captured, or the name of a pass (default: the last stage)"
     )
     parser.add_argument("--json", action="store_true", help="print the differences as JSON")
-    parser.add_argument("--all", action="store_true", help="leave nothing out")
+    parser.add_argument("--all", action="store_true", help="print all differences in full")
     parser.add_argument("before", metavar="A", help="a record, or a folder of records")
-    parser.add_argument("after", metavar="B", help="another")
+    parser.add_argument("after", metavar="B", help="another record or folder")
 
 
 def run(given: argparse.Namespace) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NAME = "doctor"
-HELP = "print versions, devices, and what works and what would be switched off here"
+HELP = "print versions and devices, what works on this machine, and what would be switched off"
 EPILOG = """\
-exit codes: 0 all is well; 1 something would be switched off or fail; 2 wrong arguments.
+exit codes: 0 everything works; 1 something would be switched off or fail; 2 wrong arguments.
 """
 
 _OLDEST_TORCH = (2, 11)

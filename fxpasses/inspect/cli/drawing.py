@@ -14,18 +14,18 @@ examples:
   fxpasses draw --output near.svg --steps 3 run.jsonl matmul
   fxpasses draw --stage captured --graph 1/0 run.jsonl item
 
-exit codes: 0; 2 a file cannot be read, there is no such node, or SVG is asked for without Graphviz.
+exit codes: 0 success; 2 a file cannot be read, the node does not exist, or Graphviz is missing for SVG.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--graph", default="", metavar="ID", help="its compile id; default: the first that has the node"
+        "--graph", default="", metavar="ID", help="compile id of the graph; default: the first graph that has the node"
     )
     parser.add_argument(
-        "--stage", default="", metavar="NAME", help="captured, or the name of a pass; default: the last"
+        "--stage", default="", metavar="NAME", help="captured, or the name of a pass; default: the last stage"
     )
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="edges to go from the node; default: 2")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="edges away from the node; default: 2")
     parser.add_argument("--output", metavar="FILE", help="a .dot or .svg file; default: DOT on standard output")
     parser.add_argument("record", metavar="RECORD", help="a record, or a folder of records")
     parser.add_argument("node", metavar="NODE", help="the name of a node, as reports show it")

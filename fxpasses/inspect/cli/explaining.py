@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from fxpasses.inspect.text import Style
 
 NAME = "explain"
-HELP = "why each candidate of a record was or was not taken"
+HELP = "show why each candidate in a record was rewritten or left alone"
 EPILOG = """\
 examples:
   fxpasses explain run.jsonl
   fxpasses explain records/          a folder that FXPASSES_RECORD filled
   fxpasses explain --json run.jsonl
 
-exit codes: 0; 2 a file cannot be read.
+exit codes: 0 success; 2 a file cannot be read.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("record", metavar="RECORD", help="a record, or a folder of records")
 
 

@@ -20,12 +20,12 @@ NAME = "inspect"
 HELP = "run a program and show what the passes did to its graphs"
 EPILOG = """\
 examples:
-  fxpasses inspect train.py --steps 3          arguments after the script are the script's
+  fxpasses inspect train.py --steps 3          arguments after the script go to the script
   fxpasses inspect -m package.train --steps 3
   fxpasses inspect --html report.html --save run.jsonl train.py
   fxpasses inspect run.jsonl                   a record, or a folder of records, instead of a script
 
-exit codes: that of the script if it is not 0; 0; 2 wrong arguments; 3 no graph was compiled with this backend.
+exit codes: the script's own if it is not 0; else 0; 2 wrong arguments; 3 this backend compiled no graph.
 """
 
 
@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", metavar="FILE", help="write the record, for diff and explain")
     parser.add_argument("--json", action="store_true", help="print figures, changes and reasons as JSON")
-    parser.add_argument("--all", action="store_true", help="leave nothing out of the report")
+    parser.add_argument("--all", action="store_true", help="print the whole report")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, a record, or a folder of records")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def run(given: argparse.Namespace) -> int:

@@ -17,11 +17,11 @@ examples:
   fxpasses inspect records/                       show the records in a folder, or one file
   fxpasses diff before.jsonl after.jsonl          two versions of torch, two options, two commits
   fxpasses explain records/                       what was left alone, and why
-  fxpasses draw run.jsonl matmul                  a node and what is around it, as DOT or SVG
+  fxpasses draw run.jsonl matmul                  a node and its neighbourhood, as DOT or SVG
   fxpasses bisect check.py                        which pass makes check.py fail
   fxpasses doctor                                 what works on this machine
 
-`fxpasses COMMAND --help` says more, with the exit codes. 2 is always a wrong argument or a file that cannot be read.
+`fxpasses COMMAND --help` has the details and the exit codes; 2 always means a wrong argument or an unreadable file.
 """
 
 
@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (inspecting, comparing, explaining, bisect, drawing, doctor):
         sub = commands.add_parser(
-            module.NAME, help=module.HELP, description=module.HELP.capitalize() + ".", epilog=module.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            module.NAME, help=module.HELP, description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            epilog=module.EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
