@@ -198,8 +198,14 @@ def _check_assertions(node: Node, own: set[Node]) -> None:
             is_bound = isinstance(condition, Node) and operator_of(condition) in ("ge", "le")
             if not is_bound or type(condition.args[1]) is not int or not Sizes().imply(user):
                 raise NotProved(f"`{user.name}` may fail where there are no tokens", user)
-        elif is_symbolic(user.meta.get("example_value")):
+        elif is_symbolic(user.meta.get("example_value")) or _is_part(user):  # the size of `torch.where(mask)[0]`
             waiting += user.users
+
+
+def _is_part(node: Node) -> bool:
+    """Whether a node is one of several results of an operator."""
+    source: Any = node.args[0] if operator_of(node) == "getitem" else None
+    return source is not None and isinstance(source.meta.get("example_value"), (tuple, list))
 
 
 def _is_harmless(node: Node) -> bool:
@@ -207,8 +213,8 @@ def _is_harmless(node: Node) -> bool:
         return True
     name, has_index = operator_of(node), len(node.all_input_nodes) > 1
     is_of_rows = any(has_rows(operand) for operand in node.all_input_nodes)
-    if name == "getitem" and is_of_rows:  # of a tuple of tensors, and not the first token
-        return not isinstance(node.args[0].meta.get("example_value"), torch.Tensor)  # type: ignore[union-attr]
+    if name == "getitem" and is_of_rows:
+        return _is_part(node)  # and not the first token
     return name in (_QUERIES | _COMPARISONS if is_of_rows else _HARMLESS | _QUERIES) and not has_index
 
 
