@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -12,34 +11,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxpasses.graph import effects
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.routing import Routing, writes_integers
-from fxpasses.graph.routing_facts import Presence
+from fxpasses.graph.routing_facts import Ends, Hits, Presence
 from fxpasses.graph.symbols import symbol
 
 _EVALUATED = frozenset(
     {"eq", "flatten", "ge", "getitem", "gt", "int", "item", "le", "long", "lt", "ne", "reshape", "select", "squeeze",
      "unsqueeze", "view", "cpu", "detach"}
 )  # fmt: skip
-_COMPARISONS = {
-    "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le,
-}  # fmt: skip
-_COUNTS = frozenset({"any", "sum", "count_nonzero", "getitem", "select", "bool", "amax", "max"})
+_OF_NUMBERS = frozenset({"add", "eq", "ge", "gt", "item", "le", "lt", "ne", "sub", "sym_not"})
 _MOST_STEPS = 16
 
 
 def is_routing(routing: Routing, node: Node) -> bool | None:
     """The truth that a condition has for an expert with tokens: `mask.any()`, `mask.sum() == 0`; None for others."""
     fact = routing.of(node)
-    if isinstance(fact, Presence):
-        return fact.present
-    compare = _COMPARISONS.get(operator_of(node))
-    number = node.args[1] if len(node.args) == 2 else None
-    if compare is not None and type(number) is int:
-        asked = node.args[0]
-        truths = {bool(compare(count, number)) for count in (1, 2, 3, 10**9)}
-        if not isinstance(asked, Node) or operator_of(asked) not in _COUNTS or not routing.concerns(asked):
-            return None
-        return truths.pop() if len(truths) == 1 and compare(0, number) not in truths else None
-    return True if operator_of(node) in _COUNTS and routing.concerns(node) else None
+    return fact.present if isinstance(fact, Presence) else None
 
 
 def counted_mask(node: Node, counted: Any) -> Node | None:
@@ -74,7 +60,7 @@ def ends_compared(routing: Routing, node: Node) -> tuple[Node, int, tuple[Any, A
     waiting, read = [node], dict[Any, tuple[Node, int]]()
     while waiting:
         number = waiting.pop()
-        if operator_of(number) not in _COMPARISONS.keys() | {"add", "sub", "item", "sym_not"} or len(read) > 2:
+        if operator_of(number) not in _OF_NUMBERS or len(read) > 2:
             return None
         if operator_of(number) != "item":
             waiting += number.all_input_nodes
@@ -86,7 +72,7 @@ def ends_compared(routing: Routing, node: Node) -> tuple[Node, int, tuple[Any, A
     if len(read) != 2:
         return None
     (before, (tensor, first)), (last, (other, index)) = sorted(read.items(), key=lambda pair: pair[1][1])
-    if tensor is not other or index != first + 1 or first < 0 or not routing.concerns(tensor):
+    if tensor is not other or index != first + 1 or first < 0 or not isinstance(routing.of(tensor), Ends):
         return None
     return tensor, index, (before, last)
 
@@ -154,22 +140,11 @@ def choices_of(routing: Routing, ids: Node) -> int | None:
 
 def _number_of_experts(routing: Routing, node: Node) -> int | None:
     """How many experts there are, where `node` lists those with tokens: `(counts > 0).nonzero()`, `ids.unique()`."""
-    name = operator_of(node)
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node):
+    fact = routing.of(node)
+    if not isinstance(fact, Hits) or fact.in_tuple or operator_of(node) not in ("getitem", "nonzero", "unique"):
         return None
-    if name == "nonzero" and not node.kwargs.get("as_tuple", len(node.args) > 1):
-        return _elements_of_mask(routing, source)
-    if name == "getitem" and node.args[1] == 0 and operator_of(source) in ("where", "nonzero"):
-        mask = source.args[0] if len(source.args) == 1 or operator_of(source) == "nonzero" else None
-        return _elements_of_mask(routing, mask) if isinstance(mask, Node) else None
-    if name == "unique" and len(node.args) == 1 and not node.kwargs:
-        return choices_of(routing, source)
-    return None
-
-
-def _elements_of_mask(routing: Routing, mask: Node) -> int | None:
-    example = mask.meta.get("example_value")
-    if not isinstance(example, torch.Tensor) or example.ndim != 1 or not isinstance(example.shape[0], int):
-        return None
-    return example.shape[0] if routing.concerns(mask) else None
+    asked: Any = list_of_hits(node)
+    if operator_of(asked) == "unique":
+        return choices_of(routing, fact.ids)
+    size = asked.args[0].meta["example_value"].shape[0]
+    return size if isinstance(size, int) else None

@@ -321,7 +321,7 @@ def _count_asked(expression: Any, node: Node, routing: Routing) -> tuple[Node, t
     """`count > 0`, `tok.numel() == 0`: what is counted, and some counts, that of no tokens first."""
     (symbol,) = expression.free_symbols
     asked = counted_mask(node, symbol)
-    if asked is None or not routing.concerns(asked):
+    if asked is None or routing.presence(asked) is None:
         return None
     example = asked.meta.get("example_value")  # Dynamo leaves it out where it unrolls `tolist`
     is_flag = isinstance(example, torch.Tensor) and example.ndim == 0 and example.dtype is torch.bool
