@@ -1,4 +1,4 @@
-"""Compile the large tensors of a prologue with Inductor, where that saves passes over memory (`graph/fusing.py`)."""
+"""Compile a prologue's large tensors with Inductor, where that saves passes over memory (`graph/prologue_cost.py`)."""
 
 from __future__ import annotations
 

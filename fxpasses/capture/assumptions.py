@@ -18,8 +18,8 @@ from torch.utils._sympy.solve import try_solve
 
 from fxpasses.capture.partial_graph import PartialGraph
 from fxpasses.capture.trace import Answer, Trace
+from fxpasses.graph.describe import describe
 from fxpasses.graph.prologue import Extra
-from fxpasses.graph.wording import describe
 
 
 @dataclass(frozen=True)

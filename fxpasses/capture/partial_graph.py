@@ -1,8 +1,8 @@
 """The metadata of a graph that Dynamo is still writing, and the values that it has for the batch being traced.
 
-The rules are those of `graph/walk.py`: a number or a data-dependent size is metadata if it is computed from integer
-inputs and sizes alone, with memory versions, through checkpoint bodies. A value is computed by a program like the
-prologue's, on the real inputs, and once for all layers that ask for it, because they ask for the same number.
+The rules are those of `graph/metadata_analysis.py`: a number or a data-dependent size is metadata if it is computed
+from integer inputs and sizes alone, with memory versions, through checkpoint bodies. A value is computed by a program
+like the prologue's, on the real inputs, and once for all layers that ask for it, because they ask for the same number.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxpasses.graph.metadata_analysis import Walk
 from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import source
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import integer_behind, is_unbacked, symbol
 from fxpasses.graph.values import Allocation as Memory
 from fxpasses.graph.values import Many, Ref, Scalar, Tensor, Value
-from fxpasses.graph.walk import Walk
 from fxpasses.prologue_program import Program
 from fxpasses.report import Reason
 from fxpasses.runtime.prologue import Prologue

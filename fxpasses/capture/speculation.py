@@ -46,14 +46,14 @@ from torch._dynamo import variables
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx import Node
 
-from fxpasses.capture.dynamo_names import user_line
-from fxpasses.capture.experts_hit import (
+from fxpasses.capture.assumed_values import (
     AssumedValues,
     counted_mask,
     ends_compared,
     is_routing,
     list_of_hits,
 )
+from fxpasses.capture.dynamo_names import user_line
 from fxpasses.capture.liveness import follow, live_at
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.speculation import AFTER, BEFORE, CONDITION, INSIDE, SpeculatedBranch, mark

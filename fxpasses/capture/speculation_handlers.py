@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.capture.experts_hit import choices_of, is_routing
+from fxpasses.capture.assumed_values import choices_of, is_routing
 from fxpasses.capture.hints import BUILTIN, TENSOR, TORCH_FUNCTION, is_asked, take
 from fxpasses.capture.interceptions import (
     CONDITIONAL_JUMP,

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.calls import argument, operator_of
-from fxpasses.graph.reaching import reached
+from fxpasses.graph.reachability import reached
 
 _CHAIN = ("getitem", "reshape", "view", "detach")
 

@@ -6,7 +6,7 @@ numbers there. What is exact on both sides (integers and bools) is computed on t
 last bit may differ between devices, stay where the user computed them.
 
 On the CPU all of it is one graph, but for large tensors that are built in many passes over memory: those are a graph of
-their own, which takes numbers alone, for a compiler (`fusing.py`).
+their own, which takes numbers alone, for a compiler (`prologue_cost.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxpasses.graph.calls import operator_of
+from fxpasses.graph.describe import comparison, describe
 from fxpasses.graph.emission import Emitter, slice_of
-from fxpasses.graph.fusing import elements_saved
+from fxpasses.graph.prologue_cost import elements_saved
 from fxpasses.graph.provenance import where
 from fxpasses.graph.symbols import elements_of
 from fxpasses.graph.values import Entry, Ref, ValueTable
-from fxpasses.graph.wording import comparison, describe
 from fxpasses.prologue_program import Check, Output, Program
 
 # A compiler takes some seconds, and a run some thousand batches. This many elements (about 2.5 ms on a CPU core) must

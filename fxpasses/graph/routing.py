@@ -21,8 +21,8 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.anti_unification import REPEATED
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.families import REPEATED
 from fxpasses.graph.routing_facts import (
     Choice,
     Counts,

@@ -12,11 +12,11 @@ After, whatever E is:
     y = grouped_mm(silu(grouped_mm(gather_rows(x, tok), w1, offsets)), w2, offsets)
     out.index_add_(0, tok, y * weights[tok, slot, None])
 
-*Find* loops by their ends (`experts/loops.py`), *unify* the branches (`graph/families.py`), know what their queries
-mean (`graph/routing.py`), and *lift* the common program to all rows (`experts/lifting.py`); `experts/grouping.py`
-does so for one loop. Sums are taken in the order of the loop. A loop in which anything is not understood keeps its
-branches, with the reason in the report; its queries become one sort and slices (`experts/slicing.py`), where they are
-understood.
+*Find* loops by their ends (`experts/loops.py`), *unify* the branches (`graph/anti_unification.py`), know what their
+queries mean (`graph/routing.py`), and *lift* the common program to all rows (`experts/lifting.py`);
+`experts/grouping.py` does so for one loop. Sums are taken in the order of the loop. A loop in which anything is not
+understood keeps its branches, with the reason in the report; its queries become one sort and slices
+(`experts/slicing.py`), where they are understood.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fxpasses.graph.regions import Region
 from fxpasses.graph.speculation import SpeculatedBranch, branches_of
 from fxpasses.passes.experts.grouping import Grouping
 from fxpasses.passes.experts.loops import Loop, find_loops
-from fxpasses.passes.experts.skips import erase_answers, prove_idle, prove_numbers
+from fxpasses.passes.experts.obligations import erase_answers, prove_idle, prove_numbers
 from fxpasses.passes.experts.slicing import slice_queries
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report

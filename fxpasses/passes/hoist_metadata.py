@@ -28,9 +28,10 @@ from torch.fx.node import map_arg
 
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.closure import find_closure
+from fxpasses.graph.metadata_analysis import RANGES, Closure
 from fxpasses.graph.prologue import Assertion, Draft, Extra
 from fxpasses.graph.provenance import module_of, where
-from fxpasses.graph.reaching import reached
+from fxpasses.graph.reachability import reached
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import (
     bytes_of,
@@ -44,7 +45,6 @@ from fxpasses.graph.symbols import (
     symbol,
 )
 from fxpasses.graph.values import Allocation, Entry, Ref, Scalar, Tensor, Value, number_of
-from fxpasses.graph.walk import RANGES, Closure
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 

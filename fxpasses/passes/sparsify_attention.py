@@ -31,12 +31,12 @@ from fxpasses.graph.building import erase_unused
 from fxpasses.graph.calls import VIEWS, operator_of
 from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.closure import find_closure
+from fxpasses.graph.metadata_analysis import Closure
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import hint_of, is_unbacked
 from fxpasses.graph.values import Tensor
-from fxpasses.graph.walk import Closure
 from fxpasses.passes.attention.building import AttentionBuilder
 from fxpasses.passes.attention.found import Attention, Operand
 from fxpasses.passes.attention.fused import fused_attention, is_fused_attention

@@ -10,10 +10,10 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from fxpasses.graph.families import Constants, Family
+from fxpasses.graph.anti_unification import Constants, Template
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import constant
-from fxpasses.passes.experts.batched import (
+from fxpasses.passes.experts.batched_values import (
     Flat,
     Places,
     Rows,
@@ -25,13 +25,13 @@ from fxpasses.passes.experts.batched import (
     same_size,
 )
 from fxpasses.passes.experts.lifting import Lifting
-from fxpasses.passes.experts.rowwise import ALONG, is_along_others, is_elementwise, keeps_rows
+from fxpasses.passes.experts.rowwise_rules import ALONG, is_along_others, is_elementwise, keeps_rows
 from fxpasses.passes.experts.selection import asked_by
 
 ops = torch.ops.fxpasses
 
 
-def query(lifting: Lifting, family: Family) -> Any:
+def query(lifting: Lifting, family: Template) -> Any:
     """`torch.where(mask)`, `mask.nonzero()`, `x[mask]` and `masked_select`; all must select the same pairs."""
     mask, spread = asked_by(family)
     coordinates = lifting.coordinates_of(mask, spread)
@@ -45,13 +45,13 @@ def query(lifting: Lifting, family: Family) -> Any:
     return Flat(rows) if spread else rows
 
 
-def item(lifting: Lifting, family: Family, source: tuple[Any, ...]) -> Any:
+def item(lifting: Lifting, family: Template, source: tuple[Any, ...]) -> Any:
     if family.name == "getitem" and isinstance(family.args[1], int):
         return source[family.args[1]]
     raise NotProved(f"`{family.name}` of a tuple", family.nodes[0])
 
 
-def coordinates(lifting: Lifting, family: Family, source: Places) -> Any:
+def coordinates(lifting: Lifting, family: Template, source: Places) -> Any:
     """The columns of what `nonzero` gave."""
     name = family.name
     if name == "getitem":
@@ -66,7 +66,7 @@ def coordinates(lifting: Lifting, family: Family, source: Places) -> Any:
     raise NotProved(f"`{name}` of the places that a query found", family.nodes[0])
 
 
-def unflattened(lifting: Lifting, family: Family, flat: Flat) -> Rows:
+def unflattened(lifting: Lifting, family: Template, flat: Flat) -> Rows:
     """`masked_select(x, mask).view(-1, width)`: the rows that were laid end to end."""
     sizes, width = family.example.shape, constant(example_of(flat.rows.node).shape[-1])
     if family.name not in ("view", "reshape") or len(sizes) != 2 or width is None or constant(sizes[1]) != width:
@@ -74,7 +74,7 @@ def unflattened(lifting: Lifting, family: Family, flat: Flat) -> Rows:
     return flat.rows
 
 
-def getitem(lifting: Lifting, family: Family, source: Any) -> Any:
+def getitem(lifting: Lifting, family: Template, source: Any) -> Any:
     index = family.args[1]
     if isinstance(source, Rows):
         lifted = map_aggregate(index, lifting.lift)
@@ -84,19 +84,19 @@ def getitem(lifting: Lifting, family: Family, source: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     places: list[Any] = []
     for part in parts:
-        is_mask = isinstance(part, Family) and getattr(part.example, "dtype", None) is torch.bool
+        is_mask = isinstance(part, Template) and getattr(part.example, "dtype", None) is torch.bool
         places += lifting.coordinates_of(part) if is_mask else [lifting.index(part)]
     if not any(isinstance(place, Rows) for place in places):
         raise NotProved("an index that is not known", family.nodes[0])
     return gather(lifting, family, source, places)
 
 
-def gather(lifting: Lifting, family: Family, source: Any, index: Sequence[Any]) -> Rows:
+def gather(lifting: Lifting, family: Template, source: Any, index: Sequence[Any]) -> Rows:
     """`x[tok]`, `weights[tok, slot, None]`: rows of what all branches share, or of what each makes of it."""
     nodes = tuple(part.node if isinstance(part, Rows) else part for part in index)
-    if any(isinstance(node, (Family, Constants, Weights)) for node in nodes):
+    if any(isinstance(node, (Template, Constants, Weights)) for node in nodes):
         raise NotProved("an index that is not known", family.nodes[0])
-    if isinstance(source, (Family, Weights)) or isinstance(family.args[0], Family):
+    if isinstance(source, (Template, Weights)) or isinstance(family.args[0], Template):
         if len(nodes) != 1:
             raise NotProved("an index of what the branch made", family.nodes[0])
         return at_rows(lifting, family.args[0], index[0])
@@ -111,7 +111,7 @@ def gather(lifting: Lifting, family: Family, source: Any, index: Sequence[Any]) 
     return Rows(node, row)
 
 
-def index_select(lifting: Lifting, family: Family, source: Any) -> Rows:
+def index_select(lifting: Lifting, family: Template, source: Any) -> Rows:
     index = lifting.lift(family.call.argument("index"))
     if family.call.argument("dim") != 0 or not isinstance(index, Rows) or not isinstance(source, Node):
         raise NotProved("an `index_select` that is not known", family.nodes[0])
@@ -122,7 +122,7 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
     """What a branch made for every token, for the tokens of the rows alone: row-wise over its first dimension."""
     if isinstance(value, Node):
         return Rows(lifting.emit(operator.getitem, (value, (tokens.node,))))
-    if not isinstance(value, Family):
+    if not isinstance(value, Template):
         raise NotProved("a value that is not known for each token")
     name, node = value.name, value.nodes[0]
     if name == "eq" and any(isinstance(arg, Constants) for arg in value.args):
@@ -132,7 +132,7 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
         shape = (-1, *([1] * (rows.ndim - 1)))
         return Rows(lifting.emit(operator.eq, (rows.node, lifting.emit("reshape", (ids.node, shape)))))
     known = is_elementwise(name) or name == "unsqueeze"
-    if name in ALONG and isinstance(value.args[0], Family):
+    if name in ALONG and isinstance(value.args[0], Template):
         known = is_along_others(value, value.args[0].example.ndim, 0)
     if not known:
         raise NotProved(f"`{name}` is not known to work token by token", node)
@@ -141,8 +141,8 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Constants):
             raise NotProved("a number that differs between the experts", node)
-        if isinstance(leaf, Family) or (isinstance(leaf, Node) and is_tensor(leaf)):
-            example = leaf.example if isinstance(leaf, Family) else leaf.meta["example_value"]
+        if isinstance(leaf, Template) or (isinstance(leaf, Node) and is_tensor(leaf)):
+            example = leaf.example if isinstance(leaf, Template) else leaf.meta["example_value"]
             if (example.ndim != value.example.ndim and is_elementwise(name)) or example.shape[0] != tokens_of:
                 raise NotProved("a broadcast over tokens", node)
             return at_rows(lifting, leaf, tokens).node

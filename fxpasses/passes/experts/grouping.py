@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.aliases import AliasAnalysis, storages
+from fxpasses.graph.anti_unification import Template, Unifier, members
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.families import Family, Unifier, members
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
@@ -20,16 +20,16 @@ from fxpasses.graph.routing import Routing
 from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.graph.symbols import constant, expression, is_unbacked, symbol
 from fxpasses.passes.experts.assertions import Sizes
-from fxpasses.passes.experts.batched import example_of, parts_of
-from fxpasses.passes.experts.cuts import Cut, Spans, cut_of, spans_of
+from fxpasses.passes.experts.batched_values import example_of, parts_of
+from fxpasses.passes.experts.batching_rules import lift
+from fxpasses.passes.experts.describe import described, spelling
+from fxpasses.passes.experts.legality import Surroundings
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.merging import Merging
-from fxpasses.passes.experts.rules import lift
+from fxpasses.passes.experts.obligations import erase_unused, prove
+from fxpasses.passes.experts.row_partition import Cut, Spans, cut_of, spans_of
 from fxpasses.passes.experts.selection import asked_by, is_query, selection_of
-from fxpasses.passes.experts.skips import erase_unused, prove
-from fxpasses.passes.experts.surroundings import Surroundings
-from fxpasses.passes.experts.words import described, spelling
 from fxpasses.report import Reason
 
 _MOST = 2**48  # bytes that a processor can address: no tensor has more rows
@@ -71,12 +71,12 @@ class Grouping:
         selection = self.selection
         return (selection.first, selection.step, selection.count) if selection is not None else None
 
-    def _sizes(self, cuts: list[tuple[Family, Cut]]) -> Sizes:
+    def _sizes(self, cuts: list[tuple[Template, Cut]]) -> Sizes:
         """How many rows the experts have, as the graph's assertions speak of them."""
         counts = [sympy.Symbol(f"rows_{e}", integer=True, nonnegative=True) for e in range(len(self.loop.merges))]
         known: dict[Any, Any] = {}
 
-        def learn(family: Family, width: int | float = 1) -> None:
+        def learn(family: Template, width: int | float = 1) -> None:
             for node, count in zip(family.nodes, counts, strict=True):
                 found = parts_of(node.meta["example_value"])[0]
                 size = next(filter(is_unbacked, found.shape), None) if isinstance(found, torch.Tensor) else None
@@ -92,7 +92,7 @@ class Grouping:
             return Sizes(counts, known, size if isinstance(size, int) else None, total)
         bounds: list[int] = []  # all queries of a loop find as many tokens, so each is bounded by the smallest mask
         for family, mask, spread in self.queries:
-            if isinstance(mask, Family):
+            if isinstance(mask, Template):
                 sizes = mask.example.shape[:-1] if spread else mask.example.shape
                 bounds += [math.prod(sizes)] if all(isinstance(size, int) for size in sizes) else []
             width = constant(example_of(family.args[0]).shape[-1]) if spread else 1
@@ -165,9 +165,9 @@ class Grouping:
         return left
 
 
-def _mask_key(loop: Loop, values: Any) -> Family | None:
+def _mask_key(loop: Loop, values: Any) -> Template | None:
     """The mask of `out[mask] = y`, which asks for tokens as well."""
     if loop.kind not in ("setadd", "assign"):
         return None
     key = values[0]
-    return key if isinstance(key, Family) and getattr(key.example, "dtype", None) is torch.bool else None
+    return key if isinstance(key, Template) and getattr(key.example, "dtype", None) is torch.bool else None

@@ -1,8 +1,9 @@
 """Run the branches' common program once, on the rows of all experts.
 
 The rows of all branches lie one after the other in the order of the loop: those of the first expert, then the second's.
-A *lifted* value is what all branches' values are together (`batched.py`). How a family is lifted is for its batching
-rule to say (`rules.py`); here is what rules have in common: the rows' order, their coordinates, and what is lifted.
+A *lifted* value is what all branches' values are together (`batched_values.py`). How a template is lifted is for its
+batching rule to say (`batching_rules.py`); here is what rules have in common: the rows' order, their coordinates, and
+what is lifted.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 import fxpasses.runtime.grouped_linear  # noqa: F401  registers the operators
+from fxpasses.graph.anti_unification import Constants, Template
 from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import is_integer
 from fxpasses.graph.symbols import expression
-from fxpasses.passes.experts.batched import Order, Places, Rows, Weights, row_of
-from fxpasses.passes.experts.cuts import Cut
+from fxpasses.passes.experts.batched_values import Order, Places, Rows, Weights, row_of
+from fxpasses.passes.experts.row_partition import Cut
 from fxpasses.passes.experts.selection import Selection, progression, selection_of
 from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, sorted_pairs
 
@@ -32,7 +33,7 @@ from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, so
 class Lifting:
     """Lifts families into nodes made by `emit(target, args, kwargs)` (a string target is a method), by a rule."""
 
-    def __init__(self, emit: NodeBuilder, routing: Routing, rule: Callable[[Lifting, Family], Any]) -> None:
+    def __init__(self, emit: NodeBuilder, routing: Routing, rule: Callable[[Lifting, Template], Any]) -> None:
         self.emit, self.routing, self._rule = emit, routing, rule
         self.order: Order | None = None
         self.selection: Selection | None = None
@@ -99,7 +100,7 @@ class Lifting:
         if size != self.routing.total(self.cut.counts, self.cut.running):
             raise NotProved("the slices are not known to cover the rows", rows)
 
-    def coordinates_of(self, mask: Family, spread: bool = False) -> tuple[Rows, ...]:
+    def coordinates_of(self, mask: Template, spread: bool = False) -> tuple[Rows, ...]:
         """The coordinates of the rows in a mask that is used as an index; spread: see `selection.read`."""
         selection = selection_of(self.routing, mask, spread)
         if self.selection is None:
@@ -154,7 +155,7 @@ class Lifting:
 
     def lift(self, value: Any) -> Any:
         """The lifted value of a family; what is shared is itself. Raises `NotProved`."""
-        if not isinstance(value, Family):
+        if not isinstance(value, Template):
             return value
         if id(value) not in self._lifted:
             self._lifted[id(value)] = self._rule(self, value)
@@ -169,12 +170,12 @@ class Lifting:
             self._stacks[weights] = self.emit(torch.stack, (list(weights.listed),))
         return self._stacks[weights]
 
-    def emit_like(self, family: Family, convert: Callable[[Any], Any]) -> Node:
+    def emit_like(self, family: Template, convert: Callable[[Any], Any]) -> Node:
         """The branches' operator with each operand converted."""
         args, kwargs = map_aggregate((family.args, family.kwargs), convert)
         return self.emit(family.nodes[0].target, args, kwargs, like=family.nodes[0])
 
-    def apply(self, family: Family) -> Any:
+    def apply(self, family: Template) -> Any:
         """The same operator on lifted operands; the rows are where the branches' results have them."""
 
         def convert(leaf: Any) -> Any:

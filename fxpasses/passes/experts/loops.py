@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.reaching import reached
+from fxpasses.graph.reachability import reached
 from fxpasses.graph.symbols import is_unbacked
 
 _FUNCTIONAL = ("index_add", "scatter_add", "scatter_reduce", "index_put", "masked_add")

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpasses.graph.anti_unification import Template
 from fxpasses.graph.calls import OperatorCall, operator_of
-from fxpasses.graph.families import Family
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import constant, expression
-from fxpasses.passes.experts.batched import Rows, example_of, same_size
-from fxpasses.passes.experts.cuts import Spans
+from fxpasses.passes.experts.batched_values import Rows, example_of, same_size
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop
+from fxpasses.passes.experts.row_partition import Spans
 from fxpasses.passes.experts.selection import Selection
 
 
@@ -86,7 +86,7 @@ class Merging:
         """`out + zeros.masked_scatter(mask, value)`: whole rows added to the tokens of the mask."""
         buffer, selection = self._loop.buffer, self._lifting.selection
         rows = self._lifting.lift(value)
-        if selection is None or not isinstance(mask, Family) or not isinstance(rows, Rows) or buffer is None:
+        if selection is None or not isinstance(mask, Template) or not isinstance(rows, Rows) or buffer is None:
             raise NotProved("`masked_scatter` of what is not known", self._first)
         if isinstance(zeros, Node) and not self._lifting.routing.is_constant(zeros):
             raise NotProved(f"`{zeros.name}`, which results are scattered to, is written to", zeros)
@@ -110,7 +110,7 @@ class Merging:
         while len(keys) > 1 and (keys[-1] is Ellipsis or keys[-1] == slice(None)):
             keys = keys[:-1]
         for part in keys:
-            if isinstance(part, Family) and part.example.dtype is torch.bool:
+            if isinstance(part, Template) and part.example.dtype is torch.bool:
                 places += [coordinate.node for coordinate in self._lifting.coordinates_of(part)]
             else:
                 lifted = self._lifting.lift(part)

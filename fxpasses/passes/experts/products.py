@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import Constants, Family
+from fxpasses.graph.anti_unification import Constants, Template
 from fxpasses.graph.refusals import NotProved
-from fxpasses.passes.experts.batched import Rows, Weights, is_tensor
+from fxpasses.passes.experts.batched_values import Rows, Weights, is_tensor
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.selection import progression
 
 ops = torch.ops.fxpasses
 
 
-def product(lifting: Lifting, family: Family, rows: Any) -> Rows:
+def product(lifting: Lifting, family: Template, rows: Any) -> Rows:
     node = family.nodes[0]
     weights, bias = family.args[1], None
     if family.name == "linear":
         bias = family.call.argument("bias")
     if not isinstance(rows, Rows):
         raise NotProved("a product in which the rows come second", node)
-    if not isinstance(weights, Family):
-        if bias is not None and isinstance(bias, Family):
+    if not isinstance(weights, Template):
+        if bias is not None and isinstance(bias, Template):
             raise NotProved("a shared weight with a bias of each expert", node)
         return lifting.apply(family)  # the same weight for all: row by row
     if rows.ndim != 2 or rows.row != 0:
@@ -48,7 +48,7 @@ def product(lifting: Lifting, family: Family, rows: Any) -> Rows:
     return Rows(lifting.emit(ops.grouped_mm_list.default, args))
 
 
-def of_each_expert(lifting: Lifting, family: Family) -> Weights:
+def of_each_expert(lifting: Lifting, family: Template) -> Weights:
     """A weight of each expert: one slice of a stack, or the transpose of such; else the branches' own nodes."""
     if family.name == "getitem" and isinstance(family.args[0], Node) and isinstance(family.args[1], Constants):
         first, step = progression(family.args[1])
@@ -57,7 +57,7 @@ def of_each_expert(lifting: Lifting, family: Family) -> Weights:
             whole = first == 0 and source.meta["example_value"].shape[0] == count
             stacked = source if whole else lifting.emit(operator.getitem, (source, slice(first, first + count)))
             return Weights(stacked, ())
-    if family.name in ("t", "transpose", "mT", "T", "getattr") and isinstance(family.args[0], Family):
+    if family.name in ("t", "transpose", "mT", "T", "getattr") and isinstance(family.args[0], Template):
         dims = family.args[1:]
         rank = _rank(lifting, family.args[0])
         swaps = family.name == "t" or (family.name == "getattr" and dims in (("mT",), ("T",)))
@@ -68,5 +68,5 @@ def of_each_expert(lifting: Lifting, family: Family) -> Weights:
     return Weights(None, family.nodes)
 
 
-def _rank(lifting: Lifting, family: Family) -> int:
+def _rank(lifting: Lifting, family: Template) -> int:
     return int(family.example.ndim) if isinstance(family.example, torch.Tensor) else -1

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpasses.graph.anti_unification import Constants, Template
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import Columns, Mask, Nothing, Presence, Scattered
@@ -58,15 +58,15 @@ class Selection:
         return self.choices == self.count and lowest == 0
 
 
-def is_query(family: Family) -> bool:
+def is_query(family: Template) -> bool:
     """Whether the branches ask for their tokens here."""
     if family.name == "masked_select":
-        return len(family.args) == 2 and isinstance(family.args[1], Family)
+        return len(family.args) == 2 and isinstance(family.args[1], Template)
     if family.name == "where":
         return len(family.args) == 1 and not family.kwargs
     if family.name == "nonzero":
         return bool(family.args)
-    if family.name != "getitem" or not isinstance(family.args[1], Family):
+    if family.name != "getitem" or not isinstance(family.args[1], Template):
         return False
     index = family.args[1].example
     return isinstance(index, torch.Tensor) and index.dtype is torch.bool
@@ -74,7 +74,7 @@ def is_query(family: Family) -> bool:
 
 def selection_of(routing: Routing, masks: Any, spread: bool = False) -> Selection:
     """What the masks of all branches mean; spread: see `read`. Raises `NotProved`."""
-    if not isinstance(masks, Family):
+    if not isinstance(masks, Template):
         raise NotProved("the experts ask the same question")
     found = [read(routing, mask, spread) for mask in masks.nodes]
     ids, axes, dims, flat = found[0].ids, found[0].axes, found[0].dims, found[0].flat
@@ -115,10 +115,10 @@ def _scattered_scores(routing: Routing, columns: Columns) -> Node | None:
     return fact.ids if isinstance(fact, Scattered) and columns.dim == 1 and not value else None
 
 
-def asked_by(query: Family) -> tuple[Any, bool]:
+def asked_by(query: Template) -> tuple[Any, bool]:
     """The mask of a query, or of an assignment by a mask, and whether it is spread over features: see `read`."""
     if query.name == "masked_select":
-        source = query.args[0].nodes[0] if isinstance(query.args[0], Family) else query.args[0]
+        source = query.args[0].nodes[0] if isinstance(query.args[0], Template) else query.args[0]
         return query.args[1], is_spread(source, query.args[1].nodes[0])
     return query.args[1] if query.name == "getitem" else query.args[0], False
 

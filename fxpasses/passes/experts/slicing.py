@@ -27,15 +27,15 @@ from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.building import NodeBuilder, erase_unused
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.provenance import where
-from fxpasses.graph.reaching import reached
+from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import Columns, Mask
 from fxpasses.graph.symbols import declare_equal
+from fxpasses.passes.experts.describe import described, query_in_words
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.selection import is_spread, read
 from fxpasses.passes.experts.sorting import coordinates, passed, sort_by_branch
-from fxpasses.passes.experts.words import described, query_in_words
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal
 

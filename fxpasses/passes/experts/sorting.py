@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import operator_of
-from fxpasses.passes.experts.batched import Order
-from fxpasses.passes.experts.cuts import Cut
+from fxpasses.passes.experts.batched_values import Order
+from fxpasses.passes.experts.row_partition import Cut
 from fxpasses.passes.experts.selection import Columns, Selection
 
 Emit = Callable[..., Node]

@@ -13,10 +13,10 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.anti_unification import Constants, Template
 from fxpasses.graph.calls import CASTS, is_pointwise
-from fxpasses.graph.families import Constants, Family
 from fxpasses.graph.refusals import NotProved
-from fxpasses.passes.experts.batched import Places, Rows, Weights, is_tensor, parts_of, row_of
+from fxpasses.passes.experts.batched_values import Places, Rows, Weights, is_tensor, parts_of, row_of
 from fxpasses.passes.experts.lifting import Lifting
 
 ops = torch.ops.fxpasses
@@ -32,20 +32,20 @@ def is_elementwise(name: str) -> bool:
     return name in CASTS or is_pointwise(name)
 
 
-def is_along_others(family: Family, ndim: int, row: int) -> bool:
+def is_along_others(family: Template, ndim: int, row: int) -> bool:
     """Whether an operator of `ALONG` stays away from dimension `row` of its first operand, which has `ndim`."""
     dims = family.call.argument("dim", ALONG[family.name])
     dims = dims if isinstance(dims, (tuple, list)) else (dims,)
     return all(isinstance(dim, int) and dim % ndim != row for dim in dims)
 
 
-def along(lifting: Lifting, family: Family, source: Rows) -> Any:
+def along(lifting: Lifting, family: Template, source: Rows) -> Any:
     if not is_along_others(family, source.ndim, source.row):
         raise _not_row_by_row(family)
     return lifting.apply(family)
 
 
-def norm(lifting: Lifting, family: Family, source: Rows) -> Any:
+def norm(lifting: Lifting, family: Template, source: Rows) -> Any:
     """`layer_norm` and the like, of the last dimensions."""
     shape = family.call.argument("normalized_shape")
     if not isinstance(shape, (tuple, list)) or source.row >= source.ndim - len(shape):
@@ -53,7 +53,7 @@ def norm(lifting: Lifting, family: Family, source: Rows) -> Any:
     return lifting.apply(family)
 
 
-def dropout(lifting: Lifting, family: Family, source: Rows) -> Any:
+def dropout(lifting: Lifting, family: Template, source: Rows) -> Any:
     """One that gives its operand back, as in evaluation: with p = 0, eager mode draws no numbers either."""
     p = family.call.argument("p", 0.5)
     if family.call.argument("training", True) is not False and not (type(p) in (int, float) and p == 0):
@@ -61,11 +61,11 @@ def dropout(lifting: Lifting, family: Family, source: Rows) -> Any:
     return lifting.apply(family)
 
 
-def _not_row_by_row(family: Family) -> NotProved:
+def _not_row_by_row(family: Template) -> NotProved:
     return NotProved(f"`{family.name}` is not known to work row by row", family.nodes[0])
 
 
-def elementwise(lifting: Lifting, family: Family, source: Any) -> Rows:
+def elementwise(lifting: Lifting, family: Template, source: Any) -> Rows:
     """Operands are broadcast against each other, but not the rows of one against those of another."""
     node, out = family.nodes[0], family.example
     row = row_of(out)
@@ -104,7 +104,7 @@ def elementwise(lifting: Lifting, family: Family, source: Any) -> Rows:
     return Rows(lifting.emit_like(family, convert), row)
 
 
-def einsum(lifting: Lifting, family: Family, source: Any) -> Rows:
+def einsum(lifting: Lifting, family: Template, source: Any) -> Rows:
     """Row-wise where the rows' letter is in the result and in no operand that has no rows."""
     node, row = family.nodes[0], row_of(family.example)
     equation, *operands = family.args
@@ -121,7 +121,7 @@ def einsum(lifting: Lifting, family: Family, source: Any) -> Rows:
     return lifting.apply(family)
 
 
-def joined(lifting: Lifting, family: Family, source: Any) -> Rows:
+def joined(lifting: Lifting, family: Template, source: Any) -> Rows:
     """`torch.cat([gate, up], -1)`: rows side by side."""
     node, dim = family.nodes[0], family.call.argument("dim", 0)
     lifted = [lifting.lift(part) for part in family.args[0]]
@@ -133,19 +133,19 @@ def joined(lifting: Lifting, family: Family, source: Any) -> Rows:
     return lifting.apply(family)
 
 
-def unsqueeze(lifting: Lifting, family: Family, source: Rows) -> Any:
+def unsqueeze(lifting: Lifting, family: Template, source: Rows) -> Any:
     _row_kept(family)
     return lifting.apply(family)
 
 
-def _row_kept(family: Family) -> int:
+def _row_kept(family: Template) -> int:
     row = row_of(family.example)
     if row is None:
         raise NotProved(f"`{family.name}` mixes the rows", family.nodes[0])
     return row
 
 
-def reshape(lifting: Lifting, family: Family, source: Rows) -> Rows:
+def reshape(lifting: Lifting, family: Template, source: Rows) -> Rows:
     """The rows stay in one dimension, in their order: as many elements lie before them as before, and after them."""
     row = _row_kept(family)
     before, after = parts_of(family.args[0].example)[0].shape, family.example.shape
@@ -158,18 +158,18 @@ def reshape(lifting: Lifting, family: Family, source: Rows) -> Rows:
     return Rows(lifting.emit("reshape", (source.node, shape)), row)
 
 
-def expand(lifting: Lifting, family: Family, source: Rows) -> Rows:
+def expand(lifting: Lifting, family: Template, source: Rows) -> Rows:
     _row_kept(family)
     return _repeated(lifting, family, source, family.call.sequence("size"), -1, (-1, None))
 
 
-def repeat(lifting: Lifting, family: Family, source: Rows) -> Rows:
+def repeat(lifting: Lifting, family: Template, source: Rows) -> Rows:
     _row_kept(family)
     return _repeated(lifting, family, source, family.call.sequence("repeats"), 1, (1,))
 
 
 def _repeated(
-    lifting: Lifting, family: Family, source: Rows, sizes: Sequence[Any], keep: int, allowed: tuple[Any, ...]
+    lifting: Lifting, family: Template, source: Rows, sizes: Sequence[Any], keep: int, allowed: tuple[Any, ...]
 ) -> Rows:
     """keep: the size that leaves a dimension as it is; allowed: for that of the rows, None for one that is computed."""
     wanted = [size if isinstance(size, int) else None for size in sizes]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.families import Family
+from fxpasses.graph.anti_unification import Template
 from fxpasses.graph.symbols import expression, is_unbacked
 
 
@@ -79,12 +79,12 @@ def _is_data(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and is_unbacked(size) and not isinstance(expression(size), int)
 
 
-def example_of(value: Node | Family) -> Any:
+def example_of(value: Node | Template) -> Any:
     """The value on fake tensors; of a family, that of the first branch."""
-    return value.example if isinstance(value, Family) else value.meta["example_value"]
+    return value.example if isinstance(value, Template) else value.meta["example_value"]
 
 
-def same_size(first: Node | Family, second: Node | Family) -> bool:
+def same_size(first: Node | Template, second: Node | Template) -> bool:
     one, other = ([expression(size) for size in example_of(value).shape] for value in (first, second))
     return one == other
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from fxpasses.graph.families import Family
+from fxpasses.graph.anti_unification import Template
 from fxpasses.graph.refusals import NotProved
-from fxpasses.passes.experts import gathering, products, rowwise
-from fxpasses.passes.experts.batched import Flat, Places, Rows, Weights, parts_of, row_of
-from fxpasses.passes.experts.cuts import cut_of
+from fxpasses.passes.experts import gathering, products
+from fxpasses.passes.experts import rowwise_rules as rowwise
+from fxpasses.passes.experts.batched_values import Flat, Places, Rows, Weights, parts_of, row_of
 from fxpasses.passes.experts.lifting import Lifting
+from fxpasses.passes.experts.row_partition import cut_of
 from fxpasses.passes.experts.selection import is_query
 
-Rule = Callable[[Lifting, Family, Any], Any]
+Rule = Callable[[Lifting, Template, Any], Any]
 
 _BY_OPERAND: dict[type, Rule] = {
     Flat: gathering.unflattened, Places: gathering.coordinates, tuple: gathering.item,
@@ -35,7 +36,7 @@ _OF_ROWS: dict[str, Rule] = dict.fromkeys(rowwise.ALONG, rowwise.along) | {
 }  # fmt: skip
 
 
-def lift(lifting: Lifting, family: Family) -> Any:
+def lift(lifting: Lifting, family: Template) -> Any:
     """The lifted value of a family; raises `NotProved`."""
     if family.is_input:
         return Weights(None, family.nodes)
@@ -51,7 +52,7 @@ def lift(lifting: Lifting, family: Family) -> Any:
     return _rule(family, first)(lifting, family, first)
 
 
-def _rule(family: Family, first: Any) -> Rule:
+def _rule(family: Template, first: Any) -> Rule:
     rule = _BY_OPERAND.get(type(first)) or _BY_OPERATOR.get(family.name)
     if rule is None and rowwise.is_elementwise(family.name):
         rule = rowwise.elementwise
@@ -63,6 +64,6 @@ def _rule(family: Family, first: Any) -> Rule:
     return rule
 
 
-def _has_rows(family: Family) -> bool:
+def _has_rows(family: Template) -> bool:
     """Whether a family's tensors are made of rows: their size is known by the batch alone."""
     return any(row_of(part) is not None or isinstance(part, torch.SymInt) for part in parts_of(family.example))

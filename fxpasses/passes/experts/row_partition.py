@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.fx import Node
 
+from fxpasses.graph.anti_unification import Constants, Template
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.families import Constants, Family
-from fxpasses.graph.reaching import reached
+from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import expression, is_symbolic, symbol
 from fxpasses.passes.experts.selection import progression
@@ -58,14 +58,14 @@ class Cut:
 
 def cut_of(family: Any) -> Cut | None:
     """The cut that a family of parts comes from, if it does; raises `NotProved` for one of another order."""
-    if not isinstance(family, Family) or family.name != "getitem" or len(family.args) != 2:
+    if not isinstance(family, Template) or family.name != "getitem" or len(family.args) != 2:
         return None
     source, index = family.args
     index = index if isinstance(index, tuple) else (index,)
     if index and isinstance(index[0], Spans):
         if not isinstance(source, Node):
             raise NotProved("slices of what each branch made", family.nodes[0])
-        if any(isinstance(leaf, (Node, Family, Constants)) for leaf in leaves(index[1:])):
+        if any(isinstance(leaf, (Node, Template, Constants)) for leaf in leaves(index[1:])):
             raise NotProved("slices with an index that is not known", family.nodes[0])
         spans = index[0]
         return Cut(source, index[1:], spans.counts, spans.running, spans.nodes, checks=False)

@@ -13,10 +13,10 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph.aliases import AliasAnalysis, storages, written_operands
+from fxpasses.graph.anti_unification import Template
 from fxpasses.graph.calls import FACTORIES, operator_of
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.families import Family
-from fxpasses.graph.reaching import reached
+from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.assertions import Sizes
@@ -37,7 +37,7 @@ class Surroundings:
         graph: Graph,
         loop: Loop,
         memory: AliasAnalysis,
-        families: list[Family],
+        families: list[Template],
         rows: set[Node],
         totals: set[Node],
         sizes: Sizes,
@@ -131,7 +131,7 @@ class Surroundings:
         if any(node in own for node in (buffer, *chained)):
             raise NotProved("a branch reads what another has added", buffer)
 
-    def _place(self, families: list[Family]) -> Node:
+    def _place(self, families: list[Template]) -> Node:
         """The last end; of several lists, the first one, where all is there by then that the program is made of."""
         ends = sorted(self.loop.ends, key=self.positions.__getitem__)
         if self.loop.kind != "cat" or len(ends) == 1:

@@ -25,8 +25,8 @@ from fxpasses.graph.routing_transfer import CASTS, RESHAPES
 from fxpasses.graph.speculation import AFTER, BEFORE, CONDITION, INSIDE, PART, READ, Marked, SpeculatedBranch, marks
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.assertions import Sizes
-from fxpasses.passes.experts.cuts import Cut
 from fxpasses.passes.experts.loops import Loop, Merge, has_rows
+from fxpasses.passes.experts.row_partition import Cut
 from fxpasses.passes.experts.selection import Selection
 
 _COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne", "sym_not"})

@@ -33,7 +33,7 @@ class Constants:
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class Template:
     """One node of each branch, with the arguments unified: nodes that are shared, `Constants`, families, plain values.
 
     A family without arguments is one of inputs of the graph.
@@ -108,17 +108,17 @@ class Unifier:
                 if not all(node.op in ("placeholder", "get_attr") for node in nodes):
                     other = next(n for n in nodes if (n.op, n.target) != (first.op, first.target))
                     raise Mismatch(f"`{first.name}` in one branch is `{other.name}` in another", other)
-                self._families[nodes] = Family(nodes, (), {})
+                self._families[nodes] = Template(nodes, (), {})
             else:
                 args = self.unify([node.args for node in nodes])
-                family = Family(nodes, args, self.unify([node.kwargs for node in nodes]))
+                family = Template(nodes, args, self.unify([node.kwargs for node in nodes]))
                 self._families[nodes] = nodes[0] if self._is_repetition(family) else family
         return self._families[nodes]
 
-    def _is_repetition(self, family: Family) -> bool:
+    def _is_repetition(self, family: Template) -> bool:
         """Whether each branch computes the same anew: `idx.flatten()` in every round of the loop."""
         return family.name in REPEATED and not any(
-            isinstance(leaf, (Family, Constants)) for leaf in leaves((family.args, family.kwargs))
+            isinstance(leaf, (Template, Constants)) for leaf in leaves((family.args, family.kwargs))
         )
 
 
@@ -126,12 +126,12 @@ def _other(values: Sequence[Any]) -> Any:
     return next((value for value in values if value is not values[0] and value != values[0]), values[-1])
 
 
-def members(families: Sequence[Any]) -> list[Family]:
+def members(families: Sequence[Any]) -> list[Template]:
     """All families that the given ones are made of, operands first."""
-    found: dict[int, Family] = {}
+    found: dict[int, Template] = {}
 
     def visit(value: Any) -> None:
-        if isinstance(value, Family) and id(value) not in found:
+        if isinstance(value, Template) and id(value) not in found:
             for leaf in leaves((value.args, value.kwargs)):
                 visit(leaf)
             found[id(value)] = value
