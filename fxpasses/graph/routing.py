@@ -14,6 +14,7 @@ to what it rests on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ class Routing:
     """
 
     def __init__(self, is_constant: Callable[[Node], bool] = lambda node: True) -> None:
-        self.is_constant = is_constant
+        self.is_constant = functools.cache(is_constant)
         self._facts: dict[Node, Fact] = {}
         self._concerned: set[Node] = set()
         self._first: dict[Any, Node] = {}
