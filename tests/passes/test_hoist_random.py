@@ -31,6 +31,7 @@ seen: Counter[str] = Counter()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # two minutes, and much more on a busy machine
 @hypothesis.settings(
     max_examples=200,
     deadline=None,
