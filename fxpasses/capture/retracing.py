@@ -235,4 +235,5 @@ def _backend_error(error: BaseException) -> BaseException:
 
 
 def _first_line(error: BaseException) -> str:
+    error = _backend_error(error)
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
