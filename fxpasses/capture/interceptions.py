@@ -65,16 +65,12 @@ class Site:
     places: Callable[[], Iterable[Place]]
 
 
-def method(owner: str, *names: str, unless: str = "") -> Site:
-    """A method of a class, or a function of a module. names: what versions of torch call it.
-
-    unless: another method, by which a torch is known that has this one elsewhere.
-    """
+def method(owner: str, *names: str) -> Site:
+    """A method of a class, or a function of a module. names: what versions of torch call it, the newest first."""
 
     def places() -> Iterator[Place]:
         found = resolve(owner)
-        if not unless or not hasattr(found, unless):
-            yield found, next((name for name in names if hasattr(found, name)), names[0])
+        yield found, next((name for name in names if hasattr(found, name)), names[0])
 
     return Site(f"{owner}.{names[0]}", places)
 

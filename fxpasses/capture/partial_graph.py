@@ -20,7 +20,7 @@ from fxpasses.graph.metadata_analysis import Walk
 from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import source
 from fxpasses.graph.regions import Region
-from fxpasses.graph.symbols import integer_behind, is_unbacked, symbol
+from fxpasses.graph.symbols import integer_behind, is_unbacked, symbol, symbol_as_created
 from fxpasses.graph.values import Allocation as Memory
 from fxpasses.graph.values import Many, Ref, Scalar, Tensor, Value
 from fxpasses.prologue_program import Program
@@ -92,10 +92,7 @@ class PartialGraph:
 
     def source_of(self, root: Node) -> str:
         """The expression by which Dynamo finds an input of the graph in the frame."""
-        # Dynamo may have found the size to be a constant since: its symbol is the one that it had in the walk.
-        return source(root) or next(
-            self.size_source(found) for found, value in self.walk.symbols.items() if value is self.walk.values[root]
-        )
+        return source(root) or self.size_source(symbol_as_created(root.meta["example_value"]))
 
     def program(self, extras: list[Extra]) -> tuple[Program, list[Node]]:
         """A program that computes `extras`, and the placeholders that its inputs stand for."""

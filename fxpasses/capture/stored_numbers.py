@@ -19,7 +19,7 @@ traced again without this. After a step the attribute holds what the last forwar
 the last recomputation stored, which is the same number, unless the program around the compiled one stores to the same
 attribute between forward and backward, or goes backward through several forward passes from the first to the last.
 
-Private names, checked on torch 2.13, besides the handlers' sites: `OutputGraph.compile_subgraph_reason`,
+Private names, checked on torch 2.13 and 2.15, besides the handlers' sites: `OutputGraph.compile_subgraph_reason`,
 `side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns what was stored, and
 that compiled code is called by a function of `torch/_dynamo/eval_frame.py`.
 """
@@ -65,7 +65,7 @@ _BETWEEN = (
     str(contextlib.__file__),
 )
 
-handlers = Handlers(checked=("2.13.0",))
+handlers = Handlers(checked=("2.13.0", "2.15.0"))
 Key = tuple[int, str]  # an object, by identity, and the name of its attribute
 
 
@@ -143,12 +143,23 @@ def change(trace: Trace, proceed: Proceed, self: Any, variable: Any) -> Any:
     return NOT_HANDLED
 
 
-@handlers.at(method(_OBJECT, "var_getattr", unless="tp_getattro_impl"))
+@handlers.at(method(_OBJECT, "tp_getattro_impl", "var_getattr"))
 def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
-    """Torch 2.15 reads attributes in another place as well, and no read may be missed."""
+    return _note_read(trace, self, tx, name)
+
+
+@handlers.at(method(_EFFECTS, "load_attr"))
+def read_what_was_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, **kwargs: Any) -> Any:
+    """Torch 2.15 takes an attribute that this trace has stored from here, and does not ask the object."""
+    if type(item) not in _OBJECTS:
+        return NOT_HANDLED
+    return _note_read(trace, item, self.output_graph_weakref().current_tx, name)
+
+
+def _note_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
     body = _body(tx)
     if body is not None and not (name == _ALL and _is_of_module(tx)):
-        trace.stores.read((id(self.value), name), body)
+        trace.stores.read((id(variable.value), name), body)
     return NOT_HANDLED
 
 

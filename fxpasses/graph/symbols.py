@@ -1,8 +1,8 @@
 """Symbolic sizes: what the passes ask of PyTorch's shape environment.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` and
-`constrain_unify`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the attribute `SymInt.node.expr`;
-`ShapeEnv._replacements_version_counter`, which 2.13 has.
+`constrain_unify`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the attributes `SymInt.node.expr`
+and `SymInt.node._expr`; `ShapeEnv._replacements_version_counter`, which 2.13 has.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ def symbol(value: Any) -> Any:
     """The single symbol that a symbolic integer is, or None."""
     found = expression(value)
     return found if isinstance(found, sympy.Symbol) and isinstance(value, torch.SymInt) else None
+
+
+def symbol_as_created(value: torch.SymInt) -> Any:
+    """The symbol that a graph's input was created with, also where it was found to be a constant since."""
+    return value.node._expr
 
 
 def bytes_of(tensor: torch.Tensor) -> int | None:

@@ -91,11 +91,19 @@ class Layers(torch.nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("program", WHOLE, ids=lambda p: p.__name__)
 def test_one_graph_for_all_packings(program: Program, checkpointed: bool) -> None:
-    record = assert_same(Layers(program, checkpointed), batches(), "aot_eager", tolerance=1e-5, fullgraph=True)
+    # On torch 2.15 stock `aot_eager` itself is 3e-5 from eager mode where rows are padded, and closer to float64.
+    tolerance = 5e-5 if program is padded_to_longest and torch.__version__ >= "2.15" else 1e-5
+    record = assert_same(Layers(program, checkpointed), batches(), "aot_eager", tolerance, fullgraph=True)
     # Torch 2.11 asks whether a slice has the length 1, and so compiles packings with such a sequence on their own.
     most = len(PACKINGS) if program is mask_of_total and torch.__version__ < "2.12" else 1
     assert len(record.graphs) <= most, record
     assert record.figures("hoist_metadata")["host_reads_after"] <= record.figures("hoist_metadata")["host_reads_before"]
+
+
+def test_sizes_that_the_trace_finds_to_be_constants() -> None:
+    """`dynamic=True` makes a symbol of the width, which the first product finds to be that of its weights."""
+    record = assert_same(Layers(padded_to_longest, checkpointed=False), batches(), fullgraph=True, dynamic=True)
+    assert len(record.graphs) == 1
 
 
 def two_variants(x: Tensor, lengths: Tensor) -> Tensor:

@@ -178,6 +178,14 @@ class Counts(Layer):
         return self.linear(x).sin()
 
 
+class CountsFromZero(Counts):
+    """A store that waits in the trace is read from there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.calls = 0
+        return super().forward(x)
+
+
 class StoresOnce(Layer):
     def run(self, x: Tensor) -> Tensor:
         if self.notes.sizes is None:
@@ -249,6 +257,7 @@ class DrawsOtherNumbers(Layer):
     [
         StoresTwice,
         Counts,
+        CountsFromZero,
         StoresOnce,
         AsksWhetherItIsThere,
         LooksIntoTheDict,
