@@ -1,9 +1,9 @@
-"""Who writes to which memory, and which nodes share some.
+"""Alias analysis: which nodes share memory, and which nodes write to it.
 
-Nodes share memory where their examples on fake tensors share a storage, and where a higher-order operator hands on what
-its body returns a view of: the examples of its results are new. What a node writes to is told by its name, its schema
-and its bodies (`written_operands`), which serves while a graph is still being made; `AliasAnalysis` runs the node on
-fake tensors, which tells it of operators that do not say so.
+Nodes share memory if their fake tensors share a storage, or if a higher-order operator returns a view of an operand,
+which the fake tensors of its results do not show. `written_operands` derives the writes of a node from its name, its
+schema and its bodies, and so works while a graph is being written; `AliasAnalysis` runs the node on fake tensors, which
+also covers operators whose names and schemas do not tell.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fxpasses.graph import effects
 from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.effects import leaves, storage_key
 
-# Higher-order operators that do nothing to their tensors but to run the operator that they are given.
+# Higher-order operators that only run the operator that they are given.
 _RUN_AN_OPERATOR = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
-# Never write, whatever their arguments; asking PyTorch takes a run on fake tensors.
+# Operators that never write, whatever their arguments: listed to save a run on fake tensors.
 _PURE = frozenset(
     {"add", "any", "eq", "floor_divide", "getitem", "matmul", "mul", "ne", "nonzero", "one_hot", "permute",
      "remainder", "reshape", "size", "sum", "sym_size", "topk", "transpose", "unsqueeze", "view", "where"}
@@ -29,7 +29,7 @@ _PURE = frozenset(
 
 
 def storages(node: Node) -> list[int]:
-    """The storages of a node's tensors, by identity, in a graph of Dynamo's or of AOTAutograd's."""
+    """The storages of a node's tensors, by identity, in a graph of Dynamo or AOTAutograd."""
     return storages_of(node.meta.get("val", node.meta.get("example_value")))
 
 
@@ -46,9 +46,9 @@ def storages_of(value: Any) -> list[int]:
 
 
 def written_operands(node: Node, owner: torch.nn.Module | None = None) -> list[Node]:
-    """The operands that a node may write to: all of them, where neither its name nor its schema tells.
+    """The operands that a node may write to: all of them if neither its name nor its schema tells.
 
-    owner: the module with the bodies of higher-order operators; without it, that of the node's graph.
+    owner: the module that holds the bodies of higher-order operators, by default that of the node's graph.
     """
     if node.op == "call_module":
         return node.all_input_nodes
@@ -84,7 +84,7 @@ def _nodes_in(tree: Any) -> list[Node]:
 
 
 def _bodies(call: Node, owner: torch.nn.Module | None = None) -> list[GraphModule]:
-    """The bodies that are given to a higher-order operator."""
+    """The bodies among the operands of a higher-order operator."""
     owner = owner or call.graph.owning_module
     named = (str(operand.target) for operand in call.all_input_nodes if operand.op == "get_attr")
     return [body for name in named if isinstance(body := getattr(owner, name, None), GraphModule)]
@@ -96,9 +96,9 @@ def _writes_to_operands(body: GraphModule) -> bool:
 
 
 def _may_return_operands(call: Node) -> bool:
-    """Whether a higher-order operator may give memory of its operands, which its example does not show."""
+    """Whether a higher-order operator may return memory of its operands that its fake tensors do not show."""
     if operator_of(call) in _RUN_AN_OPERATOR:
-        return False  # as its example shows
+        return False  # its fake tensors show it
     bodies = _bodies(call)
     returned = (AliasSets(b.graph.nodes).meet(b.graph.output_node().all_input_nodes, _given(b)) for b in bodies)
     return not bodies or any(returned)
@@ -109,19 +109,19 @@ def _given(body: GraphModule) -> list[Node]:
 
 
 class AliasSets:
-    """Which nodes of a graph share memory. Each set has a number, a storage of it; equal ones may be the same memory.
+    """A partition of a graph's memory. Nodes whose tensors are in one set, which has a number, may share memory.
 
-    in_one: inputs that may be the same memory. owners: the nodes on each set's memory, in program order.
+    in_one: inputs that may share memory. owners: the nodes of each set, in program order.
     """
 
     def __init__(self, nodes: Iterable[Node], in_one: Iterable[Node] = ()) -> None:
         self._parents: dict[int, int] = {}
-        self._known: dict[Node, tuple[Any, list[int]]] = {}  # by example, which changes where a graph is rewritten
+        self._known: dict[Node, tuple[Any, list[int]]] = {}  # with the example, which a rewrite may replace
         self._merge(in_one)
         self.refresh(nodes)
 
     def refresh(self, nodes: Iterable[Node]) -> None:
-        """Look at the graph again, after it was changed."""
+        """To be called after a change of the graph."""
         nodes = list(nodes)
         for node in nodes:
             if isinstance(node.target, torch._ops.HigherOrderOperator) and _may_return_operands(node):
@@ -141,12 +141,12 @@ class AliasSets:
         return frozenset(map(self.number, known[1]))
 
     def sharing(self, node: Node) -> list[Node]:
-        """All nodes on the memory of a tensor, itself among them, in the graph's order."""
+        """All nodes on the memory of a tensor, the node itself included, in program order."""
         (number,) = self.of(node)
         return self.owners[number]
 
     def meet(self, nodes: Iterable[Node], others: Iterable[Node]) -> bool:
-        """Whether some node may share memory with one of others."""
+        """Whether one of the nodes may share memory with one of the others."""
         return bool({n for node in nodes for n in self.of(node)} & {n for node in others for n in self.of(node)})
 
     def number(self, storage: int) -> int:
@@ -160,10 +160,10 @@ class AliasSets:
 
 
 class AliasAnalysis:
-    """Who uses which memory in one graph. inputs_in_one: those that may be the same memory.
+    """The writers and readers of memory in one graph. inputs_in_one: inputs that may share memory.
 
-    A pass that reads `idx == e` from the graph, and sorts `idx` in its place, must know that nobody changed the mask
-    before it was asked, nor `idx` after.
+    A pass that replaces queries of `idx == e` by a sort of `idx` must know that nobody writes to the mask before its
+    query, nor to `idx` after the comparison.
     """
 
     def __init__(self, graph: Graph, fake_mode: Any, inputs_in_one: Iterable[Node] = ()) -> None:
@@ -172,17 +172,17 @@ class AliasAnalysis:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the graph again, after it was changed."""
+        """To be called after a change of the graph."""
         self.sets.refresh(self._graph.nodes)
         self._written: dict[Node, frozenset[int]] = {}
         self.positions = {node: position for position, node in enumerate(self._graph.nodes)}
 
     def is_constant(self, node: Node) -> bool:
-        """Whether nobody writes to a node's memory once it is made."""
+        """Whether nobody writes to a node's memory after the node."""
         return self.writer(node, node, None) is None
 
     def is_pure(self, node: Node) -> bool:
-        """Whether a node writes to none of its operands, and so can go where nobody looks at it."""
+        """Whether a node writes to none of its operands, so that it is dead if nobody uses it."""
         return not self.written_by(node)
 
     def written_by(self, node: Node) -> frozenset[int]:
@@ -192,12 +192,12 @@ class AliasAnalysis:
         return self._written[node]
 
     def writer(self, node: Node, after: Node, until: Node | None) -> Node | None:
-        """Who may write to the memory of `node` after one node and before another."""
+        """The first node between two others that may write to the memory of `node`."""
         own = self.sets.of(node)
         return next((user for user in self.users(node, after, until) if self.written_by(user) & own), None)
 
     def users(self, node: Node, after: Node, until: Node | None) -> Iterator[Node]:
-        """Who looks at the memory of `node`, by whatever view, after one node and before another."""
+        """The nodes between two others that use the memory of `node` through any view."""
         start = self.positions[after]
         end = self.positions[until] if until is not None else len(self.positions)
         holders = (holder for number in self.sets.of(node) for holder in self.sets.owners.get(number, ()))

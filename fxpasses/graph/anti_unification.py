@@ -1,11 +1,11 @@
-"""Programs that are the same up to what differs: E branches of a loop, walked in step.
+"""Anti-unification: the template that the E branches of a loop are instances of.
 
-`unify` takes one node of each branch and says what they have in common. Where all branches look at the same node, it is
-shared; where they differ in a number, it is a constant of each branch; where they apply the same operator, it is a
-family of nodes, whose arguments are unified in turn. Anything else is a `Mismatch`.
+`Unifier.unify` takes one value of each branch. A node that all branches use is shared; numbers that differ become
+`Constants`; nodes that apply the same operator become a `Template`, whose arguments are unified in turn. Anything else
+is a `Mismatch`.
 
-    branch 0: y_0 = silu(x[tok_0] @ w[0])        family silu(family matmul(family getitem(x, family tok),
-    branch 1: y_1 = silu(x[tok_1] @ w[1])                                  family getitem(w, constants (0, 1))))
+    branch 0: y_0 = silu(x[tok_0] @ w[0])        template silu(template matmul(template getitem(x, template tok),
+    branch 1: y_1 = silu(x[tok_1] @ w[1])                                      template getitem(w, constants (0, 1))))
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fxpasses.graph.refusals import NotProved
 
 
 class Mismatch(NotProved):
-    """The branches are not the same program; the text says where they part."""
+    """The branches are not the same program; the text says where they differ."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """A number for each branch, not all equal."""
+    """One number for each branch, not all equal."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """One node of each branch, with the arguments unified: nodes that are shared, `Constants`, families, plain values.
+    """One node of each branch, with unified arguments: shared nodes, `Constants`, templates and plain values.
 
-    A family without arguments is one of inputs of the graph.
+    A template without arguments stands for inputs of the graph.
     """
 
     nodes: tuple[Node, ...]
@@ -62,7 +62,7 @@ class Template:
         return self.nodes[0].meta.get("example_value")
 
 
-# Pure: with the same operands they give the same value, as long as nothing is written in between.
+# Pure operators: equal operands give equal results, unless something is written in between.
 REPEATED = frozenset(
     {"any", "bool", "contiguous", "flatten", "float", "getitem", "int", "long", "one_hot", "permute", "reshape",
      "squeeze", "sum", "t", "to", "transpose", "unsqueeze", "view"}
@@ -70,19 +70,19 @@ REPEATED = frozenset(
 
 
 class Unifier:
-    """Unifies nodes, each tuple of them once. slices: what slices with different bounds are, if it knows."""
+    """Anti-unifies values, each tuple of nodes once. slices: the meaning of slices whose bounds differ, if known."""
 
     def __init__(self, slices: Callable[[Sequence[slice]], Constants | None] = lambda slices: None) -> None:
         self._slices = slices
-        self._families: dict[tuple[Node, ...], Any] = {}
+        self._templates: dict[tuple[Node, ...], Any] = {}
 
     def unify(self, values: Sequence[Any]) -> Any:
-        """What the values, one of each branch, have in common; raises `Mismatch`."""
+        """What the values, one for each branch, have in common; raises `Mismatch`."""
         first = values[0]
         if all(value is first for value in values):
             return first
         if all(isinstance(value, Node) for value in values):
-            return self._family(tuple(values))
+            return self._template(tuple(values))
         if any(isinstance(value, Node) for value in values) or any(type(v) is not type(first) for v in values):
             raise Mismatch(f"one branch has {first!r} where another has {_other(values)!r}")
         if isinstance(first, (tuple, list)):
@@ -101,33 +101,33 @@ class Unifier:
             return first
         return Constants(tuple(values))
 
-    def _family(self, nodes: tuple[Node, ...]) -> Any:
-        if nodes not in self._families:
+    def _template(self, nodes: tuple[Node, ...]) -> Any:
+        if nodes not in self._templates:
             first = nodes[0]
             if any((node.op, node.target) != (first.op, first.target) for node in nodes):
                 if not all(node.op in ("placeholder", "get_attr") for node in nodes):
                     other = next(n for n in nodes if (n.op, n.target) != (first.op, first.target))
                     raise Mismatch(f"`{first.name}` in one branch is `{other.name}` in another", other)
-                self._families[nodes] = Template(nodes, (), {})
+                self._templates[nodes] = Template(nodes, (), {})
             else:
                 args = self.unify([node.args for node in nodes])
-                family = Template(nodes, args, self.unify([node.kwargs for node in nodes]))
-                self._families[nodes] = nodes[0] if self._is_repetition(family) else family
-        return self._families[nodes]
+                template = Template(nodes, args, self.unify([node.kwargs for node in nodes]))
+                self._templates[nodes] = first if _is_repetition(template) else template
+        return self._templates[nodes]
 
-    def _is_repetition(self, family: Template) -> bool:
-        """Whether each branch computes the same anew: `idx.flatten()` in every round of the loop."""
-        return family.name in REPEATED and not any(
-            isinstance(leaf, (Template, Constants)) for leaf in leaves((family.args, family.kwargs))
-        )
+
+def _is_repetition(template: Template) -> bool:
+    """Whether each branch repeats one computation, as `idx.flatten()` in every iteration of the loop."""
+    differs = any(isinstance(leaf, (Template, Constants)) for leaf in leaves((template.args, template.kwargs)))
+    return template.name in REPEATED and not differs
 
 
 def _other(values: Sequence[Any]) -> Any:
     return next((value for value in values if value is not values[0] and value != values[0]), values[-1])
 
 
-def members(families: Sequence[Any]) -> list[Template]:
-    """All families that the given ones are made of, operands first."""
+def members(templates: Sequence[Any]) -> list[Template]:
+    """All templates that the given ones consist of, operands first."""
     found: dict[int, Template] = {}
 
     def visit(value: Any) -> None:
@@ -136,7 +136,6 @@ def members(families: Sequence[Any]) -> list[Template]:
                 visit(leaf)
             found[id(value)] = value
 
-    for family in families:
-        for leaf in leaves(family):
-            visit(leaf)
+    for leaf in leaves(tuple(templates)):
+        visit(leaf)
     return list(found.values())

@@ -1,4 +1,4 @@
-"""New nodes, each with its value on fake tensors, at one place of a graph; taken out again where the rest fails."""
+"""Insert new nodes, each with its value on fake tensors, at one place of a graph; undo all of them if one fails."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import is_symbolic, is_unbacked, symbol
 from fxpasses.report import Reason
 
-# What these find is new to every run on fake tensors.
+# Every run of these on fake tensors creates new symbols.
 _ASKING = ("where", "nonzero", "masked_select", "item", "unique", "getitem")
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 class NodeBuilder:
-    """Makes nodes where the graph inserts, and says that they come from where `origin` does.
+    """Creates nodes at the graph's insertion point, with the provenance of `origin`.
 
-    reason: of the refusal where one cannot be made. autocast: the regions around the place.
+    reason: of the refusal if a node cannot be created. autocast: the regions around the place.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class NodeBuilder:
     def __call__(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, like: Node | None = None
     ) -> Node:
-        """A call of a function, or of a method if `target` is a string, or of the same as `like`; raises `Refused`."""
+        """Call a function, or a method if `target` is a string, or the target of `like`; raises `Refused`."""
         kwargs = kwargs or {}
         op = like.op if like is not None else "call_method" if isinstance(target, str) else "call_function"
         node = self.graph.create_node(op, target if like is None else like.target, args, kwargs)
@@ -54,11 +54,11 @@ class NodeBuilder:
             with self._fake_mode, enable_python_dispatcher(), effects.regions(self._autocast):
                 node.meta["example_value"] = effects.call(node, *fakes)
         except Exception as error:
-            raise Refused(self._reason, f"`{node.name}` cannot be made: {error}", like or self._origin) from error
+            raise Refused(self._reason, f"`{node.name}` cannot be created: {error}", like or self._origin) from error
         return node
 
     def read(self, element: Node, number: torch.SymInt, bound: Any) -> Node:
-        """`element.item()`, which is the number that the graph knows under the symbol `bound`."""
+        """`element.item()`, the number for which the graph has the symbol `bound`."""
         node = self.graph.create_node("call_method", "item", (element,), {})
         self._note(node, self._origin)
         node.meta["example_value"] = number
@@ -66,23 +66,23 @@ class NodeBuilder:
         return node
 
     def ask(self, element: Node) -> Node:
-        """`element.item()`, a number that the graph knows under no symbol yet; of an integer tensor []."""
+        """`element.item()` of an integer tensor [], with a new symbol."""
         with effects.quiet(self._fake_mode):
             number: Any = element.meta["example_value"].item()
         return self.read(element, number, symbol(number))
 
     def settle(self, number: Node, known: int | Node) -> None:
-        """Put in what a symbolic number is known to be, and bring up to date what was made of it."""
-        self._bring_up_to_date(_put(number, known), [])
+        """Replace a symbolic number by its known value, and update the nodes that depend on it."""
+        self._update(_put(number, known), [])
 
     def update(self, results: list[Node]) -> None:
-        """Bring up to date what was made of results whose sizes are known now."""
-        self._bring_up_to_date({user for node in results for user in node.users}, results)
+        """Update the nodes that depend on results whose sizes are known now."""
+        self._update({user for node in results for user in node.users}, results)
 
-    def _bring_up_to_date(self, stale: set[Node], made: list[Node]) -> None:
-        """Values on fake tensors anew, as far as sizes were not known before, and for all that shares their memory."""
+    def _update(self, stale: set[Node], known: list[Node]) -> None:
+        """Recompute values on fake tensors whose sizes were unknown, and those of all nodes that share their memory."""
         renewed: set[int] = set()
-        for node in [node for node in self.graph.nodes if node not in made]:
+        for node in [node for node in self.graph.nodes if node not in known]:
             before = node.meta.get("example_value")
             asks = "unbacked_bindings" in node.meta and operator_of(node) in _ASKING
             if node not in stale or asks or not node.op.startswith("call"):
@@ -103,7 +103,7 @@ class NodeBuilder:
             stale |= set(node.users)
 
     def made(self, node: Node) -> bool:
-        """Whether a node is one of the new ones."""
+        """Whether this builder created the node."""
         return node in self._emitted
 
     def undo(self) -> None:
@@ -116,7 +116,7 @@ class NodeBuilder:
 
 
 def erase_unused(nodes: Iterable[Node], removable: Callable[[Node], bool]) -> None:
-    """Erase those of the nodes that nobody uses and that are removable, and so on with what they were made of."""
+    """Erase the removable ones of the nodes that have no users, then their operands likewise."""
     waiting, erased = list(nodes), set[Node]()
     while waiting:
         node = waiting.pop(0)
@@ -127,7 +127,7 @@ def erase_unused(nodes: Iterable[Node], removable: Callable[[Node], bool]) -> No
 
 
 def _put(node: Node, number: int | Node) -> set[Node]:
-    """Let the users of a node have a number in its place; returns them."""
+    """Replace a node by a number in its users; returns them."""
     users = set(node.users)
     for user in users:
         user.args, user.kwargs = torch.fx.map_arg(

@@ -3,11 +3,11 @@
     same = document[:, None] == document                same = document[:, None].narrow(-2, start, length) == document
     mask = same & (position[:, None] >= position)       mask = same & (position[:, None].narrow(...) >= position)
 
-The tensor is followed from its last operator up. What is small, or is there anyway (inputs, and views of what is
-small), is computed as a whole, by whatever program, and cut: there is nothing to prove. What is large must be
-elementwise along the rows: pointwise operators, out of place and in place, views that keep the axis apart, factories,
-triangles, and reads of a table at indices that are elementwise themselves. Values are numbered with their memory's
-version (`graph/values.py`), so that a write in place is one more operator, and no order of reads and writes is lost.
+The program is traversed from its result to its operands. A small operand, an input and a view of either is computed as
+a whole and cut, which needs no proof. A large one must be elementwise along the rows: pointwise operators, out of place
+and in place, views that preserve the axis, factories, triangles, and lookups in a table at indices that are elementwise
+themselves. Values are numbered with the version of their memory (`graph/values.py`), so that an in-place write is an
+operator like any other, and the order of reads and writes is preserved.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fxpasses.report import Reason
 
 @dataclass(frozen=True)
 class ByRows:
-    """module: takes start, stop and the values of `operands`, and gives the tensor's rows [start, stop)."""
+    """module: takes start, stop and the values of `operands`, and returns the tensor's rows [start, stop)."""
 
     module: GraphModule
     operands: tuple[Ref, ...]
 
 
 def by_rows(table: ValueTable, wanted: Ref, axis: int, small: int) -> ByRows:
-    """The program of `wanted`, restricted along `axis` (negative); what has at most `small` elements is made whole.
+    """The program of `wanted`, restricted along `axis` (negative); raises `Refused`.
 
-    Raises `Refused`.
+    Operands of at most `small` elements are computed as a whole.
     """
     restriction = _Restriction(table, small)
     restriction.graph.output(restriction.rows(wanted, axis))
@@ -53,7 +53,7 @@ _IN_PLACE = {
     "logical_xor_": torch.logical_xor, "masked_fill_": torch.masked_fill, "tril_": torch.tril, "triu_": torch.triu,
 }  # fmt: skip
 _OF_ONE = CASTS | {"full_like", "ones_like", "zeros_like"}
-_SIZES = {"full": 0, "new_full": 1, "new_ones": 1, "new_zeros": 1, "ones": 0, "zeros": 0}  # where sizes begin
+_SIZES = {"full": 0, "new_full": 1, "new_ones": 1, "new_zeros": 1, "ones": 0, "zeros": 0}  # the position of the sizes
 _ANEW = {"new_full": torch.full, "new_ones": torch.ones, "new_zeros": torch.zeros}
 _TRIANGLES = frozenset({"tril", "triu"})
 
@@ -70,7 +70,7 @@ class _Restriction:
         self._made: dict[tuple[Ref, int], Node] = {}
 
     def rows(self, ref: Ref, axis: int) -> Node:
-        """A node that has the rows of a value along `axis`."""
+        """The node for the rows of a value along `axis`."""
         if (ref, axis) not in self._made:
             if self._is_there(ref):
                 node = self.graph.call_method("narrow", (self._whole(ref), axis, self.start, self.length))
@@ -80,7 +80,7 @@ class _Restriction:
         return self._made[ref, axis]
 
     def _is_there(self, ref: Ref) -> bool:
-        """Whether a tensor takes no memory to speak of besides what there is anyway."""
+        """Whether a tensor is small, or a view of a small one or of an input."""
         entry = self.table.entries[ref.number]
         return self._is_small(entry if entry.base is None else self.table.entries[entry.base])
 
@@ -91,7 +91,7 @@ class _Restriction:
         return owner.fake.dim() < 2 if elements is None else elements <= self.small
 
     def _check_whole(self, ref: Ref) -> None:
-        """Raise `Refused` for a value that is large, or made of one that is."""
+        """Raise `Refused` for a value that is large or depends on a large one."""
         for number in slice_of(self.table, [ref]):
             entry = self.table.entries[number]
             if entry.base is None and not self._is_small(entry):
@@ -124,7 +124,7 @@ class _Restriction:
         return self._made_by(content, name, content.node.target, axis)
 
     def _written(self, write: Entry, owner: Entry, name: str, axis: int) -> Node:
-        """What a write to all of a tensor leaves there; of one dtype, or it would be another than out of place."""
+        """The contents after a write to a whole tensor; of bools, because a dtype that differs would be promoted."""
         fakes = [owner.fake, *(self.table.entries[ref.number].fake for ref in write.operands)]
         dtypes = {fake.dtype for fake in fakes if isinstance(fake, torch.Tensor)}
         if name not in _IN_PLACE or write.target != owner.number or dtypes != {torch.bool}:
@@ -149,7 +149,7 @@ class _Restriction:
         return self._call(entry, target, lambda ref: self._aligned(ref, fake, axis, entry))
 
     def _aligned(self, ref: Ref, fake: torch.Tensor, axis: int, entry: Entry) -> Node:
-        """The rows of an operand that is broadcast to `fake`; all of it, where it has one row for all."""
+        """The rows of an operand that is broadcast to `fake`; the whole operand if it has one row for all."""
         operand = self.table.entries[ref.number].fake
         if operand.dim() < -axis or (type(operand.shape[axis]) is int and operand.shape[axis] == 1):
             return self._whole(ref)
@@ -167,12 +167,12 @@ class _Restriction:
         target = _ANEW.get(operator_of(entry.node))
         if target is None:
             return self._call(entry, entry.node.target, self._whole, (tuple(sizes), *rest))
-        made = self._call(entry, target, self._whole, (tuple(sizes), *rest))  # not from a tensor, which may be large
+        made = self._call(entry, target, self._whole, (tuple(sizes), *rest))  # without `self`, which may be large
         made.kwargs = {**made.kwargs, "dtype": fake.dtype, "device": fake.device}
         return made
 
     def _triangle(self, entry: Entry, target: Any, axis: int) -> Node:
-        """Rows from `start` have their diagonal that much further to the right; columns, to the left."""
+        """The diagonal of rows from `start` lies `start` further to the right; that of columns, to the left."""
         source = entry.args[0]
         call = OperatorCall(entry.node.target, entry.args, entry.kwargs)
         if axis not in (-1, -2) or not isinstance(source, Ref) or not call.has_only("input", "diagonal"):
@@ -198,7 +198,7 @@ class _Restriction:
 
         return self._call(entry, entry.node.target, resolve)
 
-    # Views of what is large
+    # Views of large tensors
 
     def _view(self, entry: Entry, version: int | None, axis: int) -> Node:
         name = operator_of(entry.node)
@@ -249,7 +249,8 @@ class _Restriction:
 
 
 def _not(entry: Entry) -> Refused:
-    return Refused(Reason.NOT_BY_ROWS, f"rows go through `{operator_of(entry.node) or entry.node.name}`", entry.node)
+    name = operator_of(entry.node) or entry.node.name
+    return Refused(Reason.NOT_BY_ROWS, f"`{name}` is not known to be elementwise in rows", entry.node)
 
 
 def _same(first: Any, second: Any) -> bool:
@@ -257,13 +258,13 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _sizes(args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Sizes that are given as one sequence or one by one; and what follows a sequence."""
+    """Sizes given as one sequence or one by one, and the arguments after the sequence."""
     if args and isinstance(args[0], (tuple, list)):
         return list(args[0]), tuple(args[1:])
     return list(args), ()
 
 
-# For each view, the axis of its operand that `axis` of its result is; both counted from the left.
+# For each view, the operand's axis that becomes `axis` of the result, both counted from the left.
 
 
 def _unsqueezed(call: OperatorCall, dimensions: int, axis: int) -> int | None:
@@ -288,7 +289,7 @@ _VIEWS: dict[str, Callable[[OperatorCall, int, int], int | None]] = {
 
 
 def _picked(index: Any, dimensions: int, axis: int) -> tuple[int | None, Any]:
-    """The same for `x[index]`, and the index that takes all rows that are left."""
+    """The same for `x[index]`, and the index that selects all remaining rows."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(not (part is None or part is Ellipsis or type(part) in (int, slice)) for part in parts):
         return None, index
@@ -306,7 +307,7 @@ def _picked(index: Any, dimensions: int, axis: int) -> tuple[int | None, Any]:
             continue
         if isinstance(part, slice):
             if result == axis:
-                whole = part.start in (None, 0) and part.step in (None, 1)  # else its rows are others
+                whole = part.start in (None, 0) and part.step in (None, 1)  # else the rows are shifted
                 whole = whole and (part.stop is None or (type(part.stop) is int and part.stop > 0))
                 parts[position] = slice(None)
                 return (own if whole else None), tuple(parts)

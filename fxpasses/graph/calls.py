@@ -5,8 +5,8 @@
     x += y            operator.iadd(x, y)        x.add_(y)            add_, of input and other
 
 Names are those of ATen, without the overload; parameters have the names of PyTorch's documentation. A function that is
-neither PyTorch's nor Python's own has a qualified name, `einops.rearrange`, so that none of the rules for PyTorch's
-operators takes it for one of these; so has an operator of another library, `fxpasses::gather_rows`.
+neither PyTorch's nor Python's own has a qualified name, `einops.rearrange`, so that no rule for PyTorch's operators
+applies to it; so has an operator of another library, `fxpasses::gather_rows`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 _CALLS = ("call_function", "call_method")
-# Modules whose functions are known to act through ATen operators, or on Python numbers, alone.
+# Modules whose functions are known to act only through ATen operators, or only on Python numbers.
 _ROOTS = ("torch", "_operator", "operator", "math", "builtins")
 _SYNONYMS = {
     "absolute": "abs", "and": "bitwise_and", "and_": "bitwise_and", "clip": "clamp", "concat": "cat",
@@ -33,7 +33,7 @@ _SYNONYMS = {
     "subtract": "sub", "swapaxes": "transpose", "swapdims": "transpose", "true_divide": "div", "truediv": "div",
     "xor": "bitwise_xor",
 }  # fmt: skip
-# `x += y`, where `operator.iadd` gives x itself.
+# `x += y`, where `operator.iadd` returns x itself.
 _AUGMENTED = frozenset(
     {"add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"}
 )
@@ -51,7 +51,7 @@ def operator_of(node: Node) -> str:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator and its arguments, which may be nodes, or whatever stands for these in another representation."""
+    """An operator and its arguments: nodes, or what represents nodes elsewhere, such as `Ref` or `Template`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -66,9 +66,9 @@ class OperatorCall:
         return _name(self.target)
 
     def argument(self, parameter: str, default: Any = None) -> Any:
-        """The argument of a parameter, given by place or by name.
+        """The argument of a parameter, positional or by name.
 
-        Overloads are not told apart by the types of what they are given: the 1 of `x.max(1)` is both `dim` and `other`.
+        Overloads are not resolved by the types of arguments: the 1 of `x.max(1)` is both `dim` and `other`.
         """
         for name, value in self.kwargs.items():
             if _PARAMETERS.get(name, name) == parameter:
@@ -77,7 +77,7 @@ class OperatorCall:
         return default if place is None else self.args[place]
 
     def sequence(self, parameter: str) -> tuple[Any, ...]:
-        """The numbers of a parameter such as `size`, given as one sequence or one by one: `x.view(2, 3)`."""
+        """The numbers of a parameter such as `size`, passed as one sequence or one by one: `x.view(2, 3)`."""
         found = self.argument(parameter, ())
         if isinstance(found, (tuple, list)):
             return tuple(found)
@@ -85,13 +85,13 @@ class OperatorCall:
         return (found,) if place is None else tuple(self.args[place:])
 
     def has_only(self, *parameters: str) -> bool:
-        """Whether no other arguments are given."""
+        """Whether no other arguments are passed."""
         given = {_PARAMETERS.get(name, name) for name in self.kwargs}
         fitting = (s for s in _signatures(self.target) if s.takes(len(self.args), self.kwargs))
         return any(given.union(signature.places[: len(self.args)]) <= set(parameters) for signature in fitting)
 
     def _place(self, parameter: str) -> int | None:
-        """The place of a parameter, if it is given by place."""
+        """The position of a parameter, if its argument is positional."""
         signatures = _signatures(self.target)
         fitting = [signature for signature in signatures if signature.takes(len(self.args), self.kwargs)]
         places = (s.places.index(parameter) for s in fitting or signatures if parameter in s.places)
@@ -131,7 +131,7 @@ def _canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Signature:
-    """The parameters of one overload: those that may be given by place, and all."""
+    """The parameters of one overload: the positional ones in order, and all."""
 
     places: tuple[str, ...]
     names: frozenset[str]
@@ -147,7 +147,7 @@ class _Signature:
 
 @functools.lru_cache(maxsize=4096)
 def _signatures(target: Any) -> tuple[_Signature, ...]:
-    """One for each overload; () where nothing is known."""
+    """One signature for each overload; () if none is known."""
     function = getattr(torch.Tensor, target, None) if isinstance(target, str) else target
     if inspect.isfunction(function):
         parameters = inspect.signature(function).parameters.values()
@@ -168,26 +168,26 @@ def _signatures(target: Any) -> tuple[_Signature, ...]:
         return ()
 
 
-# Give the values of their operand, in a dtype and in some memory.
+# Return the values of their operand, perhaps in another dtype or memory.
 CASTS = frozenset(
     {"bfloat16", "bool", "contiguous", "detach", "double", "float", "half", "int", "long", "to", "type"}
 )  # fmt: skip
-# Give memory of their first operand, whatever else they are given; `getitem` does with an index of numbers and slices.
+# Return memory of their first operand, whatever the other arguments; `getitem` does for indices of numbers and slices.
 VIEWS = frozenset({"expand", "getitem", "permute", "reshape", "transpose", "unsqueeze", "view"})
-# Make a tensor from numbers, and look at no more than the size, dtype and device of another.
+# Make a tensor from numbers, and use only the size, dtype and device of another tensor.
 FACTORIES = frozenset(
     {"arange", "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_tensor",
      "new_zeros", "ones", "ones_like", "scalar_tensor", "tensor", "zeros", "zeros_like"}
 )  # fmt: skip
-# Elementwise by what they compute; PyTorch puts the tag on some of their overloads, or on what they are made of.
+# Elementwise, although PyTorch tags only some of their overloads, or only the operators that they decompose into.
 _UNTAGGED = frozenset({"floor_divide", "hardswish", "logsigmoid", "masked_fill", "rsub", "softsign", "where"})
 
 
 @functools.lru_cache(maxsize=4096)
 def is_pointwise(name: str) -> bool:
-    """Whether an operator computes each element from those in its place of all operands, broadcast; `where` of three.
+    """Whether an operator is elementwise over its broadcast operands; `where` only with three.
 
-    `torch.Tag.pointwise` says so of overloads, some of which reduce: those of `max`.
+    `torch.Tag.pointwise` is a property of overloads, and some operators, such as `max`, have others that reduce.
     """
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if packet is None or name in _UNTAGGED:

@@ -1,12 +1,12 @@
-"""A checkpoint's recomputation must route as its forward pass did: keep the choice and the sort, make neither again.
+"""Save a router's choice and the sort by experts in a checkpoint, so that the recomputation routes as forward did.
 
-A recomputed router may round differently (another fusion, another kernel), choose another expert for a token that was
-nearly even, and sort another order. What the choice and the order are made of is small, so a body in which a loop over
-experts was rewritten saves it. Bodies with a policy of their own keep theirs.
+A recomputed router may round differently (another fusion, another kernel) and so choose another expert for a token with
+nearly equal scores, which changes the order of the sort. The choice and the order are small, so a body in which a loop
+over experts was rewritten saves them. A body with the user's own policy keeps that.
 
-Private name, checked on torch 2.11 and 2.13: the entry `_checkpoint_context_fn` of a checkpoint body's `meta`, which is
-how Dynamo hands the `context_fn` of `torch.utils.checkpoint` on; its attribute `cache_hash` enters PyTorch's caches,
-and the logger `torch._higher_order_ops.wrap` warns of one.
+Private name, checked on torch 2.11 and 2.13: the entry `_checkpoint_context_fn` of a checkpoint body's `meta`, in which
+Dynamo passes on the `context_fn` of `torch.utils.checkpoint`; its attribute `cache_hash` is part of the keys of
+PyTorch's caches, and the logger `torch._higher_order_ops.wrap` warns about a `context_fn`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _keep_routing(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_worth_telling(record: logging.LogRecord) -> bool:
+def _is_other_warning(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
@@ -42,16 +42,16 @@ _OURS = "fxpasses.save_routing.1"
 
 
 def has_policy(body: GraphModule) -> bool:
-    """Whether the user chose which operators' results the checkpoint of a body keeps."""
+    """Whether the user chose which results the checkpoint of a body saves."""
     contexts = body.meta.get("_checkpoint_context_fn")
     return contexts is not None and getattr(contexts, "cache_hash", None) != _OURS
 
 
 def save_routing(body: GraphModule) -> None:
-    """Let the checkpoint of a body save what routes its tokens."""
+    """Have the checkpoint of a body save the routing of its tokens."""
     if "_checkpoint_context_fn" not in body.meta:
-        # PyTorch warns the user of a policy that the user did not give; adding a filter twice does nothing.
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_worth_telling)
+        # PyTorch would warn the user about a policy that is not the user's; adding a filter twice has no effect.
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_other_warning)
         contexts: Any = functools.partial(create_selective_checkpoint_contexts, _keep_routing)
         contexts.cache_hash = _OURS
         body.meta["_checkpoint_context_fn"] = contexts

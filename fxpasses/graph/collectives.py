@@ -1,10 +1,11 @@
-"""Collectives in a graph: which operators talk to other ranks, and in what order a graph issues them.
+"""Collectives in a graph: which operators communicate with other ranks, and in which order a graph issues them.
 
-Ranks choose alone whether they run a frame captured, broken or in eager mode. The k-th collective of one rank meets the
-k-th of the others, whatever it is: so it is an effect, and each way of running the frame issues the same sequence.
+Each rank decides for itself whether a frame runs captured, with graph breaks or in eager mode. The k-th collective of
+one rank is matched with the k-th of the others, whatever it is. So a collective is an effect, and each way to run the
+frame must issue the same sequence.
 
 Checked on torch 2.11 and 2.13: the namespaces, and `torch.ops._c10d_functional.wait_tensor`, which follows each
-collective, and which dead-code elimination keeps, as it does all of `torch.fx.node._side_effectful_functions`.
+collective and, like all of `torch.fx.node._side_effectful_functions`, survives dead-code elimination.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch.utils import _pytree as pytree
 _NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"}
 )
-# Of these namespaces, what talks to nobody.
+# Operators of these namespaces that do not communicate.
 _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "get_remote_tensors"})
-KEY = "fxpasses_collective"  # in `node.meta`: the place of a collective in the joint graph, which copies keep
+KEY = "fxpasses_collective"  # in `node.meta`, which copies keep: the position of a collective in the joint graph
 _PURE_NAMESPACES = frozenset({"aten", "prims", "prim"})
 
 
 class OrderChanged(RuntimeError):
-    """A graph would issue other collectives than eager mode, or in another order."""
+    """A graph would issue other collectives than eager mode does, or in another order."""
 
 
 def namespace(target: Any) -> tuple[str, str] | None:
@@ -41,7 +42,7 @@ def namespace(target: Any) -> tuple[str, str] | None:
 
 
 def is_collective(target: Any) -> bool:
-    """Whether other ranks take part in what a node with this target does."""
+    """Whether a node with this target communicates with other ranks."""
     operator = namespace(target)
     if operator is not None:
         return operator[0] in _NAMESPACES and operator[1] not in _LOCAL
@@ -49,18 +50,18 @@ def is_collective(target: Any) -> bool:
 
 
 def may_communicate(target: Any) -> bool:
-    """Whether nobody knows that an operator does not: it is a collective, or somebody's own."""
+    """Whether an operator may communicate: it is a collective, or not PyTorch's own."""
     operator = namespace(target)
     return operator is not None and operator[0] not in _PURE_NAMESPACES and operator[1] not in _LOCAL
 
 
 def collectives_of(graph: Graph) -> list[Node]:
-    """The nodes that issue a collective, in the order in which they run."""
+    """The nodes that issue a collective, in program order."""
     return [node for node in graph.nodes if node.op == "call_function" and is_collective(node.target)]
 
 
 def keys_of(graph: Graph) -> list[int]:
-    """The keys of a graph's collectives, -1 for one that the joint graph did not have."""
+    """The keys of a graph's collectives, -1 for those absent from the joint graph."""
     return [node.meta.get(KEY, -1) for node in collectives_of(graph)]
 
 
@@ -69,34 +70,33 @@ def is_wait(node: Node) -> bool:
 
 
 def sequence(gm: GraphModule) -> list[str]:
-    """The collectives that are written in a graph and in the bodies below it, in words, for comparison."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    return [str(node.target) for graph in graphs for node in collectives_of(graph)]
+    """The names of the collectives in a graph and its bodies, for comparison."""
+    return [str(node.target) for graph in _graphs(gm) for node in collectives_of(graph)]
 
 
 def check_waits(gm: GraphModule) -> None:
-    """Raise `OrderChanged` for a collective whose result nobody waits for: a compiler would leave it out."""
-    for module in gm.modules():
-        for node in collectives_of(module.graph) if isinstance(module, GraphModule) else ():
-            space, name = namespace(node.target) or ("", "")
-            may_be_dead = space.startswith("_c10d_functional") and not name.endswith("_")
-            if may_be_dead and not node.users and node.target not in torch.fx.node._side_effectful_functions:
-                raise OrderChanged(f"nobody waits for the result of `{node.name}`")
+    """Raise `OrderChanged` for a collective whose result nobody waits for: a compiler would eliminate it."""
+    for node in (node for graph in _graphs(gm) for node in collectives_of(graph)):
+        space, name = namespace(node.target) or ("", "")
+        may_be_dead = space.startswith("_c10d_functional") and not name.endswith("_")
+        if may_be_dead and not node.users and node.target not in torch.fx.node._side_effectful_functions:
+            raise OrderChanged(f"nobody waits for the result of `{node.name}`")
 
 
 def communicates(gm: GraphModule) -> bool:
-    """Whether a graph as Dynamo captures it may issue collectives: it holds one, or a tensor that is spread over ranks.
+    """Whether a graph from Dynamo may issue collectives: it contains one, or a `DTensor`.
 
     An operator on a `DTensor` issues collectives that no node shows.
     """
     if not spans_ranks():
         return False
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    return any(
-        (node.op == "call_function" and is_collective(node.target)) or _is_spread(node.meta.get("example_value"))
-        for graph in graphs
-        for node in graph.nodes
-    )
+    graphs = _graphs(gm)
+    spread = (_is_spread(node.meta.get("example_value")) for graph in graphs for node in graph.nodes)
+    return any(map(collectives_of, graphs)) or any(spread)
+
+
+def _graphs(gm: GraphModule) -> list[Graph]:
+    return [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
 
 
 def spans_ranks() -> bool:
@@ -110,16 +110,16 @@ def _is_spread(example: Any) -> bool:
 
 
 def issue_in_order(graph: Graph, wanted: Sequence[Node]) -> None:
-    """Move nodes of a graph, as few as possible and only up, so that `wanted` run in this order.
+    """Reorder a graph, moving nodes only up and as few as possible, so that `wanted` run in this order.
 
-    Raises `OrderChanged` where one needs the result of a later one, or where a node would pass a write to memory.
+    Raises `OrderChanged` if one depends on a later one, or if a node would be moved over a write to memory.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     if all(order[one] < order[next_] for one, next_ in itertools.pairwise(wanted)):
         return
     last = max(order[node] for node in wanted)
     if any(_is_write(node) for node in list(graph.nodes)[:last]):
-        raise OrderChanged("a graph that writes to memory among its collectives cannot be put in order")
+        raise OrderChanged("a graph that writes to memory between its collectives cannot be reordered")
     before = dict(zip(wanted[1:], wanted, strict=False))
     placed = _sorted(graph.nodes, lambda node: [*node.all_input_nodes, *filter(None, [before.get(node)])])
     cursor = placed[0]
@@ -129,7 +129,7 @@ def issue_in_order(graph: Graph, wanted: Sequence[Node]) -> None:
 
 
 def _sorted(nodes: Iterable[Node], needs: Callable[[Node], list[Node]]) -> list[Node]:
-    """The nodes in their order, each behind what it needs; raises `OrderChanged` where that is a cycle."""
+    """The nodes in their order, each after those that it needs; raises `OrderChanged` for a cycle."""
     done: dict[Node, None] = {}
     for first in nodes:
         pending, open_ = [first], set[Node]()

@@ -1,14 +1,16 @@
-"""A copy of Dynamo's graph to work on.
+"""Copy Dynamo's graph for the passes.
 
-Dynamo reads its own placeholders after the backend returns, and falls back to them where the backend fails, so the
-passes never touch the graph that they were given.
+Dynamo reads its own placeholders after the backend returns, and runs its graph if the backend fails, so passes never
+modify the graph that they are given.
 
-Copies generate their Python code when it is called, which most never are: that takes longer than a pass. Private name,
-checked on torch 2.11, 2.13 and 2.15: `torch.fx._lazy_graph_module`, which Dynamo uses for the same reason. Without it,
-code is generated at once.
+A copy generates its Python code when it is first called, because most copies never are, and generating code takes
+longer than a pass. Private name, checked on torch 2.11, 2.13 and 2.15: `torch.fx._lazy_graph_module`, which Dynamo uses
+for the same reason. Without it, code is generated at once.
 """
 
 from __future__ import annotations
+
+import itertools
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -16,9 +18,10 @@ from fxpasses.graph.regions import CHECKPOINT
 
 
 def copy_graph_module(original: GraphModule) -> GraphModule:
-    """Copy a graph, and a body of its own for each checkpoint call; parameters and other submodules are shared.
+    """Copy a graph, with a separate body for each checkpoint call; parameters and other submodules are shared.
 
-    Node metadata, `gm.meta`, and what Dynamo and AOTAutograd attach to placeholders and modules are carried over.
+    The copy keeps node metadata, `gm.meta`, and the attributes that Dynamo and AOTAutograd set on placeholders and
+    modules.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -52,7 +55,7 @@ def _own_checkpoint_bodies(gm: GraphModule) -> None:
         assert isinstance(attribute, Node)
         name = str(attribute.target)
         body = copy_graph_module(getattr(gm, name))
-        if name in taken:  # two calls of one body: each may come to take other operands
+        if name in taken:  # two calls share a body: a pass may change the operands of one
             name = _fresh_name(gm, name)
             with gm.graph.inserting_before(call):
                 own = gm.graph.get_attr(name)
@@ -64,10 +67,6 @@ def _own_checkpoint_bodies(gm: GraphModule) -> None:
 
 
 def _fresh_name(gm: GraphModule, name: str) -> str:
-    number = 1
-    while hasattr(gm, f"{name}_copy_{number}"):
-        number += 1
-    # The attribute must exist before a `get_attr` node names it.
-    fresh = f"{name}_copy_{number}"
-    setattr(gm, fresh, getattr(gm, name))
+    fresh = next(f"{name}_copy_{i}" for i in itertools.count(1) if not hasattr(gm, f"{name}_copy_{i}"))
+    setattr(gm, fresh, getattr(gm, name))  # before a `get_attr` node names it
     return fresh

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.emission import slice_of
-from fxpasses.graph.provenance import source
+from fxpasses.graph.provenance import in_program, source
 from fxpasses.graph.values import Entry, Ref, ValueTable
 
 _OPERATORS = {
@@ -18,7 +17,7 @@ _LONGEST = 80
 
 
 def describe(table: ValueTable, operand: Any) -> str:
-    """The expression for a reference or a constant; of a long one, its last step and the inputs it is made of."""
+    """The expression for a reference or a constant; if it is long, the name of its node and the inputs behind it."""
     text = _describe(table, operand, 6)
     if "…" not in text or not isinstance(operand, Ref):
         return text
@@ -59,7 +58,7 @@ def _expression(table: ValueTable, entry: Entry, depth: int) -> str:
 
 
 def comparison(table: ValueTable, number: int) -> tuple[str, Any, Any] | None:
-    """(symbol, left, right) where a value is the comparison of two others."""
+    """(symbol, left, right) of a value that is the comparison of two others."""
     entry = table.entries[number]
     name = operator_of(entry.node)
     if entry.kind == "op" and name in ("eq", "ne", "lt", "le", "gt", "ge") and len(entry.args) == 2:
@@ -68,5 +67,4 @@ def comparison(table: ValueTable, number: int) -> tuple[str, Any, Any] | None:
 
 
 def input_name(entry: Entry) -> str:
-    """`lengths` for `L['lengths']`, `batch['lengths']` for `L['batch']['lengths']`."""
-    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", source(entry.node)) or entry.node.name
+    return in_program(source(entry.node)) or entry.node.name

@@ -1,8 +1,9 @@
-"""What one node of a torch-level graph does to memory, found out by running it on fake tensors.
+"""The effects of one node of a torch-level graph on memory, observed by running it on fake tensors.
 
-A torch-level graph calls thousands of Python functions and methods, most without a schema. Below each of them lie ATen
-operators, and those have one. So a node is run once on fake tensors under a dispatch mode that sees these operators:
-their schemas tell what is written, their tags what is random, and the storages of the results tell what is a view.
+A torch-level graph calls thousands of Python functions and methods, most without a schema. All of them call ATen
+operators, which have schemas. So a node runs once on fake tensors under a dispatch mode that intercepts these
+operators: their schemas tell what is written, their tags what is random, and the storages of the results what is a
+view.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fxpasses.graph.collectives import is_collective
 from fxpasses.graph.refusals import Refused
 from fxpasses.report import Reason
 
-# These act on the state of the process: autograd modes, autocast, vmap levels, random state, streams.
+# Functions of these modules change the state of the process: autograd modes, autocast, vmap levels, random state.
 _STATEFUL_MODULES = (
     "torch._C._functorch",
     "torch._functorch",
@@ -43,20 +44,16 @@ _RESHAPING_METHODS = frozenset(
         "retain_grad", "backward", "data_ptr", "storage", "untyped_storage", "numpy", "record_stream",
     }
 )  # fmt: skip
-
-
-# Operators of this package that look at their arguments and do nothing else.
-_OWN = frozenset({"fxpasses::attention_plan"})
+_OWN = frozenset({"fxpasses::attention_plan"})  # pure operators of this package
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What a node does. `aliases[i]` belongs to the i-th tensor among the leaves of `output`.
+    """The effects of a node. output: its result on fake tensors.
 
-    aliases: for each output tensor, the position of the input tensor whose memory it shares, or None for new memory.
-    same: for each output tensor, whether it *is* that input (in-place methods return their tensor).
+    aliases: for each tensor among the leaves of `output`, the position of the input tensor whose memory it shares, or
+    None for new memory. same: whether it *is* that input (in-place methods return their tensor).
     writes: positions of the input tensors whose memory is written.
-    output: the result on fake tensors.
     """
 
     output: Any
@@ -66,7 +63,7 @@ class Effects:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the storages that operators write; with `refuse`, raises for what is random or not PyTorch's."""
+    """Records the storages that operators write; with `refuse`, raises for operators that `check_operator` rejects."""
 
     def __init__(self, refuse: bool = True) -> None:
         super().__init__()
@@ -82,14 +79,18 @@ class _Recorder(TorchDispatchMode):
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
-                self.written.update(storage_key(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+                self.written.update(map(storage_key, _tensors(pytree.tree_leaves(value))))
         return func(*args, **kwargs)
+
+    def positions(self, storages: list[int]) -> list[int]:
+        """The positions of the storages that were written."""
+        return [i for i, key in enumerate(storages) if key in self.written]
 
 
 def check_operator(func: torch._ops.OpOverload) -> None:
-    """Raise `Refused` for collectives, what is random, and what is not PyTorch's own and so not known to be pure."""
+    """Raise `Refused` for collectives, random operators, and custom operators, which are not known to be pure."""
     if is_collective(func):
-        raise Refused(Reason.COLLECTIVE, f"`{func}` is issued where it stands, once")
+        raise Refused(Reason.COLLECTIVE, f"`{func}` must be issued once, at its place")
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise Refused(Reason.RANDOM, f"`{func}` draws random numbers")
     if func.namespace not in ("aten", "prims", "prim") and func._schema.name not in _OWN:
@@ -97,7 +98,7 @@ def check_operator(func: torch._ops.OpOverload) -> None:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's memory; works on fake tensors, whose storages are on the meta device."""
+    """The identity of a tensor's memory, also for fake tensors, whose storages are on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
@@ -106,7 +107,7 @@ def is_reshaping(node: Node) -> bool:
 
 
 def check_target(node: Node) -> None:
-    """Raise `Refused` where a node's function may do something that no ATen operator shows."""
+    """Raise `Refused` if a node's function may have effects that no ATen operator shows."""
     if node.op == "call_method":
         if is_reshaping(node):
             raise Refused(Reason.UNKNOWN_OPERATOR, f"`.{node.target}` changes more than values")
@@ -126,7 +127,6 @@ def check_target(node: Node) -> None:
 
 
 def call(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Apply the operation of a `call_function` or `call_method` node."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
@@ -134,7 +134,7 @@ def call(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a node's arguments, those inside slices among them, in the order in which FX visits them."""
+    """The leaves of a node's arguments, those inside slices included, in the order in which FX visits them."""
     found: list[Any] = []
     map_aggregate(tree, found.append)
     return found
@@ -143,14 +143,13 @@ def leaves(tree: Any) -> list[Any]:
 def observe(
     node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any, autocast: Sequence[tuple[Any, ...]] = ()
 ) -> Effects:
-    """Run `node` on fake arguments and say what it does; raises `Refused` where that is not certain.
+    """Run `node` on fake arguments and return its effects; raises `Refused` if they are not certain.
 
-    `args` and `kwargs` hold fake tensors of `fake_mode`, symbolic numbers and constants; `autocast` the arguments of
-    the autocast regions around the node. The arguments' values do not exist, so writing to them here harms nothing;
-    methods that change a tensor's shape in place are refused beforehand.
+    `args` and `kwargs` hold fake tensors of `fake_mode`, symbolic numbers and constants; `autocast` holds the arguments
+    of the autocast regions around the node. Fake tensors have no values that a write could change; methods that change
+    a tensor's shape in place are refused before the run.
     """
     check_target(node)
-    inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     recorder = _Recorder()
     try:
         with quiet(fake_mode), regions(autocast), recorder:
@@ -160,30 +159,26 @@ def observe(
     except Exception as error:
         raise Refused(Reason.UNKNOWN_OPERATOR, f"cannot be evaluated on fake tensors: {error}") from error
     _check_example(node, output)
-    storages = [storage_key(t) for t in inputs]
-    aliases, same = [], []
-    for tensor in (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)):
-        key = storage_key(tensor)
-        position = storages.index(key) if key in storages else None
-        aliases.append(position)
-        same.append(any(tensor is t for t in inputs))
-    writes = tuple(i for i, key in enumerate(storages) if key in recorder.written)
-    return Effects(output, tuple(aliases), tuple(same), writes)
+    inputs = _tensors(leaves((args, kwargs)))
+    storages, results = [storage_key(t) for t in inputs], _tensors(pytree.tree_leaves(output))
+    aliases = tuple(storages.index(key) if key in storages else None for key in map(storage_key, results))
+    same = tuple(any(result is t for t in inputs) for result in results)
+    return Effects(output, aliases, same, tuple(recorder.positions(storages)))
 
 
 def _check_example(node: Node, output: Any) -> None:
-    """What was observed must be what Dynamo saw; a state of the process that is not known here would show."""
+    """Refuse a result unlike Dynamo's: some state of the process, unknown here, changed it."""
     example = node.meta.get("example_value")
     pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(example), strict=False) if example is not None else ()
     for seen, expected in pairs:
         if isinstance(seen, torch.Tensor) and isinstance(expected, torch.Tensor):
             if (seen.dtype, seen.device, seen.ndim) != (expected.dtype, expected.device, expected.ndim):
-                raise Refused(Reason.UNKNOWN_OPERATOR, f"gives {seen.dtype} here and {expected.dtype} in the program")
+                raise Refused(Reason.UNKNOWN_OPERATOR, f"returns {seen.dtype} here and {expected.dtype} in the program")
 
 
 @contextlib.contextmanager
 def regions(autocast: Sequence[tuple[Any, ...]]) -> Iterator[None]:
-    """Be inside of autocast regions, by the arguments of `_enter_autocast`."""
+    """Enter autocast regions, given by the arguments of `_enter_autocast`."""
     with contextlib.ExitStack() as stack:
         for device_type, dtype, enabled, cache_enabled in autocast:
             stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
@@ -192,7 +187,7 @@ def regions(autocast: Sequence[tuple[Any, ...]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(fake_mode: Any) -> Iterator[None]:
-    """Fake mode as Dynamo runs it, without gradients, and without leaving new symbols for Dynamo to bind."""
+    """Fake mode as in Dynamo, but without gradients, and without new symbols that Dynamo would have to bind."""
     ignore: Callable[[], Any] = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
     with torch.no_grad(), fake_mode, enable_python_dispatcher(), ignore():
         yield
@@ -200,26 +195,27 @@ def quiet(fake_mode: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Touch:
-    """What a node that stays where it is does to the memory of its tensor arguments, by position among them."""
+    """The positions of the tensor arguments that a node writes to, and of those whose memory it returns."""
 
     writes: frozenset[int]
     returns: frozenset[int]
 
 
 def touch(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any) -> Touch | None:
-    """Which tensor arguments `node` writes to and which it returns memory of; None where that cannot be found out."""
-    inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    """The effects of a node that stays in place, on its tensor arguments; None if they are unknown."""
     if is_reshaping(node):
         return Touch(frozenset({0}), frozenset({0}))
     recorder = _Recorder(refuse=False)
     try:
         with quiet(fake_mode), recorder:
             output = call(node, args, kwargs)
-        storages = [storage_key(t) for t in inputs]
-        returned = {storage_key(t) for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)}
-    except Exception:  # an operator without a fake implementation, a tensor without storage: nothing is known then
+        storages = [storage_key(t) for t in _tensors(leaves((args, kwargs)))]
+        returned = {storage_key(t) for t in _tensors(pytree.tree_leaves(output))}
+    except Exception:  # an operator without a fake implementation, or a tensor without storage
         return None
-    return Touch(
-        frozenset(i for i, key in enumerate(storages) if key in recorder.written),
-        frozenset(i for i, key in enumerate(storages) if key in returned),
-    )
+    returns = frozenset(i for i, key in enumerate(storages) if key in returned)
+    return Touch(frozenset(recorder.positions(storages)), returns)
+
+
+def _tensors(values: list[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,11 +1,12 @@
-"""From numbered values back to a graph that computes them.
+"""Emit a graph from numbered values.
 
-Entries are emitted in the order of their numbers, which is an order of dependence. Memory is made explicit: a write
-goes into the buffer that holds the version before it if nothing asks for that version any more, else into a copy.
+Entries are emitted in the order of their numbers, which is a topological order. A write goes into the buffer that holds
+the previous version if that version is dead, else into a copy.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,35 +16,32 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from fxpasses.graph.reachability import reached
 from fxpasses.graph.values import Entry, Ref, ValueTable
 
 
 def slice_of(
     table: ValueTable, wanted: Iterable[Ref], stop: Callable[[Entry], bool] = lambda entry: False
 ) -> list[int]:
-    """The numbers of all entries needed for `wanted`, ascending; entries where `stop` holds are not looked behind."""
-    needed: set[int] = set()
-    waiting = list(wanted)
-    while waiting:
-        ref = waiting.pop()
-        for number in {ref.number, ref.version if ref.version is not None else ref.number}:
-            if number in needed:
-                continue
-            needed.add(number)
-            entry = table.entries[number]
-            if stop(entry):
-                continue
-            waiting += entry.operands
-            if entry.base is not None and entry.base != number:
-                waiting.append(Ref(entry.base))
-    return sorted(needed)
+    """The backward slice of `wanted`: the numbers of all entries that it needs, ascending; not past a `stop`."""
+
+    def needed_by(number: int) -> Iterable[int]:
+        entry = table.entries[number]
+        base = [entry.base] if entry.base is not None else []
+        return [*_numbers(entry.operands), *base] if not stop(entry) else []
+
+    return sorted(reached(_numbers(wanted), needed_by))
+
+
+def _numbers(refs: Iterable[Ref]) -> set[int]:
+    return {number for ref in refs for number in (ref.number, ref.version) if number is not None}
 
 
 class Emitter:
     """Emits a slice of the table into a new graph.
 
-    `given(entry)` may return a node for an entry that this graph gets from outside (an input); it is asked first.
-    `on_host` turns devices into the CPU: the graph then computes on copies that lie there.
+    given: the node of an entry that is an input of this graph, else None. on_host: whether the graph computes on copies
+    on the CPU, so that the CPU replaces all devices.
     """
 
     def __init__(self, table: ValueTable, given: Callable[[Entry], Node | None], on_host: bool) -> None:
@@ -53,12 +51,12 @@ class Emitter:
         self.on_host = on_host
         self.nodes: dict[int, Node] = {}  # scalars, tuples and inputs, by number
         self.buffers: dict[int, Node] = {}  # memory, by version
-        self.modules: dict[str, torch.nn.Module] = {}  # that the graph calls
+        self.modules: dict[str, torch.nn.Module] = {}  # those that the graph calls
         self._addresses: dict[tuple[int, Node], Node] = {}
         self._autocast: list[tuple[tuple[Any, ...], Node]] = []
 
     def emit(self, numbers: list[int], wanted: Iterable[Ref]) -> None:
-        """Emit the entries `numbers` (ascending, closed under operands up to what is given)."""
+        """Emit the entries `numbers`: ascending, and closed under operands except for inputs."""
         last_use: dict[int, float] = {}
         for number in numbers:
             for ref in self.table.entries[number].operands:
@@ -91,7 +89,7 @@ class Emitter:
             self._enter(entry.autocast)
             node = self._call(entry, self.value)
             if self.on_host and entry.number in written and isinstance(entry.fake, torch.Tensor):
-                # On the device this was new memory; on the host `.cpu()` and `.to()` may return what they were given.
+                # On the device this was new memory; on the host `.cpu()` and `.to()` may return their operand.
                 node = self.graph.call_method("clone", (node,))
             self.nodes[entry.number] = self.buffers[entry.number] = node
 
@@ -158,11 +156,9 @@ class Emitter:
         return node
 
     def _enter(self, state: tuple[Any, ...]) -> None:
-        """Be under the autocast regions that the user wrote around the node."""
-        active = [arguments for arguments, _ in self._autocast]
-        shared = 0
-        while shared < min(len(active), len(state)) and active[shared] == state[shared]:
-            shared += 1
+        """Enter the autocast regions that surround the node in the user's program."""
+        pairs = zip(self._autocast, state, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs))
         self._leave_autocast(shared)
         for arguments in state[shared:]:
             self._autocast.append((arguments, self.graph.call_function(_enter_autocast, arguments)))

@@ -1,8 +1,7 @@
-"""Floating-point operations of a node, for the sizes that were traced: two for each multiply-add, as is usual.
+"""The floating-point operations of a node at the traced sizes, two for each multiply-add.
 
-The formulas for convolutions and attention are those of `torch.utils.flop_counter`; matrix products need no more than
-the sizes. Backward is not counted, nor what a checkpoint computes again; element-wise operators count as nothing, as
-they do in PyTorch's own counter.
+The formulas for convolutions and attention are those of `torch.utils.flop_counter`. Backward and recomputation are not
+counted; element-wise operators count as zero, as in PyTorch's own counter.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxpasses.graph.calls import operator_of
+from fxpasses.graph.symbols import sizes_of
 
 Shape = list[int]
 
 
 def flops_of(node: Node, results: Sequence[Any]) -> int | None:
-    """The estimate; None where there is no formula, or a size is known only when the program runs."""
+    """The estimate; None if there is no formula, or a size is known only at run time."""
     if not node.op.startswith("call"):
         return None
     formula = _FORMULAS.get(operator_of(node))
@@ -29,24 +29,15 @@ def flops_of(node: Node, results: Sequence[Any]) -> int | None:
         return None
     taken: list[Node] = []  # with repetitions: attention of x with itself
     map_arg((node.args, node.kwargs), taken.append)
-    tensors = [_value(argument) for argument in taken]
-    shapes = [_shape(value) for value in tensors if isinstance(value, torch.Tensor)]
-    outputs = [_shape(value) for value in results if isinstance(value, torch.Tensor)]
+    tensors = [argument.meta.get("example_value", argument.meta.get("val")) for argument in taken]
+    shapes = [sizes_of(value) for value in tensors if isinstance(value, torch.Tensor)]
+    outputs = [sizes_of(value) for value in results if isinstance(value, torch.Tensor)]
     if None in shapes or None in outputs or not shapes or not outputs:
         return None
     try:
         return int(formula([s for s in shapes if s is not None], [s for s in outputs if s is not None], node))
-    except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError):  # sizes that the formula is not for
+    except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError):  # the formula is not for these sizes
         return None
-
-
-def _value(node: Node) -> Any:
-    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
-
-
-def _shape(tensor: torch.Tensor) -> Shape | None:
-    sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
-    return None if any(size is None for size in sizes) else [int(size) for size in sizes]
 
 
 def _product(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
@@ -62,7 +53,7 @@ def _attention(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
     from torch.utils.flop_counter import sdpa_flop_count
 
     query, key, value = (_four_dimensional(shape) for shape in shapes[:3])
-    heads = query[1]  # with grouped queries, keys and values are shared by several heads
+    heads = query[1]  # with grouped queries, several heads share keys and values
     return sdpa_flop_count(query, [key[0], heads, *key[2:]], [value[0], heads, *value[2:]])
 
 
@@ -95,7 +86,7 @@ _FORMULAS: dict[str, Callable[[list[Shape], list[Shape], Node], int]] = {
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _added_product),
     **dict.fromkeys(
         ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu", "fxpasses::sparse_attention"),
-        _attention,  # of all pairs: what a plan leaves out, only the batch knows
+        _attention,  # of all pairs: which of them a plan omits depends on the batch
     ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     "einsum": _einsum,

@@ -1,4 +1,4 @@
-"""Copies of a tensor to the host, of which numbers are then read without another wait for the device."""
+"""Copies of a tensor to the host, from which numbers are read without another wait for the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_copy_to_host(node: Any) -> bool:
 
 
 def copy_read_by(item: Node) -> Node | None:
-    """The copy to the host that `.item()` reads an element of, if it does."""
+    """The copy to the host of which `.item()` reads an element, or None."""
     node: Any = item.args[0] if item.args else None
     while isinstance(node, Node) and operator_of(node) in _CHAIN:
         node = node.args[0]

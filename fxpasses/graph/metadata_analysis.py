@@ -1,6 +1,6 @@
-"""One walk over a graph and its checkpoint bodies that numbers what is metadata and notes how the rest looks at it.
+"""One walk over a graph and its checkpoint bodies that numbers metadata and records its uses by other nodes.
 
-The rules of `graph/closure.py`, node by node, so that a graph can be walked while Dynamo still writes it.
+It applies the rules of `graph/closure.py` node by node, so that it can follow a graph that Dynamo is still writing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fxpasses.graph.provenance import source, where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import is_symbolic, symbol
-from fxpasses.graph.values import Allocation, Many, Scalar, Tensor, Value, ValueTable
+from fxpasses.graph.values import Allocation, Many, Scalar, Tensor, Value, ValueTable, number_of
 from fxpasses.report import Reason, Refusal
 
-# These tell the shape environment a range of a number; what it must hold at run time stands beside them.
+# These tell the shape environment the range of a number; separate nodes assert it at run time.
 RANGES = frozenset(
     {
         torch.ops.aten.sym_constrain_range.default,
@@ -33,18 +33,18 @@ RANGES = frozenset(
     }
 )
 _ASSERTIONS = RANGES | {torch.ops.aten._assert_scalar.default, torch._check}
-# Operations that look at one argument's size, dtype and device alone, with that argument's position.
+# Operators that use only the size, dtype and device of one argument, with the position of that argument.
 _LOOKS = {
     "new_empty": 0, "new_full": 0, "new_ones": 0, "new_tensor": 0, "new_zeros": 0, "empty_like": 0, "full_like": 0,
     "ones_like": 0, "zeros_like": 0, "expand_as": 1, "reshape_as": 1, "type_as": 1, "view_as": 1,
 }  # fmt: skip
-# An integer buffer larger than this (bytes) is data, such as a quantised weight, and not metadata.
+# An integer buffer of more bytes is data, such as a quantised weight, and not metadata.
 _LARGEST_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """`user`, in `region`, which is outside the closure, looks at the closure value of `operand`."""
+    """`user`, a node in `region` outside the closure, reads the closure value of `operand`."""
 
     region: Region
     user: Node
@@ -56,9 +56,9 @@ class Use:
 class Closure:
     """The result of the analysis.
 
-    values: the closure's nodes, of all regions. uses: in program order. assertions: nodes that assert something of
-    closure scalars alone. copied: output operands that must be returned as copies. refusals: by node, why it is not in
-    the closure, for nodes that nearly were.
+    values: of the closure's nodes, in all regions. uses: in program order. assertions: nodes that assert conditions on
+    closure scalars alone. copied: output operands that must be returned as copies. obstacles: why other nodes are
+    outside the closure. refusals: the same for near misses, for the report.
     """
 
     table: ValueTable
@@ -71,22 +71,22 @@ class Closure:
 
 
 class Walk:
-    """The state of one walk: what is numbered so far, and what stands in the way of the rest.
+    """The state of one walk; `visit` takes the nodes in program order.
 
-    `visit` takes the nodes in program order. `violations`: allocations that turned out to be no metadata after all.
+    violations: allocations that later nodes show not to be metadata.
     """
 
     def __init__(self, main: Region, fake_mode: Any, banned: dict[Node, Refusal], nothing: bool) -> None:
         self.main = main
         self.fake_mode = fake_mode
         self.banned = banned
-        self.nothing = nothing  # give up: every node counts as banned
+        self.nothing = nothing  # whether to give up: every node is banned
         self.closure = Closure(ValueTable(fake_mode))
         self.values = self.closure.values
         self.obstacles = self.closure.obstacles
         self.violations: dict[Node, Refusal] = {}
-        self.scratch: set[Node] = set()  # violating allocations that hold nothing of the closure: no near misses
-        self.foreign: dict[Node, tuple[Allocation, ...]] = {}  # memory of the closure that outside nodes return
+        self.private: set[Node] = set()  # violating allocations that hold no closure values: no near misses
+        self.escaping: dict[Node, tuple[Allocation, ...]] = {}  # the closure's memory that nodes outside it return
         self.touches: dict[Hashable, effects.Touch | None] = {}
         self.symbols: dict[Any, Value] = {}
         self.levels = 0  # of vmap and grad transforms around the node
@@ -105,7 +105,7 @@ class Walk:
             autocast = self.visit(region, node, autocast)
 
     def visit(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Take one node; `autocast` are the autocast regions around it, returned as they are after it."""
+        """Visit one node inside the regions `autocast`; returns the autocast regions after the node."""
         if node.op == "placeholder":
             self._placeholder(region, node)
         elif node.op == "output":
@@ -125,7 +125,7 @@ class Walk:
             if operand in self.values:
                 self.values[node] = self.values[operand]
             else:
-                self.foreign[node] = self.foreign.get(operand, ())
+                self.escaping[node] = self.escaping.get(operand, ())
                 self.obstacles[node] = self.obstacles.get(operand, (Reason.ACTIVATION, f"`{operand.name}`"))
             return
         example = node.meta.get("example_value")
@@ -176,14 +176,16 @@ class Walk:
         if node in self.banned:
             obstacle = self.banned[node].reason, self.banned[node].text
         elif outside:
-            if self._size_of_outside(node) or self._looks_at_outside(node, outside, autocast):
+            value = self._value_by_properties(node, outside, autocast)
+            if value is not None:
+                self.values[node] = value
                 return autocast
             known = (self.obstacles[n] for n in outside if n in self.obstacles)
             obstacle = next(known, (Reason.ACTIVATION, f"`{outside[0].name}`"))
         elif self.nothing or self.levels:
             obstacle = Reason.HIGHER_ORDER, "a function transform"
         elif not operands and not isinstance(node.meta.get("example_value"), torch.Tensor):
-            return autocast  # it acts on the state of the process, or gives nothing
+            return autocast  # it changes the state of the process, or returns nothing
         else:
             try:
                 value = self.values[node] = self.closure.table.apply(node, self.values.__getitem__, autocast)
@@ -201,34 +203,23 @@ class Walk:
 
     def _body(self, region: Region, call: Node, autocast: tuple[Any, ...]) -> None:
         self._region(region.bodies[call], autocast)
-        self.foreign[call] = self._returned(region.bodies[call])
+        self.escaping[call] = self._returned(region.bodies[call])
         self.obstacles[call] = Reason.ACTIVATION, f"`{call.name}`"
 
-    def _size_of_outside(self, node: Node) -> bool:
-        """Number a size of an activation by its symbol, where the symbol is an input or a closure scalar."""
+    def _value_by_properties(self, node: Node, outside: list[Node], autocast: tuple[Any, ...]) -> Value:
+        """Number a node that reads no values of the activation x: a size, `x.new_full(size, 0)`, `mask.type_as(x)`."""
         found = symbol(node.meta.get("example_value"))
-        if found is None or found not in self.symbols:
-            return False
-        self.values[node] = self.symbols[found]
-        return True
-
-    def _looks_at_outside(self, node: Node, outside: list[Node], autocast: tuple[Any, ...]) -> bool:
-        """Number `x.new_full(size, 0)`, `mask.type_as(x)` and the like, which ask an activation for no values."""
+        if found is not None and found in self.symbols:  # an input or a closure scalar
+            return self.symbols[found]
         position = _LOOKS.get(operator_of(node))
-        if position is None or len(node.args) <= position or outside != [node.args[position]] or self.nothing:
-            return False
-        if self.levels:
-            return False
-        value = self._numbered_by_looks(node, outside[0], autocast)
-        if value is None:
-            return False
-        self.values[node] = value
-        return True
+        if position is None or len(node.args) <= position or outside != [node.args[position]]:
+            return None
+        return self._numbered_by_looks(node, outside[0], autocast) if not (self.nothing or self.levels) else None
 
     def _numbered_by_looks(self, node: Node, looked_at: Node, autocast: tuple[Any, ...]) -> Value:
-        """Number a node as if nobody asked for the values of `looked_at`, an activation; None where that cannot be."""
+        """Number a node that reads no values of `looked_at`, an activation; None if that is impossible."""
         if effects.leaves((node.args, node.kwargs)).count(looked_at) > 1:
-            return None  # `x.type_as(x)` asks for values too
+            return None  # `x.type_as(x)` reads values too
         example = looked_at.meta.get("example_value")
         if type(example) is not torch._subclasses.FakeTensor or not example.is_contiguous():
             return None
@@ -247,7 +238,7 @@ class Walk:
             return None
 
     def _outside(self, region: Region, node: Node) -> None:
-        """Note what a node outside the closure looks at, writes and returns."""
+        """Record what a node outside the closure reads, writes and returns."""
         touched: list[tuple[Node, Allocation]] = []
         for operand in node.all_input_nodes:
             memories = self._memories(operand)
@@ -260,16 +251,12 @@ class Walk:
             touched += [(operand, memory) for memory in memories]
         if not touched:
             return
-        self.foreign[node] = tuple(dict.fromkeys(memory for _, memory in touched))
+        self.escaping[node] = tuple(dict.fromkeys(memory for _, memory in touched))
         first = node.args[0] if node.args else None
         if isinstance(first, Node) and isinstance(first.meta.get("example_value"), (tuple, list)):
-            return  # a part of a body's result, whose example shares no memory with those of the operands
-        effect = self._touch(node)
-        if (
-            effect is None
-            and isinstance(node.target, torch._ops.HigherOrderOperator)
-            and not written_operands(node, region.gm)
-        ):
+            return  # one result of a body, whose example shares no memory with the examples of the operands
+        effect, has_body = self._touch(node), isinstance(node.target, torch._ops.HigherOrderOperator)
+        if effect is None and has_body and not written_operands(node, region.gm):
             return
         tensors = self._tensor_arguments(node)
         returned: list[Allocation] = []
@@ -280,7 +267,7 @@ class Walk:
                     self._ban(memory, reason, f"by `{node.name}`", node)
                 if effect is not None and position in effect.returns:
                     returned.append(memory)
-        self.foreign[node] = tuple(dict.fromkeys(returned))
+        self.escaping[node] = tuple(dict.fromkeys(returned))
 
     def _touch(self, node: Node) -> effects.Touch | None:
         if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
@@ -300,7 +287,7 @@ class Walk:
         return self.closure.table.entries[value.number].fake if isinstance(value, (Scalar, Tensor)) else None
 
     def _tensor_arguments(self, node: Node) -> list[Node]:
-        """The nodes behind the tensors that `effects.touch` counts, in its order."""
+        """The node of each tensor that `effects.touch` counts, in the same order."""
         found = []
         for leaf in effects.leaves((node.args, node.kwargs)):
             examples = effects.leaves(self._example(leaf)) if isinstance(leaf, Node) else []
@@ -308,7 +295,7 @@ class Walk:
         return found
 
     def _returned(self, body: Region) -> tuple[Allocation, ...]:
-        """The memory of inputs that a body returns views of. Other memory that it returns leaves the closure."""
+        """The memory of inputs of which a body returns views. Other memory that a body returns leaves the closure."""
         operands = effects.leaves(body.gm.graph.output_node().args)
         found = (memory for operand in operands if isinstance(operand, Node) for memory in self._memories(operand))
         return tuple(dict.fromkeys(found))
@@ -319,7 +306,8 @@ class Walk:
         for operand in dict.fromkeys(operands):
             memories = self._memories(operand)
             for memory in memories:
-                if region.parent is not None or shared[memory] > 1 or not self._is_whole(operand, memory):
+                is_whole = operand in self.values and number_of(self.values[operand]) == memory.alloc
+                if region.parent is not None or shared[memory] > 1 or not is_whole:
                     self._ban(memory, Reason.ESCAPES, "", node, subject=operand)
             if operand in self.values:
                 versions = tuple((memory, memory.version) for memory in memories)
@@ -327,35 +315,28 @@ class Walk:
                 if memories:
                     self.closure.copied.add(operand)
 
-    def _is_whole(self, node: Node, memory: Allocation) -> bool:
-        value = self.values.get(node)
-        return isinstance(value, Tensor) and value.number == memory.alloc
-
     def _memories(self, node: Node) -> tuple[Allocation, ...]:
         value = self.values.get(node)
         if isinstance(value, Tensor):
             return (value.memory,)
         if isinstance(value, Many):
             return tuple(dict.fromkeys(item.memory for item in value.items if isinstance(item, Tensor)))
-        return self.foreign.get(node, ())
-
-    def _is_root(self, memory: Allocation) -> bool:
-        return self.closure.table.entries[memory.alloc].kind == "root"
+        return self.escaping.get(node, ())
 
     def _ban(self, memory: Allocation, reason: Reason, text: str, culprit: Node, subject: Node | None = None) -> None:
-        if self._is_root(memory):
+        if self.closure.table.entries[memory.alloc].kind == "root":
             if reason in (Reason.READ_BEFORE_WRITE, Reason.ESCAPES, Reason.UNSUPPORTED_VALUE):
-                return  # inputs stay inputs, whoever looks at them
+                return  # a read never excludes an input
             if reason is Reason.WRITTEN_BY_LAYER:
                 reason = Reason.INPUT_WRITTEN
         if not self.closure.table.entries[memory.version].work:
-            self.scratch.add(memory.node)
+            self.private.add(memory.node)
         name = (subject or memory.node).name
         self.violations.setdefault(memory.node, Refusal(name, reason, text, where(culprit)))
 
 
 def _signature(tree: Any) -> Hashable:
-    """What a node's effects on memory can depend on: tensors by their metadata, the rest by value."""
+    """A key for all that a node's effects on memory depend on: tensors by their properties, other leaves by value."""
     parts: list[Hashable] = []
 
     def add(leaf: Any) -> Any:

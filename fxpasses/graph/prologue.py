@@ -1,12 +1,12 @@
 """Build the program of a prologue from numbered values.
 
-Host numbers cost one wait for the device if they are computed where the inputs are, and one more for each number that
-depends on a former one. Metadata is small: it is cheaper to bring the inputs to the host, once, and compute all host
-numbers there. What is exact on both sides (integers and bools) is computed on the host; floating-point values, whose
-last bit may differ between devices, stay where the user computed them.
+Numbers computed on the device cost one wait for it, and one more for each number that depends on an earlier one.
+Metadata is small: copying the inputs to the host once and computing there is cheaper. Values that all devices compute
+exactly (integers and bools) are computed on the host; floating-point values, whose last bit may differ between devices,
+stay where the user computed them.
 
-On the CPU all of it is one graph, but for large tensors that are built in many passes over memory: those are a graph of
-their own, which takes numbers alone, for a compiler (`prologue_cost.py`).
+On the CPU the prologue is one graph, except for large tensors that are built in many passes over memory: they have a
+separate graph, which takes only numbers, for a compiler (`prologue_cost.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fxpasses.graph.symbols import elements_of
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.prologue_program import Check, Output, Program
 
-# A compiler takes some seconds, and a run some thousand batches. This many elements (about 2.5 ms on a CPU core) must
-# be saved in each to be worth it.
+# Compiling takes seconds, and a run has some thousand batches. It pays if each batch saves writing this many elements,
+# which takes about 2.5 ms on a CPU core.
 WORTH_COMPILING = 1 << 22
 _LARGE = 1 << 16  # elements; a smaller tensor is not worth a loop of its own
 
@@ -43,7 +43,7 @@ class Assertion:
 
 @dataclass(frozen=True)
 class Extra:
-    """An extra input of the main graph: a value, or a size of it, or it in another form (see `Output`)."""
+    """An extra input of the main graph: a value, one of its sizes, or the value in another form (see `Output`)."""
 
     ref: Ref
     dimension: int | None = None
@@ -53,10 +53,10 @@ class Extra:
 
 @dataclass(frozen=True)
 class Draft:
-    """A prologue as numbered values, from which its program is built, and built again where a pass changes it.
+    """A prologue as numbered values, from which its program is built, and rebuilt after a pass changes it.
 
-    inputs: the main graph's own placeholders. wanted: what it takes besides, in the order of its other placeholders.
-    written: positions of inputs that the main graph writes to.
+    inputs: the main graph's own placeholders. wanted: its extra inputs, in the order of their placeholders. written:
+    positions of inputs that the main graph writes to.
     """
 
     table: ValueTable
@@ -66,81 +66,87 @@ class Draft:
     written: tuple[int, ...] = ()
 
     def program(self) -> Program:
-        program = _Builder(self.table, list(self.inputs), list(self.wanted), list(self.assertions)).build()
-        return replace(program, written=self.written)
+        return _Builder(self).build()
 
     def needed(self) -> set[int]:
-        """The numbers of all values that the prologue makes or takes."""
-        return set(_Builder(self.table, list(self.inputs), list(self.wanted), list(self.assertions)).everything)
+        """The numbers of all values that the prologue computes or takes as inputs."""
+        return set(_Builder(self).everything)
 
 
 class _Builder:
-    def __init__(self, table: ValueTable, inputs: list[Node], extras: list[Extra], assertions: list[Assertion]) -> None:
-        self.table = table
-        self.positions = {node: position for position, node in enumerate(inputs)}
-        self.extras = extras
-        self.wanted = [extra.ref for extra in extras]
-        self.checks = [_check_operands(table, assertion) for assertion in assertions]
-        operands = [ref for check in self.checks for ref in (check.left, check.right) if isinstance(ref, Ref)]
-        self.everything = slice_of(table, [*self.wanted, *operands])
-        self.exact = _exact_entries(table, self.everything)
-        self.on_device = any(_device(table.entries[n]) not in (None, "cpu") for n in self.everything)
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.table = draft, draft.table
+        self.positions = {node: position for position, node in enumerate(draft.inputs)}
+        self.checks = [_check_of(draft.table, assertion) for assertion in draft.assertions]
+        operands: list[Any] = [operand for check in self.checks for operand in (check.left, check.right)]
+        checked = [operand for operand in operands if isinstance(operand, Ref)]
+        self.refs = list(dict.fromkeys([*(extra.ref for extra in draft.wanted), *checked]))
+        self.everything = slice_of(draft.table, self.refs)
+        self.exact = _exact_entries(draft.table, self.everything)
+        self.on_device = any(_device(self.table.entries[n]) not in (None, "cpu") for n in self.everything)
 
     def build(self) -> Program:
-        check_refs = [ref for check in self.checks for ref in (check.left, check.right) if isinstance(ref, Ref)]
-        refs = list(dict.fromkeys([*self.wanted, *check_refs]))
         if self.on_device:
-            device_wanted = [ref for ref in refs if not self._belongs_to_host(ref)]
+            device_wanted = [ref for ref in self.refs if not self._belongs_to_host(ref)]
             worth_compiling = self._saved(device_wanted, set()) >= WORTH_COMPILING
         else:
-            device_wanted = self._built_apart(refs)
+            device_wanted = self._built_apart(self.refs)
             worth_compiling = bool(device_wanted)
         apart = set(device_wanted)
         imported = self._imports(device_wanted)
-        host_wanted = list(dict.fromkeys([*(ref for ref in refs if ref not in apart), *imported]))
+        host_wanted = list(dict.fromkeys([*(ref for ref in self.refs if ref not in apart), *imported]))
         host, host_inputs = self._emit(host_wanted, [], on_host=self.on_device)
         device, device_inputs = self._emit(device_wanted, imported, on_host=False) if device_wanted else (None, ())
         places = {ref: Output("device", i) for i, ref in enumerate(device_wanted)}
         places |= {ref: Output("host", i) for i, ref in enumerate(host_wanted)}
         roots = (self.table.entries[n] for n in self.everything if self.table.entries[n].kind == "root")
+
+        def placed(operand: Any) -> Any:
+            return places[operand] if isinstance(operand, Ref) else operand
+
         return Program(
             host=host,
             host_inputs=host_inputs,
             device=device,
             device_inputs=device_inputs,
-            imports=tuple((host_wanted.index(ref), self._device_of(ref)) for ref in imported),
-            outputs=tuple(
-                replace(places[e.ref], dimension=e.dimension, as_dtype=e.as_dtype, as_int=e.as_int) for e in self.extras
+            imports=tuple(
+                (host_wanted.index(ref), getattr(self.table.entries[ref.number].fake, "device", None))
+                for ref in imported
             ),
-            checks=tuple(check.place(places) for check in self.checks),
+            outputs=tuple(
+                replace(places[e.ref], dimension=e.dimension, as_dtype=e.as_dtype, as_int=e.as_int)
+                for e in self.draft.wanted
+            ),
+            checks=tuple(replace(check, left=placed(check.left), right=placed(check.right)) for check in self.checks),
             roots=tuple(self.positions[e.node] for e in roots if isinstance(e.fake, torch.Tensor)),
+            written=self.draft.written,
             on_accelerator=self.on_device and device is not None,
             worth_compiling=worth_compiling,
         )
 
     def _built_apart(self, refs: list[Ref]) -> list[Ref]:
-        """On the CPU: the large tensors that no host value is made of, where a compiler is worth its time for them."""
+        """On the CPU: the large tensors that no host value depends on, if compiling them pays."""
         large = [ref for ref in refs if self._is_large(ref)]
         on_host = set(slice_of(self.table, set(refs) - set(large)))
         found = [ref for ref in large if _content(ref) not in on_host and self._saved([ref], on_host)]
         return found if self._saved(found, on_host) >= WORTH_COMPILING else []
 
     def _is_large(self, ref: Ref) -> bool:
-        """Whether a value is a large tensor, or a plan, which is made of one."""
+        """Whether a value is a large tensor, or a plan, which is computed from one."""
         entry = self.table.entries[ref.number]
-        if entry.module is not None:  # no compiler looks into it
+        if entry.module is not None:  # opaque to a compiler
             return False
-        return (_elements(entry) or 0) >= _LARGE or entry.node.target is torch.ops.fxpasses.attention_plan.default
+        elements = elements_of(entry.fake) if isinstance(entry.fake, torch.Tensor) else 0
+        return (elements or 0) >= _LARGE or entry.node.target is torch.ops.fxpasses.attention_plan.default
 
     def _saved(self, refs: list[Ref], on_host: set[int]) -> int:
         return elements_saved(self.table, refs, self._is_import, on_host)
 
     def _belongs_to_host(self, ref: Ref) -> bool:
-        entry = self.table.entries[ref.number]
-        return _content(ref) in self.exact and _device(entry) in (None, "cpu")
+        return _content(ref) in self.exact and _device(self.table.entries[ref.number]) in (None, "cpu")
 
     def _is_import(self, entry: Entry) -> bool:
-        """Whether the device part takes the value from the host: to get it, it would have to wait for the device."""
+        """Whether the device part imports the value from the host, because computing it would wait for the device."""
         if self.on_device and entry.number not in self.exact:
             return False
         if entry.kind == "item":
@@ -155,10 +161,6 @@ class _Builder:
         return [
             Ref(e.number, e.number if isinstance(e.fake, torch.Tensor) else None) for e in entries if self._is_import(e)
         ]
-
-    def _device_of(self, ref: Ref) -> torch.device | None:
-        fake = self.table.entries[ref.number].fake
-        return fake.device if isinstance(fake, torch.Tensor) else None
 
     def _emit(self, wanted: list[Ref], imported: list[Ref], on_host: bool) -> tuple[GraphModule, tuple[int, ...]]:
         from_host = {ref.number for ref in imported}
@@ -181,37 +183,19 @@ class _Builder:
         return module, tuple(self.positions[root.node] for root in roots)
 
 
-@dataclass(frozen=True)
-class _CheckOperands:
-    comparison: str
-    left: Any
-    right: Any
-    left_text: str
-    right_text: str
-    where: str
-
-    def place(self, places: dict[Ref, Output]) -> Check:
-        left = places[self.left] if isinstance(self.left, Ref) else self.left
-        right = places[self.right] if isinstance(self.right, Ref) else self.right
-        return Check(self.comparison, left, right, self.left_text, self.right_text, self.where)
+def _check_of(table: ValueTable, assertion: Assertion) -> Check:
+    """The check, its operands still references to numbered values."""
+    condition: Any = Ref(assertion.condition)
+    symbol, left, right = comparison(table, assertion.condition) or ("", condition, True)
+    return Check(symbol, left, right, describe(table, left), describe(table, right), where(assertion.node))
 
 
-def _check_operands(table: ValueTable, assertion: Assertion) -> _CheckOperands:
-    compared = comparison(table, assertion.condition)
-    place = where(assertion.node)
-    if compared is None:
-        condition = Ref(assertion.condition)
-        return _CheckOperands("", condition, True, describe(table, condition), "True", place)
-    symbol, left, right = compared
-    return _CheckOperands(symbol, left, right, describe(table, left), describe(table, right), place)
-
-
-# Their results depend on the order of equal elements, which is another on another device.
+# Their results depend on the order of equal elements, which differs between devices.
 _UNSTABLE = frozenset({"argsort", "kthvalue", "median", "mode", "msort", "nanmedian", "sort", "topk"})
 
 
 def _exact_entries(table: ValueTable, numbers: Iterable[int]) -> set[int]:
-    """Entries that any device computes alike: integers and bools, made of integers and bools."""
+    """Entries that all devices compute exactly: integers and bools that depend on integers and bools alone."""
     exact: set[int] = set()
     for number in numbers:
         entry = table.entries[number]
@@ -232,12 +216,8 @@ def _is_integral(fake: Any) -> bool:
 
 
 def _content(ref: Ref) -> int:
-    """The number of the last write to the value, or its own."""
+    """The number of the last write to the value, or the value's own."""
     return ref.number if ref.version is None else ref.version
-
-
-def _elements(entry: Entry) -> int | None:
-    return elements_of(entry.fake) if isinstance(entry.fake, torch.Tensor) else None
 
 
 def _device(entry: Entry) -> str | None:

@@ -1,8 +1,8 @@
-"""Whether a compiler is worth its time on the tensors that a prologue builds.
+"""Whether compiling the tensors of a prologue pays.
 
-A mask of T × T elements is built in many passes over memory, which a compiler makes one. That saves time in each batch,
-and costs seconds once. Where sizes depend on what a batch holds, operators touch less than they look like
-(`mask[a:b] = 1`), and a compiler has to ask about sizes of 0 and 1: nothing is saved there.
+A mask of T × T elements is built in many passes over memory, which a compiler fuses into one. That saves time in each
+batch, and costs seconds once. If sizes depend on the values in a batch, operators touch fewer elements than their
+operands have (`mask[a:b] = 1`), and a compiler has to guard against sizes of 0 and 1: nothing is saved.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fxpasses.graph.values import Entry, Ref, ValueTable
 def elements_saved(
     table: ValueTable, wanted: list[Ref], imported: Callable[[Entry], bool], elsewhere: AbstractSet[int] = frozenset()
 ) -> int:
-    """How many elements need not be written if one loop makes each tensor of `wanted`; 0 if that cannot be.
+    """How many elements need not be written if each tensor of `wanted` is made by one loop; 0 if that is impossible.
 
-    imported: whether an entry's value comes from another graph. elsewhere: numbers that are computed there in any case,
-    so that to compute them here as well saves nothing.
+    imported: whether an entry's value comes from another graph. elsewhere: values that the other graph computes in any
+    case, so that fusing them saves nothing.
     """
     total = 0
     for number in slice_of(table, wanted, stop=imported):
@@ -39,28 +39,28 @@ def elements_saved(
 
 
 def _elements_taken(fake: Any) -> int | None:
-    """0 for what a compiled graph takes as an input: sizes known while tracing, and integers."""
+    """0 for a valid input of a compiled graph: a tensor of sizes known while tracing, or an integer."""
     if isinstance(fake, torch.Tensor):
         return None if elements_of(fake) is None else 0
     return 0 if symbol(fake) is not None or type(constant(fake)) is int else None
 
 
 def _elements_written(table: ValueTable, entry: Entry) -> int | None:
-    """What an entry writes to memory if it runs by itself; None for what only the batch knows."""
+    """How many elements an entry writes if it is not fused; None if that depends on the batch."""
     index = _index(entry)
     if entry.read or any(isinstance(leaf, Ref) and leaf.version is None for leaf in leaves(index)):
         return None
     sizes = [elements_of(leaf) for leaf in leaves(entry.fake) if isinstance(leaf, torch.Tensor)]
     if any(size is None for size in sizes):
         return None
-    if entry.kind == "write" and index is not None:  # a part of the target: what a mask of bools may reach, or little
+    if entry.kind == "write" and index is not None:  # a write to part of the target: all that a mask covers, or little
         return elements_of(table.entries[index.number].fake) if _is_mask(table, index) else 0
     makes = entry.kind == "write" or (entry.kind == "op" and entry.base is None)
     return sum(size or 0 for size in sizes) if makes else 0
 
 
 def _index(entry: Entry) -> Any:
-    """`i` of `x[i]` and of `x[i] = y`."""
+    """The `i` of `x[i]` and `x[i] = y`."""
     is_indexed = entry.kind in ("op", "write") and operator_of(entry.node) in ("getitem", "setitem")
     return entry.args[1] if is_indexed else None
 

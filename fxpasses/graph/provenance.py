@@ -1,4 +1,4 @@
-"""Where in the user's program a node comes from.
+"""The place in the user's program that a node comes from.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: the attribute `_dynamo_source` of Dynamo's placeholders, whose
 `name` is an attribute there, and was a method before 2.10; and `torch.fx.traceback.current_meta`.
@@ -16,7 +16,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def where(node: Node) -> str:
-    """`file.py:12` of the innermost user frame that made the node, or "" where it is not known."""
+    """`file.py:12` of the innermost user frame that made the node, or "" if unknown."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return ""
@@ -25,7 +25,7 @@ def where(node: Node) -> str:
 
 
 def module_of(node: Node) -> tuple[str, str]:
-    """The innermost module's path (`model.layers.0.self_attn`) and the name of its class; "" where there is none."""
+    """The innermost module's path (`model.layers.0.self_attn`) and the name of its class; "" if there is none."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return "", ""
@@ -36,9 +36,14 @@ def module_of(node: Node) -> tuple[str, str]:
 
 
 def source(placeholder: Node) -> str:
-    """The expression by which Dynamo found an input, such as `L['batch']['lengths']`; "" where there is none."""
+    """Dynamo's source expression for an input, such as `L['batch']['lengths']`; "" if there is none."""
     found = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
     return found() if callable(found) else found
+
+
+def in_program(expression: str) -> str:
+    """A source expression as the user writes it: `batch['lengths']` for `L['batch']['lengths']`."""
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", expression)
 
 
 def input_sources(gm: GraphModule) -> list[str]:
@@ -47,11 +52,12 @@ def input_sources(gm: GraphModule) -> list[str]:
 
 
 def forget_leftovers() -> None:
-    """Call before a trace: what every new node would be said to come from, if a thread left a node behind.
+    """Drop the stale provenance that threads may have left in torch.fx; to be called before a trace.
 
-    `tag_activation_checkpoint`, run without a compiler, keeps the node that it runs in a global of torch.fx, and puts
-    back what was there before. Two threads at it put back each other's, and every later trace in the process takes
-    source lines and modules from that node. Annotations of the user (`custom`) are kept in the same place, and stay.
+    `tag_activation_checkpoint`, run without a compiler, stores the node that it runs in a global of torch.fx, and
+    restores the previous one. Two threads may restore each other's node, and then every later trace in the process
+    attributes its nodes to that node's source line and module. The same global holds the user's annotations (`custom`),
+    which are kept.
     """
     left = getattr(fx_traceback, "current_meta", None)
     if left and "stack_trace" in left:

@@ -1,4 +1,4 @@
-"""What can be reached in a graph, step by step; without recursion, because graphs are deep."""
+"""Reachability in a graph, without recursion because graphs are deep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def reached(start: Iterable[T], step: Callable[[T], Iterable[T]]) -> dict[T, None]:
-    """All that steps lead to, the start included."""
+    """Everything reachable from `start` by `step`, the start included."""
     waiting, found = list(start), dict[T, None]()
     while waiting:
         current = waiting.pop()

@@ -1,4 +1,4 @@
-"""What a pass raises where it leaves something as it is."""
+"""The exception that a pass raises where it leaves something unchanged."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from fxpasses.report import Reason, Refusal
 
 
 class Refused(Exception):
-    """Something is not known, or not known to be legal.
-
-    `reason` says which kind of obstacle, the text says more, `node` is where it is, if it is at a node.
-    """
+    """Something is unknown, or not known to be legal. node: the node to blame, if there is one."""
 
     def __init__(self, reason: Reason, text: str = "", node: Node | None = None) -> None:
         super().__init__(text)
         self.reason, self.text, self.node = reason, text, node
 
     def of(self, subject: Node, reason: Reason | None = None) -> Refusal:
-        """For a report: `subject` is left as it is, for this reason or another that is given."""
+        """For a report: `subject` is left unchanged, for this reason or the given one."""
         place = where(self.node) if self.node is not None else ""
         return Refusal(subject.name, reason or self.reason, self.text, place or where(subject), module_of(subject)[0])
 

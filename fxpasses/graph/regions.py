@@ -1,8 +1,8 @@
-"""Regions: a graph and the checkpoint bodies inside it, each a graph of its own with placeholders for what it takes.
+"""Regions: a graph, and the bodies of the checkpoints in it, each a graph with placeholders for its operands.
 
 Checked on torch 2.11, 2.13 and 2.15: `torch.utils.checkpoint` reaches a backend as
-`torch.ops.higher_order.tag_activation_checkpoint(body, *operands, **options)`, the body a submodule whose placeholders
-stand in operand order.
+`torch.ops.higher_order.tag_activation_checkpoint(body, *operands, **options)`, where the body is a submodule whose
+placeholders are in operand order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 class Region:
     """One graph: the main graph (`parent` and `call` are None) or the body of a checkpoint call in `parent`.
 
-    bodies: the regions directly inside, by their call.
-    operands: what each placeholder of a body stands for in `parent`.
+    bodies: the regions directly inside, by their call. operands: the operand in `parent` of each placeholder of a body.
     """
 
     gm: GraphModule
@@ -42,7 +41,7 @@ class Region:
         return self.gm.graph.find_nodes(op="placeholder")
 
     def walk(self) -> Iterator[Region]:
-        """This region and all below it, the inner ones first."""
+        """This region and all regions inside it, innermost first."""
         for body in self.bodies.values():
             yield from body.walk()
         yield self

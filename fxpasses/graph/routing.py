@@ -1,4 +1,4 @@
-"""The routing analysis: what each tensor of a graph says of a router's choice, as a fact of `graph/routing_facts.py`.
+"""The routing analysis: what each tensor of a graph says about a router's choice, as a fact (`graph/routing_facts.py`).
 
     idx = topk(scores, 2)[1]                 Choice(choices=E, distinct)
     hot = one_hot(idx, E).permute(2, 1, 0)   OneHot(idx, axes=(experts, slots, tokens))
@@ -8,14 +8,15 @@
     counts.cumsum(0)                         Ends(idx)
     (counts > 0).nonzero()                   Hits(idx)
 
-The fact of a node follows from those of its operands (`graph/routing_transfer.py`). It is believed where nobody writes
-to what it rests on.
+The fact of a node follows from those of its operands (`graph/routing_transfer.py`). It holds where nobody writes to its
+evidence.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.fx import Node
 from fxpasses.graph.aliases import written_operands
 from fxpasses.graph.anti_unification import REPEATED
 from fxpasses.graph.calls import operator_of
+from fxpasses.graph.reachability import reached
 from fxpasses.graph.routing_facts import (
     Choice,
     Counts,
@@ -39,7 +41,7 @@ from fxpasses.graph.routing_facts import (
 from fxpasses.graph.routing_transfer import CASTS, RESHAPES, TRANSFER, WIDE, ZEROS, dtype_of, pairs_of, reads_bits
 from fxpasses.graph.symbols import constant
 
-# What leads from the router's choice to a mask, a count or a list, in whatever way: see `Routing.concerns`.
+# Operators that lead from the router's choice to a mask, a count or a list: see `Routing.concerns`.
 _BEGINNING = frozenset({"bincount", "histc", "one_hot", "scatter", "scatter_", "scatter_add", "scatter_add_"})
 _FOLLOWING = frozenset(
     {*CASTS, *RESHAPES, "add", "amax", "any", "count_nonzero", "cumsum", "eq", "ge", "getitem", "gt", "item", "le",
@@ -48,24 +50,23 @@ _FOLLOWING = frozenset(
 
 
 class Routing:
-    """The facts of a graph's nodes, each found once; a change of the graph calls for a new object.
+    """The facts of a graph's nodes, memoised: a change of the graph requires a new object.
 
-    is_constant: whether nobody writes to a node's memory once it is made.
+    is_constant: whether nobody writes to a node's memory after the node.
     """
 
     def __init__(self, is_constant: Callable[[Node], bool] = lambda node: True) -> None:
         self.is_constant = functools.cache(is_constant)
         self._facts: dict[Node, Fact] = {}
-        self._concerned: set[Node] = set()
         self._first: dict[Any, Node] = {}
         self._canonical: dict[Node, Node] = {}
 
     def of(self, node: Node) -> Fact:
-        """What is known of a node. Without recursion: graphs are deep."""
+        """The fact of a node, found without recursion because graphs are deep."""
         waiting = [node]
         while waiting:
             current = waiting[-1]
-            operands = current.all_input_nodes if operator_of(current) in TRANSFER.keys() | _FOLLOWING else []
+            operands = current.all_input_nodes if operator_of(current) in TRANSFER else []
             missing = [operand for operand in operands if operand not in self._facts]
             waiting += missing if current not in self._facts else []
             if waiting[-1] is current:
@@ -78,44 +79,43 @@ class Routing:
         name = operator_of(node)
         transfer = TRANSFER.get(name)
         found = transfer(self, node) if transfer is not None else None
-        if isinstance(found, Fact) and not all(map(self.is_constant, found.evidence)):
-            found = "a mask that is written to"
+        if isinstance(found, Fact):
+            made = min(node.users) if name in ZEROS else node  # the first user of zeros fills them
+            found = replace(found, evidence=found.evidence | {made})
+            if not all(map(self.is_constant, found.evidence)):
+                found = "a mask that is written to"
         if not isinstance(found, Fact):
-            default = f"`{name}` as a mask of an expert's tokens is not known" if name else "a mask that is not known"
+            default = f"`{name}` is not a known mask of an expert's tokens" if name else "an unknown mask"
             found = Nothing(found or default, node)
         self._facts[node] = found
-        if name in _BEGINNING or isinstance(found, Ends) or self._follows(node, name):
-            self._concerned.add(node)
-
-    def _follows(self, node: Node, name: str) -> bool:
-        if name in ZEROS:
-            return any(operator_of(user) == "scatter_" for user in node.users)
-        operands = [arg for arg in node.args[:2] if isinstance(arg, Node)] if name in _FOLLOWING else []
-        followed = operands[-1 if name == "getitem" else 0] if operands else None  # `x[tok]` has as many rows as `tok`
-        return followed in self._concerned or (name == "eq" and bool(operands) and is_integer(operands[0]))
 
     def concerns(self, node: Node) -> bool:
-        """Whether a tensor is made of comparisons of integers with a number, of one-hot masks or of counts, somehow."""
-        self.of(node)
-        return node in self._concerned
+        """Whether a tensor is computed from integers compared with a number, from one-hot masks or from counts."""
+        return any(map(self._begins, reached([node], _followed)))
+
+    def _begins(self, node: Node) -> bool:
+        name = operator_of(node)
+        if name in ZEROS:
+            return any(operator_of(user) == "scatter_" for user in node.users)
+        compares = name == "eq" and any(map(is_integer, _followed(node)))
+        return compares or name in _BEGINNING or isinstance(self.of(node), Ends)
 
     def choice(self, ids: Node) -> Choice:
-        """What is known of ids."""
         fact = self.of(ids)
         return fact if isinstance(fact, Choice) else Choice(None)
 
     def presence(self, node: Node) -> Presence | None:
-        """The expert for which a tensor is not zero, somewhere, if and only if it has pairs."""
+        """The expert that has pairs if and only if some element of the tensor is not zero."""
         fact = self.of(node)
         if isinstance(fact, Mask) and isinstance(fact.ids, Node):
             return Presence(fact.ids, fact.expert, evidence=fact.evidence)
         return fact if isinstance(fact, Presence) else None
 
     def total(self, counts: Node, running: bool) -> Any:
-        """What a vector of integers adds up to, an expression; None where that is not known.
+        """The sum of a vector of counts, or of the counts behind a vector of ends, an expression; None where unknown.
 
-        running: whether it holds counts, or where the rows of each expert end. Every id is counted where all are known
-        to be below the number of counts.
+        running: whether the vector holds counts. Every id is counted if all ids are known to be below the number of
+        counts.
         """
         fact = self.of(counts)
         if not isinstance(fact, (Counts if running else Ends)) or not fact.exact or dtype_of(counts) not in WIDE:
@@ -124,11 +124,11 @@ class Routing:
         return pairs_of(fact.ids) if choices is not None and length is not None and choices <= length else None
 
     def is_fill(self, node: Node) -> bool:
-        """Whether a node writes numbers to zeros that nobody has looked at yet: `zeros.scatter_(1, ids, 1)`."""
+        """Whether a node writes numbers to zeros that nobody has read yet: `zeros.scatter_(1, ids, 1)`."""
         return operator_of(node) == "scatter_" and isinstance(self.of(node), (OneHot, Scattered))
 
     def canonical(self, node: Node) -> Node:
-        """The first of the nodes that compute the same value anew, such as `idx.flatten()` in every round of a loop."""
+        """The first of the nodes that compute the same value, such as `idx.flatten()` in every iteration of a loop."""
         if node not in self._canonical:
             self._canonical[node] = node
             if operator_of(node) in REPEATED and all(map(self.is_constant, (node, *node.all_input_nodes))):
@@ -137,7 +137,7 @@ class Routing:
         return self._canonical[node]
 
     def source(self, ids: Node) -> Node:
-        """The ids, without what only changes their shape or width."""
+        """The ids below the operators that only change their shape or width."""
         while operator_of(ids) in (*RESHAPES, *CASTS) and isinstance(ids.args[0], Node):
             source = ids.args[0]
             if not {dtype_of(ids), dtype_of(source)} <= {*WIDE} or reads_bits(ids):
@@ -146,6 +146,11 @@ class Routing:
         return ids
 
 
+def _followed(node: Node) -> list[Node]:
+    operands = [arg for arg in node.args[:2] if isinstance(arg, Node)] if operator_of(node) in _FOLLOWING else []
+    return operands[-1:] if operator_of(node) == "getitem" else operands[:1]  # `x[tok]` has as many rows as `tok`
+
+
 def writes_integers(node: Node) -> bool:
-    """Whether a node may write to a tensor of integers or truths; higher-order operators are taken not to."""
+    """Whether a node may write to a tensor of integers or bools; higher-order operators are assumed not to."""
     return not isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(is_integer, written_operands(node)))

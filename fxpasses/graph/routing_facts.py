@@ -1,7 +1,7 @@
-"""What a tensor may be known to say of a router's choice; `graph/routing.py` finds it out.
+"""The lattice of the routing analysis: what a tensor may say about a router's choice (`graph/routing.py`).
 
-A router chooses experts for tokens: integers, the *ids*, often [tokens, slots]. A *pair* is a (token, slot); it is of
-expert e if its id is e. Each fact holds as long as the memory of its *evidence* holds what the nodes there made.
+A router chooses experts for tokens: integers, the *ids*, often [tokens, slots]. A *pair* is a (token, slot); it belongs
+to expert e if its id is e. A fact holds as long as nobody writes to the memory of the nodes in its *evidence*.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch.fx import Node
 
 
 def is_integer(node: Node) -> bool:
-    """Whether a node is a tensor of integers or truths."""
+    """Whether a node is a tensor of integers or bools."""
     example = node.meta.get("example_value")
     return isinstance(example, torch.Tensor) and not example.dtype.is_floating_point and not example.dtype.is_complex
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """evidence: the nodes that the fact rests on, from the ids (exclusive) to the tensor that it is about."""
+    """evidence: the nodes that the fact rests on, from the ids (exclusive) to its own tensor."""
 
     evidence: frozenset[Node] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True)
 class Nothing(Fact):
-    """Nothing is known. text: why, for a person; node: where that shows."""
+    """Nothing is known. text: why, for a report; node: where."""
 
     text: str
     node: Node | None = None
@@ -36,10 +36,10 @@ class Nothing(Fact):
 
 @dataclass(frozen=True)
 class Choice(Fact):
-    """The tensor holds ids: integers from 0 to below `choices`, if that is not None.
+    """The tensor holds ids: integers in [0, choices), if `choices` is not None.
 
-    distinct: whether those along the last axis differ from each other. slots: of one-dimensional ids, how many in a
-    row (from a multiple of it on) differ from each other. top: the k of the `torch.topk` that they come from.
+    distinct: whether the ids along the last axis differ from each other. slots: for one-dimensional ids, the length of
+    the aligned groups within which ids differ from each other. top: the k of the `torch.topk` that gave the ids.
     """
 
     choices: int | None
@@ -50,10 +50,10 @@ class Choice(Fact):
 
 @dataclass(frozen=True)
 class OneHot(Fact):
-    """0 and 1: the element at (pair, e) is 1 if the pair is of expert e.
+    """The element at (pair, e) is 1 if the pair belongs to expert e, else 0.
 
-    axes: the axis of the ids that each axis is, None for the experts' own. The slots' axis may be missing, where no
-    token has an expert twice: the element at (token, e) is then 1 if the token has a pair of expert e.
+    axes: for each axis, the corresponding axis of the ids, or None for the experts' axis. The slots' axis may be absent
+    if no token chooses an expert twice: the element at (token, e) is then 1 if the token has a pair of expert e.
     """
 
     ids: Node
@@ -62,7 +62,7 @@ class OneHot(Fact):
 
 @dataclass(frozen=True)
 class Scattered(Fact):
-    """A matrix [tokens, experts] of zeros but for one number for each pair, in the row of its token."""
+    """A matrix [tokens, experts] that is zero except for one number per pair, in the row of its token."""
 
     ids: Node
 
@@ -71,23 +71,23 @@ class Scattered(Fact):
 class Columns:
     """Expert e has the tokens at which column e of a matrix passes the tests.
 
-    matrix: any dtype; its dimension `dim` is the experts'. tests: comparisons with a number, (operator, number), each
-    of the result of the one before; without any, it is whether the element is not zero.
+    matrix: of any dtype, with the experts along `dim`. tests: comparisons (operator, number), each applied to the
+    result of the one before; without any, the element must not be zero.
     """
 
     matrix: Node
     dim: int
-    tests: tuple[tuple[Any, Any], ...]
+    tests: tuple[tuple[Any, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Mask(Fact):
-    """Not zero where one expert has a pair. ids: the router's choice, or the columns that the mask is one of.
+    """Nonzero where one expert has a pair. ids: the router's choice, or the matrix of which the mask is a column.
 
-    axes: the axes of the ids, in the order of the mask's own dimensions; for a mask over tokens alone (`any` over the
-    slots) the slots' axis comes last. dims: how many dimensions the mask has. flat: whether those were laid flat, into
-    one. spread: whether one more dimension comes last that says nothing, to be broadcast over a token's features.
-    A mask of ids holds nothing but 0 and 1.
+    axes: the axes of the ids, in the order of the mask's dimensions; for a mask over tokens alone (`any` over the
+    slots) the slots' axis comes last. dims: the number of dimensions. flat: whether they were flattened into one.
+    spread: whether a trailing dimension of size 1 follows, for broadcasting over a token's features.
+    A mask of ids holds only 0 and 1.
     """
 
     ids: Node | Columns
@@ -100,9 +100,9 @@ class Mask(Fact):
 
 @dataclass(frozen=True)
 class Presence(Fact):
-    """No element is negative, and one is not zero if and only if there are pairs of the expert.
+    """No element is negative, and some element is nonzero if and only if the expert has pairs.
 
-    present: False for the opposite, of a tensor of one element. text: why the tensor is no mask, for a person.
+    present: False for the negation, in a tensor of one element. text: why the tensor is no mask, for a report.
     """
 
     ids: Node
@@ -113,9 +113,9 @@ class Presence(Fact):
 
 @dataclass(frozen=True)
 class Counts(Fact):
-    """A vector, perhaps with dimensions of size 1, whose element e is how many pairs expert e has.
+    """A vector, perhaps with dimensions of size 1, whose element e is the number of expert e's pairs.
 
-    exact: else it is only known to be above zero if there are pairs, and zero if there are none.
+    exact: if False, an element is only known to be positive if there are pairs, and zero if there are none.
     """
 
     ids: Node
@@ -124,14 +124,14 @@ class Counts(Fact):
 
 @dataclass(frozen=True)
 class Sorted(Fact):
-    """A vector of all ids in ascending order."""
+    """A vector of all ids, ascending."""
 
     ids: Node
 
 
 @dataclass(frozen=True)
 class Ends(Fact):
-    """A vector of integers whose element e is how many pairs the experts up to e have; exact: see `Counts`."""
+    """A vector of integers whose element e is the number of pairs of experts 0 to e; exact: see `Counts`."""
 
     ids: Node
     exact: bool
@@ -139,7 +139,7 @@ class Ends(Fact):
 
 @dataclass(frozen=True)
 class Hits(Fact):
-    """The different ids, ascending, with dimensions of size 1 perhaps. in_tuple: the result of `torch.where`."""
+    """The distinct ids, ascending, perhaps with dimensions of size 1. in_tuple: as returned by `torch.where`."""
 
     ids: Node
     in_tuple: bool = False

@@ -1,7 +1,7 @@
 """Transfer functions of the routing analysis: the fact of an operator's result from those of its operands.
 
-Each returns the fact, whose evidence is the node and what else must not be written to; a text that says why there is
-none; or None, where there is nothing to say.
+Each returns a fact, whose evidence lists the nodes other than its own that must not be written to; a text that says why
+there is no fact; or None, where there is nothing to say.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CASTS = ("bool", "contiguous", "cpu", "cuda", "detach", "double", "float", "int"
 RESHAPES = ("flatten", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
 ZEROS, _ONES = ("new_zeros", "zeros", "zeros_like"), ("new_ones", "ones", "ones_like")
 WIDE = (torch.int32, torch.int64)
-_NARROW = (torch.int8, torch.uint8, torch.int16)  # 256 pairs may be none
-_EXACT_FLOATS = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to where they hold each integer
-# Comparisons that are true of a number from 0 on if and only if it is not 0, and the opposite.
+_NARROW = (torch.int8, torch.uint8, torch.int16)  # where a count of 256 may wrap to 0
+_EXACT_FLOATS = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to which they represent every integer
+# Comparisons that hold for a non-negative number if and only if it is not 0, and their negations.
 _SOME, _NONE = {("gt", 0), ("ge", 1), ("ne", 0)}, {("eq", 0), ("lt", 1), ("le", 0)}
 
 
@@ -56,18 +56,18 @@ def dtype_of(node: Any) -> torch.dtype | None:
 
 
 def pairs_of(ids: Node) -> Any:
-    """How many pairs there are, an expression."""
+    """The number of pairs, an expression."""
     example = example_of(ids)
     return expression(example.numel()) if example is not None else None
 
 
 def reads_bits(node: Node) -> bool:
-    """`x.view(dtype)`: other numbers."""
+    """Whether a node reinterprets its operand's bits, as `x.view(dtype)` does."""
     return operator_of(node) == "view" and dtype_of(node) is not dtype_of(node.args[0])
 
 
 def _sizes(node: Any) -> list[Any]:
-    """A tensor's sizes; an expression where one is no known number."""
+    """A tensor's sizes, each a number, or an expression where the number is not known."""
     example = example_of(node)
     found = [(constant(size), expression(size)) for size in example.shape] if example is not None else []
     return [known if known is not None else size for known, size in found]
@@ -78,18 +78,14 @@ def _ndim(node: Any) -> int:
 
 
 def _holds(dtype: torch.dtype | None, largest: Any) -> bool:
-    """Whether a dtype holds all integers up to a number exactly."""
+    """Whether a dtype represents all integers up to `largest` exactly."""
     known, limit = constant(largest), _EXACT_FLOATS.get(dtype, -1)  # type: ignore[arg-type]
     return dtype in WIDE or (known is not None and known <= limit)
 
 
 def _counts_up(node: Node) -> bool:
-    """Whether adding ones in a tensor's dtype never comes to zero again."""
+    """Whether a sum of ones in a tensor's dtype never wraps to zero."""
     return dtype_of(node) not in (None, *_NARROW)
-
-
-def _because(node: Node, *facts: Fact, also: tuple[Node, ...] = ()) -> frozenset[Node]:
-    return frozenset((node, *also)).union(*(fact.evidence for fact in facts))
 
 
 # The router's choice
@@ -102,7 +98,7 @@ def _choice(routing: Routing, node: Node) -> Result:
     if not sizes or argument(best, "dim", -1 if is_topk else None) not in (-1, len(sizes) - 1):
         return None
     top = _number(_sizes(node)[-1]) if is_topk else None
-    return Choice(_number(sizes[-1]), distinct=is_topk, top=top, evidence=_because(node))
+    return Choice(_number(sizes[-1]), distinct=is_topk, top=top)
 
 
 def _number(size: Any) -> int | None:
@@ -114,13 +110,11 @@ def _number(size: Any) -> int | None:
 
 def _one_hot(routing: Routing, node: Node) -> Result:
     ids: Any = node.args[0] if node.args else None
-    if not isinstance(ids, Node):
-        return None
-    return OneHot(routing.canonical(ids), (*range(_ndim(ids)), None), evidence=_because(node))
+    return OneHot(routing.canonical(ids), (*range(_ndim(ids)), None)) if isinstance(ids, Node) else None
 
 
 def _scatter(routing: Routing, node: Node) -> Result:
-    """`zeros.scatter(1, ids, value)`, [T, E]. No pair writes over another one: ids [T, k] are of a `topk`."""
+    """`zeros.scatter(1, ids, value)`, [T, E]. No pair overwrites another: ids [T, k] come from a `topk`."""
     if len(node.args) != 4 or node.kwargs:
         return None
     zeros, dim, ids, value = node.args
@@ -131,24 +125,24 @@ def _scatter(routing: Routing, node: Node) -> Result:
     fits = len(shape) == len(of_ids) == 2 and shape[0] == of_ids[0] and dim in (1, -1)
     if not fits or not choice.distinct or (in_place and node is not min(zeros.users)):
         return None
-    evidence, ids = _because(node, choice, also=() if in_place else (zeros,)), routing.canonical(ids)
+    evidence, ids = choice.evidence | ({zeros} if not in_place else set()), routing.canonical(ids)
     is_one = type(value) in (int, float) and value == 1
     return OneHot(ids, (0, None), evidence=evidence) if is_one else Scattered(ids, evidence=evidence)
 
 
 def _zeros(routing: Routing, node: Node) -> Result:
-    """Zeros whose first user scatters numbers into them: the others look at those."""
+    """Zeros whose first user scatters numbers into them: the other users read these numbers."""
     first = min(node.users, default=node)
     return _scatter(routing, first) if operator_of(first) == "scatter_" and first.args[0] is node else None
 
 
-# Counts, and what is made of them
+# Counts, and what is computed from them
 
 
 def _bincount(routing: Routing, node: Node) -> Result:
     ids: Any = node.args[0] if node.args else None
     is_plain = isinstance(ids, Node) and OperatorCall.of(node).has_only("input", "minlength")
-    return Counts(ids, exact=True, evidence=_because(node)) if is_plain else None
+    return Counts(ids, exact=True) if is_plain else None
 
 
 def _scatter_add(routing: Routing, node: Node) -> Result:
@@ -158,13 +152,13 @@ def _scatter_add(routing: Routing, node: Node) -> Result:
         return None
     if not all(isinstance(part, Node) and operator_of(part) in made for part, made in ((zeros, ZEROS), (ones, _ONES))):
         return None
-    return Counts(ids, _holds(dtype_of(node), pairs_of(ids)), evidence=_because(node, also=(zeros, ones)))
+    return Counts(ids, _holds(dtype_of(node), pairs_of(ids)), evidence=frozenset((zeros, ones)))
 
 
 def _histc(routing: Routing, node: Node) -> Result:
-    """`torch.histc(ids, bins=E, min=0, max=E)`; on the CPU it takes floats, on CUDA devices integers too.
+    """`torch.histc(ids, bins=E, min=0, max=E)`, of floats on the CPU, and of integers as well on CUDA devices.
 
-    An id of E would be counted among those of E - 1. The place of an id e is e * E / E, rounded.
+    An id of E would be counted in the bin of E - 1. The bin of an id e is e * E / E, rounded.
     """
     values, bins = argument(node, "input"), argument(node, "bins", 100)
     if not isinstance(values, Node) or (argument(node, "min"), argument(node, "max")) != (0, bins):
@@ -176,7 +170,7 @@ def _histc(routing: Routing, node: Node) -> Result:
     choice = routing.choice(ids)
     if choice.choices is None or choice.choices > bins:
         return None
-    return Counts(ids, _holds(dtype_of(node), pairs_of(ids)), evidence=_because(node, choice, also=(values,)))
+    return Counts(ids, _holds(dtype_of(node), pairs_of(ids)), evidence=choice.evidence | {values})
 
 
 def _cumsum(routing: Routing, node: Node) -> Result:
@@ -184,7 +178,7 @@ def _cumsum(routing: Routing, node: Node) -> Result:
     fact, is_plain = routing.of(counts), OperatorCall.of(node).has_only("input", "dim")
     if not isinstance(fact, Counts) or not is_plain or argument(node, "dim") not in (0, -1) or _ndim(counts) != 1:
         return None
-    return Ends(fact.ids, fact.exact, evidence=_because(node, fact)) if dtype_of(node) in WIDE else None
+    return Ends(fact.ids, fact.exact, evidence=fact.evidence) if dtype_of(node) in WIDE else None
 
 
 def _sorted(routing: Routing, node: Node) -> Result:
@@ -192,7 +186,7 @@ def _sorted(routing: Routing, node: Node) -> Result:
     sort: Any = node.args[0]
     ids = sort.args[0]
     is_plain = _ndim(ids) == 1 and len(sort.args) == 1 and not set(sort.kwargs) - {"stable", "dim"}
-    return Sorted(ids, evidence=_because(node)) if is_plain else None
+    return Sorted(ids) if is_plain else None
 
 
 def _searchsorted(routing: Routing, node: Node) -> Result:
@@ -205,7 +199,7 @@ def _searchsorted(routing: Routing, node: Node) -> Result:
     fact, counts_up = routing.of(values), len(wanted.args) == 1 and not set(wanted.kwargs) - {"device", "dtype"}
     if not isinstance(fact, Sorted) or not counts_up or not is_integer(wanted):
         return None
-    return Ends(fact.ids, exact=True, evidence=_because(node, fact, also=(wanted,)))
+    return Ends(fact.ids, exact=True, evidence=fact.evidence | {wanted})
 
 
 def _places(routing: Routing, node: Node) -> Result:
@@ -214,16 +208,16 @@ def _places(routing: Routing, node: Node) -> Result:
     fact, is_where = routing.of(counts) if isinstance(counts, Node) else None, operator_of(node) == "where"
     if not isinstance(fact, Counts) or _ndim(counts) != 1 or (is_where and len(node.args) + len(node.kwargs) != 1):
         return None
-    return Hits(fact.ids, is_where or bool(argument(node, "as_tuple")), evidence=_because(node, fact))
+    return Hits(fact.ids, is_where or bool(argument(node, "as_tuple")), evidence=fact.evidence)
 
 
 def _unique(routing: Routing, node: Node) -> Result:
     ids: Any = node.args[0]
     is_plain = len(node.args) == 1 and not node.kwargs and isinstance(ids, Node) and is_integer(ids)
-    return Hits(ids, evidence=_because(node)) if is_plain else None
+    return Hits(ids) if is_plain else None
 
 
-# Comparisons, with a number
+# Comparisons with a number
 
 
 def _compare(routing: Routing, node: Node) -> Result:
@@ -233,20 +227,18 @@ def _compare(routing: Routing, node: Node) -> Result:
     if not isinstance(source, Node) or not isinstance(number, (int, float)):
         return None
     asked, fact = (operator_of(node), number), routing.of(source)
-    evidence = _because(node, fact)
     if isinstance(fact, Mask) and isinstance(fact.ids, Columns) and asked[0] != "eq":
-        columns = replace(fact.ids, tests=(*fact.ids.tests, (node.target, number)))
-        return replace(fact, ids=columns, evidence=evidence)
+        return replace(fact, ids=replace(fact.ids, tests=(*fact.ids.tests, (node.target, number))))
     if asked in _SOME and isinstance(fact, Counts):
-        return replace(fact, exact=False, evidence=evidence)
+        return replace(fact, exact=False)
     if asked in _SOME and isinstance(fact, (Mask, Presence)):
-        return replace(fact, evidence=evidence)
+        return fact
     if asked in _NONE and isinstance(fact, Presence) and example_of(source) is not None and {*_sizes(source)} <= {1}:
-        return replace(fact, present=not fact.present, evidence=evidence)
+        return replace(fact, present=not fact.present)
     if asked[0] != "eq" or type(number) is not int or not is_integer(source):
         return None
     axes = tuple(range(_ndim(source)))
-    return Mask(routing.canonical(source), axes, len(axes), number, evidence=_because(node))
+    return Mask(routing.canonical(source), axes, len(axes), number)
 
 
 # Reductions
@@ -255,7 +247,7 @@ def _compare(routing: Routing, node: Node) -> Result:
 def _reduce(routing: Routing, node: Node) -> Result:
     source: Any = node.args[0]
     if not isinstance(source, Node) or (operator_of(node) == "max" and len(node.args) + len(node.kwargs) > 1):
-        return None  # `max` along a dimension is a pair
+        return None  # `max` along a dimension returns a pair
     fact, dims = routing.of(source), argument(node, "dim")
     dims = dims if isinstance(dims, (tuple, list)) else (dims,)
     if isinstance(fact, OneHot):
@@ -270,10 +262,10 @@ def _reduced_one_hot(routing: Routing, node: Node, fact: OneHot, dims: Any) -> R
         axes = tuple(axis for place, axis in enumerate(fact.axes) if place not in dropped)
         if axes == (None,) and _counts_up(node):
             is_exact = operator_of(node) in ("count_nonzero", "sum") and _holds(dtype_of(node), pairs_of(fact.ids))
-            return Counts(fact.ids, is_exact, evidence=_because(node, fact))
+            return Counts(fact.ids, is_exact, evidence=fact.evidence)
         slots, choice = _ndim(fact.ids) - 1, routing.choice(fact.ids)
         if len(dropped) == 1 and slots in fact.axes and slots not in axes and choice.distinct:
-            return OneHot(fact.ids, axes, evidence=_because(node, fact, choice))
+            return OneHot(fact.ids, axes, evidence=fact.evidence | choice.evidence)
     return "a sum of one-hot masks"
 
 
@@ -282,7 +274,7 @@ def _without_slots(routing: Routing, node: Node, mask: Mask, dims: Any) -> Mask 
     name, ids, keeps = operator_of(node), mask.ids, argument(node, "keepdim", False)
     if isinstance(ids, Columns) or mask.dims < 2 or mask.flat or mask.spread or [type(dim) for dim in dims] != [int]:
         return f"`{name}` of a mask"
-    place, evidence = dims[0] % mask.dims, _because(node, mask)
+    place, evidence = dims[0] % mask.dims, mask.evidence
     if keeps and place != mask.dims - 1:
         return f"`{name}` of a mask"
     if name == "squeeze":
@@ -290,23 +282,22 @@ def _without_slots(routing: Routing, node: Node, mask: Mask, dims: Any) -> Mask 
         if size is None:
             return "`squeeze` of a mask with several slots"
         if size != 1:
-            return replace(mask, evidence=evidence)  # as it is: Qwen2-MoE squeezes the slots in vain
+            return mask  # unchanged: Qwen2-MoE squeezes the slots in vain
     else:
         choice = routing.choice(ids)
         if len(mask.axes) != mask.dims or mask.axes[place] != mask.dims - 1 or not choice.distinct:
-            return "a token may be twice in one expert, as far as the graph shows"
+            return "the graph does not show that a token chooses an expert at most once"
         evidence |= choice.evidence
     axes = (*mask.axes[:place], *mask.axes[place + 1 :], mask.axes[place])
     return Mask(ids, axes, mask.dims - 1, mask.expert, spread=bool(keeps), evidence=evidence)
 
 
 def _still_present(routing: Routing, node: Node, text: str | None = None) -> Result:
-    """What tells whether an expert has pairs still does. text: why it is no mask."""
+    """The result tells, as its operand does, whether an expert has pairs. text: why the result is no mask."""
     presence = routing.presence(node.args[0])  # type: ignore[arg-type]
     if presence is None or not _counts_up(node):
         return text
-    text = text or presence.text or f"`{operator_of(node)}` of a mask"
-    return replace(presence, text=text, evidence=_because(node, presence))
+    return replace(presence, text=text or presence.text or f"`{operator_of(node)}` of a mask")
 
 
 # Other dtypes, memory and shapes
@@ -318,15 +309,14 @@ def _cast(routing: Routing, node: Node) -> Result:
     if before is None or after is None:
         return None
     fact = routing.of(source)
-    evidence = _because(node, fact)
     if before is torch.float16 and not after.is_floating_point and after is not torch.bool:
-        return None  # more pairs than it holds would be below zero
+        return None  # infinity, the count of more pairs than float16 represents, is a negative integer
     match fact:
         case Presence():
             return _still_present(routing, node)
         case Counts():
             is_exact = fact.exact and _holds(after, pairs_of(fact.ids))
-            return replace(fact, exact=is_exact, evidence=evidence) if _counts_up(node) else None
+            return replace(fact, exact=is_exact) if _counts_up(node) else None
         case Choice(choices) if after is not before and after not in WIDE:
             is_index = is_integer(node) and after is not torch.bool
             kept = is_index and choices is not None and choices - 1 <= torch.iinfo(after).max
@@ -336,7 +326,7 @@ def _cast(routing: Routing, node: Node) -> Result:
             kept = after is before or torch.bool in (before, after)  # a score of 0.5 is 0 as an integer
         case _:
             kept = not isinstance(fact, (Nothing, Scattered, Sorted))
-    return replace(fact, evidence=evidence) if kept else None
+    return fact if kept else None
 
 
 def _reshape(routing: Routing, node: Node) -> Result:
@@ -344,22 +334,21 @@ def _reshape(routing: Routing, node: Node) -> Result:
     if not isinstance(source, Node) or reads_bits(node):
         return None
     fact = routing.of(source)
-    evidence = _because(node, fact)
     match fact:
         case Choice():
             slots = fact.slots if _ndim(source) == _ndim(node) == 1 else 1
             if fact.distinct and (_ndim(source), _ndim(node)) == (2, 1) and operator_of(node) != "squeeze":
                 slots = _number(_sizes(source)[1]) or 1
-            return Choice(fact.choices, slots=slots, top=fact.top, evidence=evidence)
+            return replace(fact, distinct=False, slots=slots)
         case OneHot():
             axes = _moved(node, fact.axes)
-            return replace(fact, axes=axes, evidence=evidence) if axes else f"`{operator_of(node)}` of a one-hot mask"
+            return replace(fact, axes=axes) if axes else f"`{operator_of(node)}` of a one-hot mask"
         case Mask():
             return _reshaped_mask(routing, node, fact)
         case Counts() if sum(size != 1 for size in _sizes(node)) <= 1:
-            return replace(fact, evidence=evidence)
+            return fact
         case Hits(in_tuple=False):
-            return replace(fact, evidence=evidence)
+            return fact
         case Presence():
             return _still_present(routing, node)
     return None
@@ -381,22 +370,22 @@ def _moved(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, ...] |
 def _reshaped_mask(routing: Routing, node: Node, mask: Mask) -> Result:
     name = operator_of(node)
     if name == "unsqueeze" and argument(node, "dim") in (-1, _ndim(node) - 1) and not mask.spread:
-        return replace(mask, spread=True, evidence=_because(node, mask))
+        return replace(mask, spread=True)
     if name == "squeeze":
         found = _without_slots(routing, node, mask, (argument(node, "dim"),))
         return found if isinstance(found, Mask) else _still_present(routing, node, found)
     is_plain = isinstance(mask.ids, Node) and not mask.flat and not mask.spread
     if name in ("flatten", "reshape", "view") and is_plain and _ndim(node) == 1 and dtype_of(node) is torch.bool:
-        return replace(mask, flat=mask.dims > 1, evidence=_because(node, mask))
+        return replace(mask, flat=mask.dims > 1)
     return _still_present(routing, node)
 
 
 def _expand(routing: Routing, node: Node) -> Result:
-    """A mask of tokens, for all features of each."""
+    """A mask of tokens, broadcast over the features."""
     source: Any = node.args[0]
     fact = routing.of(source)
     is_spread = isinstance(fact, Mask) and fact.spread and _sizes(source) == [*_sizes(node)[:-1], 1]
-    return replace(fact, evidence=_because(node, fact)) if is_spread else "a mask over features"
+    return fact if is_spread else "a mask over features"
 
 
 # Indices
@@ -412,11 +401,11 @@ def _index(routing: Routing, node: Node) -> Result:
         part = _PARTS.get((operator_of(source), index))
         return part(routing, node) if part is not None else None
     fact, (place, expert) = routing.of(source), _element(node)
-    evidence = _because(node, fact)
     if isinstance(fact, Choice):
-        return Choice(fact.choices, top=fact.top, evidence=evidence)
-    if isinstance(fact, Mask) and not fact.spread and index in _spreading(_ndim(node)):
-        return replace(fact, spread=True, evidence=evidence)
+        return replace(fact, distinct=False, slots=1)
+    spreading = (Ellipsis, None), (*[slice(None)] * (_ndim(node) - 1), None)
+    if isinstance(fact, Mask) and not fact.spread and index in spreading:
+        return replace(fact, spread=True)
     if place is None or expert is None or expert < 0:
         return "an index of a mask"
     match fact:
@@ -425,24 +414,25 @@ def _index(routing: Routing, node: Node) -> Result:
         case OneHot():
             rest = [axis for axis in fact.axes if axis is not None]
             missing = [axis for axis in range(_ndim(fact.ids)) if axis not in rest]  # summed over the slots
-            return Mask(fact.ids, (*rest, *missing), len(rest), expert, evidence=evidence)
-        case Counts() | Ends() if _ndim(source) == 1:  # the rows of the first expert end at their number
+            return Mask(fact.ids, (*rest, *missing), len(rest), expert, evidence=fact.evidence)
+        case Counts() | Ends() if _ndim(source) == 1:  # the first expert's end is its count
             is_count = isinstance(fact, Counts) or expert == 0
-            return Presence(fact.ids, expert, evidence=evidence) if is_count else None
+            return Presence(fact.ids, expert, evidence=fact.evidence) if is_count else None
     size = _number(_sizes(source)[place])
     if _ndim(source) < 2 or size is None or expert >= size:
         return None
     others = tuple(axis for axis in range(_ndim(source)) if axis != place)
-    return Mask(Columns(routing.canonical(source), place, ()), (*others, place), len(others), expert, evidence=evidence)
+    columns = Columns(routing.canonical(source), place)
+    return Mask(columns, (*others, place), len(others), expert, evidence=fact.evidence)
 
 
 def _hits(routing: Routing, node: Node) -> Result:
     fact = routing.of(node.args[0])  # type: ignore[arg-type]
-    return replace(fact, in_tuple=False, evidence=_because(node, fact)) if isinstance(fact, Hits) else None
+    return replace(fact, in_tuple=False) if isinstance(fact, Hits) else None
 
 
 def _element(node: Node) -> tuple[int | None, int | None]:
-    """(dimension, place) where an index is one number along one dimension."""
+    """(dimension, place) of an index that is one number along one dimension."""
     ndim, index = _ndim(node.args[0]), node.args[1] if len(node.args) > 1 else None
     if operator_of(node) == "select":
         place, number = argument(node, "dim"), argument(node, "index")
@@ -455,10 +445,6 @@ def _element(node: Node) -> tuple[int | None, int | None]:
         places = [at for at, part in enumerate(parts) if part != slice(None)]
         place, number = (places[0], parts[places[0]]) if len(places) == 1 else (None, None)
     return (place, number) if type(place) is int and type(number) is int and place < ndim else (None, None)
-
-
-def _spreading(ndim: int) -> tuple[Any, ...]:
-    return (Ellipsis, None), (*[slice(None)] * (ndim - 1), None)
 
 
 _Transfer = Callable[["Routing", Node], Result]

@@ -1,11 +1,11 @@
-"""Branches that run only for experts with tokens, captured as though every expert had some.
+"""Branches that run only for experts with tokens, captured as if every expert had some.
 
     if tok.numel() == 0: continue        if mask.any(): ...        for e in hit: ...
 
-The trace goes through the branch (`capture/speculation.py`), and a `SpeculatedBranch` notes what that assumed. It holds
-if the branch does nothing without tokens; a pass that proves it returns the branch's number
-(`pipeline.Context.discharged`). A branch that no pass proved is taken back: the frame is traced again without it. Nodes
-of the graph refer to branches by number, in their `meta`, which copies of a graph keep.
+The trace takes the branch (`capture/speculation.py`), and a `SpeculatedBranch` records the obligation: without tokens,
+the branch must have no effect. A pass that proves this returns the branch's number (`pipeline.Context.discharged`). If
+no pass does, the frame is traced again without the branch. Nodes of the graph refer to branches by number, in their
+`meta`, which copies of a graph keep.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from fxpasses.graph.routing_facts import is_integer
 
 BRANCHES = "fxpasses_branches"  # in a graph module's meta: its speculated branches; in a node's: (number, role) of each
 INSIDE = "inside"  # made by the branch
-CONDITION = "condition"  # the tensor that the program asks
-PART = "part"  # the tensor that the branch appended to a list, which is joined later
-READ = "read"  # the numbers that were read from an array
-BEFORE, AFTER = "before", "after"  # with the place among the live-outs: a variable's value before the branch, and after
+CONDITION = "condition"  # the tensor that the branch's condition reads
+PART = "part"  # the tensor that the branch appended to a list, which is concatenated later
+READ = "read"  # a number that was read from an array
+BEFORE, AFTER = "before", "after"  # followed by the index of a live-out: its value before the branch, and after
 
 
 @dataclass(eq=False)
 class SpeculatedBranch:
-    """number: what nodes refer to it by. where: `file.py:12`.
+    """number: by which nodes refer to the branch. where: `file.py:12`.
 
-    The branch is passed over where the condition does not hold. kind says what the condition is:
+    The program skips the branch if the condition does not hold. kind says what the condition is:
 
-    - "count": the node marked CONDITION has an element that is not zero; `symbol` is how many it has, or the element.
-    - "end": element `index` of the node marked CONDITION, `symbol`, is another number than the one before it, `empty`.
-    - "tensor": the node marked CONDITION has the truth `truth`.
+    - "count": the node marked CONDITION has a nonzero element; `symbol` is the number of these, or the element.
+    - "end": element `index` of the node marked CONDITION, `symbol`, differs from the element before it, `empty`.
+    - "tensor": the truth value of the node marked CONDITION is `truth`.
     - "hit": `index` is among the experts that the node marked CONDITION lists.
-    - "numbers": no condition, and no branch: NumPy's integers were taken for Python's (`capture/numpy_counts.py`). It
-      is proved when the graph reads none of the nodes marked READ any more.
+    - "numbers": no condition, and no branch: NumPy's integers were treated as Python's (`capture/numpy_counts.py`). The
+      obligation is discharged when the graph no longer contains a node marked READ.
 
-    live_outs: how many variables that are read later hold another tensor if the branch ran. parts: how many tensors the
-    branch appended to lists, each of which is joined by one `torch.cat`, and asked for no more than whether it is
-    empty. It is taken not to be, so some expert must have tokens. ended: the trace came to the branch's post-dominator,
-    with the rest of Python's state as it was; else the branch cannot be proved.
+    live_outs: the number of live variables that hold another tensor after the branch. parts: the number of tensors that
+    the branch appended to lists. Each list is concatenated once, and otherwise only tested for emptiness, assuming that
+    it is not empty, so some expert must have tokens. ended: whether the trace reached the branch's post-dominator with
+    the rest of Python's state unchanged; else the branch cannot be proved.
     """
 
     number: int
@@ -67,7 +67,7 @@ def marks(node: Node) -> list[tuple[int, str]]:
 
 
 class Marked:
-    """The nodes of a graph that have a role in a branch, and those that write integers."""
+    """The nodes of a graph that have a role in a branch, and the nodes that write integers."""
 
     def __init__(self, graph: Graph) -> None:
         self.position = {node: position for position, node in enumerate(graph.nodes)}

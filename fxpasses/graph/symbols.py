@@ -1,4 +1,4 @@
-"""Symbolic sizes: what the passes ask of PyTorch's shape environment.
+"""Symbolic sizes: queries to PyTorch's shape environment.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` and
 `constrain_unify`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the attributes `SymInt.node.expr`
@@ -8,6 +8,7 @@ and `SymInt.node._expr`; `ShapeEnv._replacements_version_counter`, which 2.13 ha
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import sympy
@@ -23,17 +24,17 @@ def is_symbolic(value: Any) -> bool:
 
 
 def is_unbacked(value: Any) -> bool:
-    """Whether a number, or a tensor's size, is known only when the program runs."""
+    """Whether a number, or a tensor's size, is known only at run time."""
     return bool(free_unbacked_symbols(value))
 
 
 def expression(value: Any) -> Any:
-    """The expression of a symbolic number as it is known now, or the number itself."""
+    """The current expression of a symbolic number, or the number itself."""
     return value.node.expr if is_symbolic(value) else value
 
 
 def constant(value: Any) -> int | float | bool | None:
-    """The number that a symbolic number was found to be, or None."""
+    """The number, if it is a constant or a symbolic number with a constant value, else None."""
     found = expression(value)
     if isinstance(found, (bool, int, float)):
         return found
@@ -47,7 +48,7 @@ def constant(value: Any) -> int | float | bool | None:
 
 
 def symbol(value: Any) -> Any:
-    """The single symbol that a symbolic integer is, or None."""
+    """The symbol, if a symbolic integer is a single symbol, else None."""
     found = expression(value)
     return found if isinstance(found, sympy.Symbol) and isinstance(value, torch.SymInt) else None
 
@@ -58,29 +59,30 @@ def symbol_as_created(value: torch.SymInt) -> Any:
 
 
 def bytes_of(tensor: torch.Tensor) -> int | None:
-    """A fake tensor's size in bytes for the sizes being traced; None where one is known only when the program runs."""
+    """A fake tensor's size in bytes at the traced sizes; None if a size is known only at run time."""
     elements = elements_of(tensor)
     return None if elements is None else elements * tensor.element_size()
 
 
 def elements_of(tensor: torch.Tensor) -> int | None:
-    """A fake tensor's elements for the sizes being traced; None where one is known only when the program runs."""
-    total = 1
-    for size in tensor.shape:
-        hint = size if isinstance(size, int) else size.node.hint
-        if hint is None:
-            return None
-        total *= int(hint)
-    return total
+    """The number of a fake tensor's elements at the traced sizes; None if a size is known only at run time."""
+    sizes = sizes_of(tensor)
+    return None if sizes is None else math.prod(sizes)
+
+
+def sizes_of(tensor: torch.Tensor) -> list[int] | None:
+    """A fake tensor's traced sizes; None if one is known only at run time."""
+    sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
+    return None if None in sizes else [int(size) for size in sizes]
 
 
 def hint_of(size: Any) -> int:
-    """A size as it is while tracing; 0 where it is known only when the program runs."""
+    """The traced value of a size; 0 if it is known only at run time."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def declare_equal(first: Any, second: Any) -> None:
-    """Tell the shape environment that two equal values are equal: numbers, or the sizes of two tensors."""
+    """Declare to the shape environment that two numbers, or the sizes of two tensors, are equal."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         for one, other in zip(first.shape, second.shape, strict=False):
             declare_equal(one, other)
@@ -97,26 +99,23 @@ def declare_equal(first: Any, second: Any) -> None:
 
 
 def _forget_expressions(shape_env: Any) -> None:
-    """Symbolic numbers keep their expression until this counter moves, and `constrain_unify` does not move it."""
+    """Invalidate cached expressions, which `constrain_unify` does not do, by advancing the version counter."""
     if hasattr(shape_env, "_replacements_version_counter"):
         shape_env._replacements_version_counter += 1
 
 
 def scalar_tensor(number: torch.SymFloat) -> torch.Tensor:
-    """A fake CPU tensor of no dimensions and dtype float64, to carry a number across a graph's border."""
-    with _fake_mode(), torch.no_grad():
+    """A fake CPU tensor [] of dtype float64, which carries a number across the boundary of a graph."""
+    from torch._guards import detect_fake_mode
+
+    fake_mode: Any = detect_fake_mode()
+    with fake_mode, torch.no_grad():
         return torch.empty((), dtype=torch.float64, device="cpu")
 
 
 def integer_behind(flag: torch.SymBool) -> torch.SymInt | None:
-    """`u0` for a flag that Dynamo knows as `Eq(u0, 1)`, which is how it reads a bool; None for another flag."""
+    """`u0` for a flag `Eq(u0, 1)`, which is how Dynamo represents a bool read from a tensor; else None."""
     found = expression(flag)
     if not isinstance(found, sympy.Eq) or not isinstance(found.lhs, sympy.Symbol) or found.rhs != 1:
         return None
     return flag.node.shape_env.create_symintnode(found.lhs, hint=None)
-
-
-def _fake_mode() -> Any:
-    from torch._guards import detect_fake_mode
-
-    return detect_fake_mode()

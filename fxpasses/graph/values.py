@@ -1,9 +1,9 @@
 """Value numbering with memory versions.
 
 Two nodes compute the same value if they apply the same operator to the same operands *in the same state of memory*.
-A table gives each distinct value a number. A tensor's memory has a version, which is a number too: that of the last
-write to it, and a write is numbered by what it writes and by the version before. So two masks built in place by the
-same steps end at the same version, although they lie in different memory, and two that differ do not.
+A table gives each distinct value a number. A tensor's memory has a version, which is the number of the last write to
+it; a write is numbered by its operands and by the previous version. So two masks that are built in place by the same
+steps end at the same version, although in different memory, and masks that differ do not.
 
     a = torch.full((4, 4), 0)     number 1            memory A at version 1
     b = torch.full((4, 4), 0)     number 1            memory B at version 1
@@ -34,7 +34,7 @@ from fxpasses.report import Reason
 
 @dataclass(eq=False)
 class Allocation:
-    """One allocation. `alloc` numbers the value that it was born with, `version` the last write (or `alloc`)."""
+    """One allocation. alloc: the number of its initial value. version: that of the last write, or `alloc`."""
 
     alloc: int
     version: int
@@ -48,7 +48,7 @@ class Scalar:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """`number` says how the tensor is reached from its memory: `memory.alloc` itself, or a view of it."""
+    """number: of the view through which the tensor addresses its memory, or `memory.alloc` for all of it."""
 
     number: int
     memory: Allocation
@@ -71,7 +71,7 @@ def number_of(value: Value) -> int | None:
 
 @dataclass(frozen=True)
 class Ref:
-    """An operand: the value's number, and the version of the memory that it is read from (None for scalars)."""
+    """An operand: the number of a value, and the version of the memory that holds it (None for scalars)."""
 
     number: int
     version: int | None = None
@@ -81,12 +81,12 @@ class Ref:
 class Entry:
     """A row of the table.
 
-    kind: "root" (an input), "op" (a node), "item" (one tensor of an op that gives several), "write", "look" (a tensor
-    of the size in `args`, and the dtype and device of `fake`, whose values nobody asks for).
+    kind: "root" (an input), "op" (a node), "item" (one result of an op that returns several), "write", "look" (a tensor
+    of the size in `args`, and the dtype and device of `fake`, whose values nobody reads).
     args, kwargs: of the node, with `Ref` in place of nodes. base: for views, the number of the allocation. previous:
-    for writes, the version before; target: for writes, the number written through. fake: the value on fake tensors.
-    read: whether the host asks the device (a scalar's value, or the size of a result). work: whether making it takes
-    more than factories, views and arithmetic on scalars. module: what computes it from `args`, in place of the node.
+    for writes, the previous version; target: the number of the view written through. fake: the value on fake tensors.
+    read: whether the host waits for the device (for a scalar, or for the size of a result). work: whether computing it
+    takes more than factories, views and arithmetic on scalars. module: computes it from `args`, in place of the node.
     """
 
     number: int
@@ -126,7 +126,7 @@ class ValueTable:
         return Scalar(entry.number)
 
     def look(self, node: Node, example: torch.Tensor, sizes: Sequence[int | Scalar]) -> Tensor:
-        """Number what can be seen of a tensor without its values: size, dtype and device."""
+        """Number the size, dtype and device of a tensor, without its values."""
         refs = tuple(Ref(size.number) if isinstance(size, Scalar) else size for size in sizes)
         key = ("look", refs, example.dtype, example.device)
         if key not in self._views:
@@ -140,14 +140,14 @@ class ValueTable:
     def apply(self, node: Node, value_of: Callable[[Node], Value], autocast: tuple[Any, ...]) -> Value:
         """Number the result of `node`, all of whose operands have numbers; raises `Refused`.
 
-        Bumps the versions of the memory that the node writes.
+        Updates the versions of the memory that the node writes.
         """
         picked = self._pick(node, value_of)
         if picked is not _NO_PICK:
             return picked
         tensors: list[Tensor] = []
-        args, kwargs = _map_nodes(node.args, node.kwargs, lambda n: _operand(value_of(n), tensors))
-        # Two operands of equal value may lie in one memory or in two, which makes a difference to views and writes.
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: _operand(value_of(n), tensors))
+        # Two operands of equal value may be in one allocation or in two, which matters for views and writes.
         memories = list(dict.fromkeys(tensor.memory for tensor in tensors))
         places = tuple(memories.index(tensor.memory) for tensor in tensors)
         key = (node.op, node.target, _hashable((args, kwargs)), autocast, places)
@@ -160,7 +160,7 @@ class ValueTable:
                 self._refused[key] = refused
                 raise
         entry, effect = self._by_key[key]
-        if entry is None:  # the node gives nothing new: it returns its argument
+        if entry is None:  # the node returns its argument
             assert effect is not None
             return _returned(effect.output, [tensors[i or 0] for i in effect.aliases])
         entry.occurrences += 1
@@ -168,14 +168,14 @@ class ValueTable:
         return self._result(entry, effect, node, tensors)
 
     def computed_by(self, module: torch.nn.Module, args: tuple[Any, ...], fake: torch.Tensor, node: Node) -> Ref:
-        """Number a new tensor `fake` that a module computes from `args`, in place of `node`."""
+        """Number the new tensor `fake`, which a module computes from `args` in place of `node`."""
         refs = tuple(arg for arg in args if isinstance(arg, Ref))
         entry = Entry(0, "op", node, args=args, operands=refs, fake=fake, work=True, occurrences=1, module=module)
         number = self._add(entry).number
         return Ref(number, number)
 
     def source_of(self, found: Any) -> tuple[int, int | None] | None:
-        """The number of the value that an unbacked symbol was made for, and the dimension if it is a size of that."""
+        """The number of the value for which an unbacked symbol was created, and the dimension if it is a size."""
         for entry in self.entries:
             if not entry.read or entry.kind != "op":
                 continue
@@ -188,11 +188,11 @@ class ValueTable:
         return None
 
     def occurrences(self, entry: Entry) -> int:
-        """How many nodes compute the value."""
+        """The number of nodes that compute the value."""
         return self.entries[entry.operands[0].number].occurrences if entry.kind == "item" else entry.occurrences
 
     def _pick(self, node: Node, value_of: Callable[[Node], Value]) -> Any:
-        """`pair[1]`: the value is there already."""
+        """The value of `pair[1]`, which has a number already."""
         if operator_of(node) != "getitem" or len(node.args) != 2:
             return _NO_PICK
         source, index = node.args
@@ -228,10 +228,10 @@ class ValueTable:
 
         fakes = self._fakes(args, kwargs, tensors)
         effect = effects.observe(node, *fakes, self.fake_mode, autocast)
-        if read:  # the symbols in its sizes are Dynamo's, and so is what is known of them
+        if read:  # keep Dynamo's symbols for its sizes, with their ranges
             if isinstance(example, torch.Tensor) and any(self.entries[ref.number].kind == "look" for ref in refs):
                 with self.fake_mode:
-                    example = example.detach()  # of made-up values
+                    example = example.detach()  # its values are made up
             effect = effects.Effects(example, effect.aliases, effect.same, effect.writes)
         entry.fake = effect.output
         outputs = _tensor_leaves(effect.output)
@@ -257,7 +257,7 @@ class ValueTable:
         return self._number_view(entry, effect, tensors, key)
 
     def _fakes(self, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
-        """The operands on fake tensors. Tensors of equal value in different memory get different fakes."""
+        """The operands on fake tensors. Tensors of equal value in different memory have different fake tensors."""
         remaining = iter(tensors)
         owners: dict[int, Allocation] = {}
 
@@ -279,7 +279,7 @@ class ValueTable:
     def _is_factory(self, entry: Entry) -> bool:
         """Whether a result is made from numbers alone; `torch.full(size, tensor)` reads memory.
 
-        To make it costs a kernel that a compiler fuses away; to move it would only hide its contents from the compiler.
+        A compiler fuses its kernel into its users; hoisting it would only hide its contents from the compiler.
         """
         tensors = (self.entries[ref.number] for ref in entry.operands if ref.version is not None)
         return operator_of(entry.node) in FACTORIES and all(operand.kind == "look" for operand in tensors)
@@ -287,7 +287,7 @@ class ValueTable:
     def _number_view(
         self, entry: Entry, effect: effects.Effects, tensors: list[Tensor], key: Any
     ) -> tuple[Entry, effects.Effects]:
-        """A view is an address: it does not depend on what the memory holds."""
+        """Number a view: an address, which does not depend on the contents of the memory."""
         viewed = tensors[effect.aliases[0] or 0]
         unversioned = Ref(viewed.number)
         versioned = Ref(viewed.number, viewed.memory.version)
@@ -350,7 +350,7 @@ class ValueTable:
         return value(entry.number, effect.output)
 
     def _add_items(self, entry: Entry, output: Any, views: bool) -> None:
-        """Rows for the parts of a tuple; they follow the tuple's own row."""
+        """Add rows for the items of a tuple, which follow the tuple's own row."""
         if not isinstance(output, (tuple, list)):
             return
         for position, fake in enumerate(output):
@@ -360,7 +360,7 @@ class ValueTable:
             self._add(item)
 
     def _note_same(self, entry: Entry, node: Node) -> None:
-        """Remember that two occurrences of a value, which may go by different symbols, are equal."""
+        """Record that two occurrences of a value, which may have different symbols, are equal."""
         example = node.meta.get("example_value")
         if entry.node is not node and example is not None and entry.fake is not None:
             self.same.append((entry.fake, example))
@@ -382,20 +382,15 @@ def _check_kind(output: Any) -> None:
     items = output if isinstance(output, (tuple, list)) else (output,)
     for item in items:
         if item is not None and not isinstance(item, (torch.Tensor, *_NUMBERS)):
-            raise Refused(Reason.UNSUPPORTED_VALUE, f"gives a {type(item).__name__}")
+            raise Refused(Reason.UNSUPPORTED_VALUE, f"returns a {type(item).__name__}")
 
 
 def _tensor_leaves(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _map_nodes(args: Any, kwargs: Any, convert: Callable[[Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    mapped = torch.fx.map_arg((args, kwargs), convert)
-    return mapped[0], dict(mapped[1])
-
-
 def _operand(value: Value, tensors: list[Tensor]) -> Any:
-    """The reference for an operand; its tensors are appended in the order in which `pytree` meets their fakes."""
+    """The reference for an operand; its tensors are appended in the order in which `pytree` visits them."""
     if value is None:
         return None
     if isinstance(value, Scalar):
@@ -410,7 +405,7 @@ def _operand(value: Value, tensors: list[Tensor]) -> Any:
 
 
 def _returned(output: Any, aliased: list[Tensor | None]) -> Value:
-    """The value of a node that returns an argument of its own, or nothing."""
+    """The value of a node that returns one of its arguments, or None."""
     if output is None:
         return None
     if not isinstance(output, torch.Tensor):
@@ -419,7 +414,7 @@ def _returned(output: Any, aliased: list[Tensor | None]) -> Value:
 
 
 def _hashable(value: Any) -> Hashable:
-    """A key for arguments that keeps 1, 1.0 and True apart, which Python does not."""
+    """A key for arguments that distinguishes 1, 1.0 and True, which are equal in Python."""
     if isinstance(value, Ref):
         return value
     if isinstance(value, float):
