@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxpasses import ddp_buckets, inspect, overrides
-from fxpasses.capture import leaves, recompiles, retracing, tracing
+from fxpasses.capture import guarding, leaves, recompiles, retracing, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
@@ -83,7 +83,7 @@ def fastpack_backend(
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
     observer.finish(outcome)
-    return tracing.checked(trace, compiled, gm)
+    return guarding.checked(compiled, gm, trace)
 
 
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how capture/ knows for whom Dynamo traces

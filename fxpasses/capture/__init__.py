@@ -1,1 +1,1 @@
-"""What must hold while Dynamo traces: the capture flags, and a way back where they lead into an error."""
+"""Capture: what happens while Dynamo traces a frame, and the retraces with fewer features if that fails."""

@@ -1,4 +1,4 @@
-"""Values of the graph that are known if every expert has tokens: which experts have some, and what follows from it."""
+"""Values that are known under the assumption that every expert has tokens: the list of such experts, and its users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpasses.graph import effects
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.routing import Routing, writes_integers
 from fxpasses.graph.routing_facts import Ends, Hits, Presence
-from fxpasses.graph.symbols import symbol
+from fxpasses.graph.symbols import expression, symbol
 
 _EVALUATED = frozenset(
     {"eq", "flatten", "ge", "getitem", "gt", "int", "item", "le", "long", "lt", "ne", "reshape", "select", "squeeze",
@@ -23,13 +23,13 @@ _MOST_STEPS = 16
 
 
 def is_routing(routing: Routing, node: Node) -> bool | None:
-    """The truth that a condition has for an expert with tokens: `mask.any()`, `mask.sum() == 0`; None for others."""
+    """The truth of `mask.any()` or `mask.sum() == 0` for an expert with tokens; None for conditions of other kinds."""
     fact = routing.of(node)
     return fact.present if isinstance(fact, Presence) else None
 
 
 def counted_mask(node: Node, counted: Any) -> Node | None:
-    """The tensor of which `counted` counts the elements that are not zero, or is the element.
+    """The tensor of which `counted` is the number of nonzero elements, or the element.
 
     `mask` for `torch.where(mask)[0].numel()` and `x[mask].shape[0]`, `mask.sum()` for `mask.sum().item()`.
     """
@@ -41,7 +41,7 @@ def counted_mask(node: Node, counted: Any) -> Node | None:
         if name == "item":
             is_asked = isinstance(example, (torch.SymInt, torch.SymBool)) and counted in example.node.expr.free_symbols
             return operands[0] if is_asked else None
-        if isinstance(example, torch.Tensor) and counted not in _sizes(example):
+        if isinstance(example, torch.Tensor) and counted not in map(expression, example.shape):
             return None
         if name == "where" or (name == "nonzero" and node.op.startswith("call")):
             return operands[0]
@@ -56,7 +56,7 @@ def counted_mask(node: Node, counted: Any) -> Node | None:
 
 
 def ends_compared(routing: Routing, node: Node) -> tuple[Node, int, tuple[Any, Any]] | None:
-    """(ends, e, (symbol of ends[e - 1], symbol of ends[e])) where a number is made of these two elements alone."""
+    """(ends, e, (symbol of ends[e - 1], symbol of ends[e])) of a number computed from these two elements alone."""
     waiting, read = [node], dict[Any, tuple[Node, int]]()
     while waiting:
         number = waiting.pop()
@@ -77,13 +77,8 @@ def ends_compared(routing: Routing, node: Node) -> tuple[Node, int, tuple[Any, A
     return tensor, index, (before, last)
 
 
-def _sizes(tensor: torch.Tensor) -> list[Any]:
-    sizes: list[Any] = list(tensor.shape)
-    return [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
-
-
 class AssumedValues:
-    """Real tensors, on the CPU, for nodes that follow from the assumption. routing: what the trace says of experts."""
+    """CPU tensors with the assumed values of nodes. routing: the routing analysis of the trace."""
 
     def __init__(self) -> None:
         self.routing = Routing()
@@ -93,7 +88,7 @@ class AssumedValues:
         self._known[node] = value
 
     def of(self, variable: Any) -> torch.Tensor | None:
-        """The value of a tensor in Dynamo's hands that was made of all experts' numbers, or None."""
+        """The assumed value of one of Dynamo's variables, or None."""
         proxy = getattr(variable, "proxy", None)
         return self._value(proxy.node) if self._known and proxy is not None else None
 
@@ -103,7 +98,7 @@ class AssumedValues:
         return self._known[node]
 
     def if_all_are_hit(self, node: Node) -> torch.Tensor | None:
-        """The value of `hit`, or of `hit.flatten()`, where `hit` lists the experts that have tokens; or None."""
+        """The value of `hit`, or of `hit.flatten()`, if `hit` lists the experts that have tokens; else None."""
         count = _number_of_experts(self.routing, node)
         if count is None:
             return self._evaluated(node, self.if_all_are_hit)
@@ -125,21 +120,21 @@ class AssumedValues:
 
 
 def list_of_hits(node: Node) -> Node:
-    """The node that asks for the experts, behind those that only reshape its result: Dynamo drops what is unused."""
+    """The query for the experts, below the nodes that reshape its result, which may be unused and so eliminated."""
     while operator_of(node) not in ("nonzero", "where", "unique") and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def choices_of(routing: Routing, ids: Node) -> int | None:
-    """How many experts the ids are chosen from, while Dynamo writes the graph; None once somebody wrote to integers."""
+    """The number of experts that ids are chosen from, in a graph being traced; None after any write to integers."""
     if any(node.op.startswith("call") and writes_integers(node) for node in ids.graph.nodes):
         return None
     return routing.choice(ids).choices
 
 
 def _number_of_experts(routing: Routing, node: Node) -> int | None:
-    """How many experts there are, where `node` lists those with tokens: `(counts > 0).nonzero()`, `ids.unique()`."""
+    """The number of experts, if `node` lists those with tokens: `(counts > 0).nonzero()`, `ids.unique()`."""
     fact = routing.of(node)
     if not isinstance(fact, Hits) or fact.in_tuple or operator_of(node) not in ("getitem", "nonzero", "unique"):
         return None

@@ -1,8 +1,8 @@
-"""What a graph assumes of its batch: the answers that it was given while it was traced, each once and in words.
+"""The assumptions of a graph about its batch: the distinct answers that its trace was given, with a text for each.
 
-The answers (`capture/trace.py`) hold for the batch being traced. Those that state consistency (`sum(lengths) ==
-tokens`) are assertions in the graph already: a batch that breaks them is wrong, and raises. The others are choices
-(`longest > 512`), which another batch may make otherwise: `capture/guarding.py` sees to that.
+The answers (`capture/trace.py`) hold for the traced batch. Those that state consistency (`sum(lengths) == tokens`) are
+already assertions in the graph: a batch that breaks them is invalid, and raises. The others are choices (`longest >
+512`), which may differ for another batch, and which `capture/guarding.py` guards.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from fxpasses.capture.partial_graph import PartialGraph
 from fxpasses.capture.trace import Answer, Trace
 from fxpasses.graph.describe import describe
 from fxpasses.graph.prologue import Extra
+from fxpasses.graph.provenance import in_program
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """A condition over symbols that must hold for a batch, and the same in words: `lengths.max() > 512`."""
+    """A condition over symbols that must hold for a batch, and its text: `lengths.max() > 512`."""
 
     condition: Any
     text: str
     where: str
-    names: Mapping[Any, str]  # of the condition's symbols, in words
+    names: Mapping[Any, str]  # of the condition's symbols, as in the text
 
     def __str__(self) -> str:
         return f"{self.text}, at {self.where}" if self.where else self.text
 
 
 def assumptions_of(trace: Trace) -> list[Assumption]:
-    """The choices among the answers of a trace, each once, without those that others imply."""
+    """The distinct choices among the answers of a trace, without those that others imply."""
     if trace.graph is None:
         return []
     canonical = _Canonical(trace.graph)
@@ -54,7 +55,7 @@ def assumptions_of(trace: Trace) -> list[Assumption]:
 
 
 class _Canonical:
-    """One symbol for each value, however many layers asked for it."""
+    """Maps all symbols of one value, which several layers may have read, to one symbol."""
 
     def __init__(self, graph: PartialGraph) -> None:
         self.graph = graph
@@ -84,7 +85,7 @@ class _Canonical:
         return str(condition.xreplace(words))
 
     def _flag(self, condition: Any) -> str | None:
-        """`(lengths > 6).any()` for a condition that it is 1."""
+        """`(lengths > 6).any()` for the condition that this flag is 1."""
         if not isinstance(condition, (sympy.Eq, sympy.Ne)) or not condition.lhs.is_Symbol:
             return None
         if self.graph.is_size(condition.lhs) or condition.rhs not in (0, 1):
@@ -98,26 +99,21 @@ class _Canonical:
 
     def name(self, found: Any) -> str:
         if self.graph.is_size(found):
-            return _short(self.graph.size_source(found))
+            return in_program(self.graph.size_source(found))
         extra = self.graph.extra(found)
         text = describe(self.graph.walk.closure.table, extra.ref)
         return text if extra.dimension is None else f"{text}.shape[{extra.dimension}]"
 
 
-def _short(expression: str) -> str:
-    """`x.size()[1]` for `L['x'].size()[1]`."""
-    return expression.replace("L['", "", 1).replace("']", "", 1) if expression.startswith("L['") else expression
-
-
 def _without_implied(conditions: Iterable[Any]) -> list[Any]:
-    """Of the conditions on one integer alone, only the tightest: an equality, or a lower and an upper bound."""
+    """Keep only the tightest of the conditions on a single integer: an equality, or a lower and an upper bound."""
     conditions = list(conditions)
     ranges: dict[Any, _Range] = {}
     for condition in conditions:
         if (bounds := _Range.of(condition)) is not None:
             whole = ranges.setdefault(bounds.symbol, _Range(bounds.symbol))
             whole.low, whole.high = max(whole.low, bounds.low), min(whole.high, bounds.high)
-    kept: dict[Any, Any] = {}  # by what it says, so that `n > 4` and `n >= 5` count once
+    kept: dict[Any, Any] = {}  # by meaning, so that only one of `n > 4` and `n >= 5` stays
     for condition in conditions:
         bounds = _Range.of(condition)
         if bounds is not None:
@@ -132,7 +128,7 @@ def _without_implied(conditions: Iterable[Any]) -> list[Any]:
 
 
 def _is_outside(condition: Any, ranges: dict[Any, _Range]) -> bool:
-    """Whether `n != 1` says nothing, because n is greater anyway."""
+    """Whether `n != 1` is implied by the range of n."""
     if not isinstance(condition, sympy.Ne) or condition.lhs not in ranges or not condition.rhs.is_Integer:
         return False
     return not ranges[condition.lhs].low <= condition.rhs <= ranges[condition.lhs].high
@@ -140,7 +136,7 @@ def _is_outside(condition: Any, ranges: dict[Any, _Range]) -> bool:
 
 @dataclass
 class _Range:
-    """What conditions say of an integer symbol: low <= symbol <= high."""
+    """The range of an integer symbol: low <= symbol <= high."""
 
     symbol: Any
     low: float = -math.inf
@@ -148,7 +144,7 @@ class _Range:
 
     @classmethod
     def of(cls, condition: Any) -> _Range | None:
-        """`n > 4` is n >= 5; None for a condition that is no bound of a single integer."""
+        """The range that `n > 4` implies, n >= 5; None for a condition that does not bound a single integer."""
         if not isinstance(condition, sympy.Rel) or len(condition.free_symbols) != 1:
             return None
         (found,) = condition.free_symbols

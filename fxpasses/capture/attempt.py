@@ -1,7 +1,7 @@
-"""What one attempt at tracing a frame may do: a value. The next attempt, if one is needed, does less.
+"""What one attempt at tracing a frame may do, as a value. A later attempt may do less.
 
-Dynamo traces a frame again when an attempt ends in `RestartAnalysis`; `capture/retracing.py` says after which attempt
-comes which.
+Dynamo traces a frame again after an attempt ends in `RestartAnalysis`; `capture/retracing.py` determines the next
+attempt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fxpasses.capture.flags import Values
 
 
 class Feature(enum.Enum):
-    """A part of the capture that works by handlers in Dynamo (`capture/interceptions.py`). The value names it."""
+    """A part of the capture that installs handlers in Dynamo (`capture/interceptions.py`); the value is its name."""
 
     HINTS = "value hints"
     SLICES = "sizes of slices"
@@ -24,7 +24,7 @@ class Feature(enum.Enum):
     LISTS = "grown lists"
 
     def needs(self, other: Feature) -> bool:
-        """Whether this one is off where `other` is."""
+        """Whether this feature is off if `other` is."""
         return other in (self, Feature.HINTS) or (other is Feature.SPECULATION and self in _SPECULATIVE)
 
 
@@ -34,9 +34,9 @@ _OFF = Values(False, False)
 
 @dataclass(frozen=True)
 class Attempt:
-    """flags: Dynamo's capture flags; None where they stay as they are, under `fullgraph=True`, which captures both.
+    """flags: Dynamo's capture flags; None to leave them unchanged, under `fullgraph=True`, which sets both.
 
-    variant: how many graphs of the frame there are that assume something else of their batch.
+    variant: the number of existing graphs of the frame, which make other assumptions about the batch.
     """
 
     flags: Values | None = None
@@ -44,12 +44,12 @@ class Attempt:
     variant: int = 0
 
     def without(self, *features: Feature) -> Attempt:
-        """The same without some features, and without those that need them."""
+        """The same attempt without some features and those that need them."""
         kept = frozenset(own for own in self.features if not any(own.needs(other) for other in features))
         return replace(self, features=kept)
 
     def with_fewer_flags(self) -> Attempt | None:
-        """Of the two flags the second goes first, and then both; None where there is no flag left."""
+        """The same attempt without the second flag, or else without both; None if both are off."""
         if self.flags in (None, _OFF):
             return None
         if self.flags == Values(True, True):

@@ -1,12 +1,12 @@
-"""The private names of Dynamo that capture/ reaches for. Checked with torch 2.11.0, 2.13.0 and 2.15.0.
+"""The private names of Dynamo that capture/ uses, checked with torch 2.11.0, 2.13.0 and 2.15.0.
 
 - `convert_frame.trace_frame(..., compiler_fn, ..., one_graph, speculation_log, ...)` is one attempt at tracing one
-  frame. `compile_frame` looks it up in the module at each attempt, under the compile lock, and attempts again when it
-  raises `RestartAnalysis`. The speculation log is one object for all attempts at one compilation.
+  frame. `compile_frame` looks it up in the module at each attempt, under the compile lock, and starts another attempt
+  if it raises `RestartAnalysis`. All attempts at one compilation share one speculation log.
 - `SpeculationLog.clear()` forgets where earlier attempts broke the graph.
-- `GuardOnDataDependentSymNode` and `PendingUnbackedSymbolNotFound` are how an unbacked symbol fails.
-- `config._make_closure_patcher(**values)` is what PyTorch itself uses to set values on a hot path.
-- `TracingContext.extract_stack()` is the user's stack at the instruction that is traced.
+- `GuardOnDataDependentSymNode` and `PendingUnbackedSymbolNotFound` are the errors of an unbacked symbol.
+- `config._make_closure_patcher(**values)` sets values on a hot path.
+- `TracingContext.extract_stack()` is the user's stack at the traced instruction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MissingName(Exception):
 
 
 def find(name: str) -> Any:
-    """What a private name stands for; raises `MissingName`."""
+    """The object with a private name; raises `MissingName`."""
     try:
         return pkgutil.resolve_name(name)
     except (AttributeError, ImportError):
@@ -43,7 +43,7 @@ def find(name: str) -> Any:
 
 @dataclass(frozen=True)
 class DynamoNames:
-    """`restart` and `skip` are Dynamo's own ways of ending an attempt: to have another one, or none."""
+    """restart, skip: the exceptions by which Dynamo ends an attempt, to start another one or none."""
 
     convert_frame: ModuleType
     trace_frame: Callable[..., Any]
@@ -73,7 +73,7 @@ class DynamoNames:
 
 
 def asks_for_another_trace() -> tuple[type[Exception], ...]:
-    """What a backend may raise to have Dynamo break the graph, skip the frame or trace it again: not its failures."""
+    """The exceptions by which a backend has Dynamo break the graph, skip the frame or retrace it: not failures."""
     exceptions = importlib.import_module("torch._dynamo.exc")
     fake = importlib.import_module("torch._subclasses.fake_tensor")
     found = [getattr(exceptions, name, None) for name in ("RestartAnalysis", "SkipFrame")]
@@ -82,10 +82,10 @@ def asks_for_another_trace() -> tuple[type[Exception], ...]:
 
 
 def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], texts: list[str]) -> None:
-    """Have Dynamo call `holds` with the values of `sources` before it runs the graph of `guards`: if not, trace anew.
+    """Guard the graph of `guards` by `holds`, which Dynamo calls with the values of `sources`; raises `MissingName`.
 
-    It is asked after all other guards: the values have the types and sizes that they had while tracing. `texts` say in
-    Dynamo's logs what does not hold. Raises `MissingName`.
+    It runs after all other guards, so the values have the types and sizes that they had while tracing. `texts` describe
+    the condition in Dynamo's logs.
     """
     closure_vars, shape_source = check_guard_names()
     closure = dict(closure_vars())
@@ -100,19 +100,19 @@ def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], t
 
 
 def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[], Any]]:
-    """What `add_guard` reaches for; raises `MissingName` where torch lacks it."""
+    """The names that `add_guard` needs; raises `MissingName`."""
     find("torch._dynamo.guards.GuardBuilder.add_python_lambda_leaf_guard_to_root")
     return find("torch._dynamo.guards._get_closure_vars"), find("torch._dynamo.source.ShapeEnvSource")
 
 
 def user_line() -> str:
-    """`file.py:12` of the instruction that is traced, or ""."""
+    """`file.py:12` of the traced instruction, or ""."""
     frames = torch._guards.TracingContext.extract_stack()
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def config_switch(values: Mapping[str, bool]) -> Callable[[], Callable[[], None]]:
-    """A function that sets `values` in `torch._dynamo.config` and returns the one that restores what it found."""
+    """A function that sets `values` in `torch._dynamo.config` and returns another that restores the previous values."""
     config = importlib.import_module("torch._dynamo.config")
     make = getattr(config, "_make_closure_patcher", None)
     if make is not None:

@@ -1,13 +1,12 @@
-"""`outputs.append(expert(tokens))` where an expert has tokens: a list that has grown by as many tensors as experts do.
+"""`outputs.append(expert(tokens))` if an expert has tokens: lists with one tensor for each such expert.
 
-The trace appends for every expert. That is no difference where the list is joined by one `torch.cat` (no rows more or
-less), and where it is asked whether it is empty: some expert has tokens. So from the first such append on, a list made
-in the trace may do these two things, and be appended to; whoever looks at its elements otherwise learns how many
-experts have tokens, and the trace is taken back. A pass has to prove of each appended tensor that it has no rows
-without tokens.
+The trace appends for every expert. This makes no difference if the list is concatenated by one `torch.cat` (a tensor
+without rows adds none) or tested for emptiness (some expert has tokens). So after the first such append, a list made in
+the trace may only be used in these two ways and appended to. Any other use of its elements depends on how many experts
+have tokens, and the trace is taken back. A pass must prove that each appended tensor has no rows without tokens.
 
 Private names, checked on torch 2.11 and 2.13, besides the handlers' sites: the attribute `items` of a `ListVariable`,
-which is all that Dynamo looks at.
+through which Dynamo accesses the elements.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ handlers = Handlers(checked=("2.11.0", "2.13.0"))
 
 
 class GrownList(ListVariable):
-    """Stands in for the class of such a list. Its elements can be seen inside of `opened` alone."""
+    """The class of such a list. Its elements are accessible only inside `opened`."""
 
     _nonvar_fields = {"refuse", "is_open", "is_asked", "is_joined", *ListVariable._nonvar_fields}
     refuse: Callable[[str], Exception]
@@ -44,7 +43,7 @@ class GrownList(ListVariable):
     @property
     def items(self) -> list[Any]:
         if not self.is_open:
-            raise self.refuse("a list that grows where experts have tokens is looked at")
+            raise self.refuse("the elements of a list that grows only for experts with tokens are read")
         return self.__dict__["items"]
 
     @items.setter
@@ -60,15 +59,15 @@ class GrownList(ListVariable):
             self.is_open = False
 
     def ask(self, speculation: Speculation) -> None:
-        """Somebody asks whether the list is empty: from now on, it must not grow any more."""
+        """The list is tested for emptiness, and must not grow after that."""
         if speculation.open:
-            raise self.refuse("a list that grows where experts have tokens is asked there")
+            raise self.refuse("a list that grows only for experts with tokens is tested for emptiness in a branch")
         self.is_asked = True
 
 
 @handlers.at(
     method("torch._dynamo.variables.lists.ListVariable", "call_method"),
-    without="`outputs.append(y)` where an expert has tokens breaks the graph",
+    without="`outputs.append(y)` for experts with tokens breaks the graph",
 )
 def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """`outputs.append(y)`, in a branch that did not make the list."""
@@ -93,10 +92,10 @@ def join(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
         return NOT_HANDLED
     grown = args[0]
     if grown.is_joined:
-        raise grown.refuse("a list that grows where experts have tokens is joined twice")
+        raise grown.refuse("a list that grows only for experts with tokens is concatenated twice")
     grown.is_joined = True
     if trace.speculation.open:
-        raise grown.refuse("a list that grows where experts have tokens is joined there")
+        raise grown.refuse("a list that grows only for experts with tokens is concatenated in a branch")
     with grown.opened():
         return proceed(self, tx, args, kwargs)
 
@@ -120,18 +119,18 @@ def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
 
 
 def _grown(variable: Any, speculation: Speculation) -> GrownList:
-    """Turn a list of the trace into one that has grown."""
+    """Turn a list of the trace into a `GrownList`."""
     if type(variable) is not GrownList:
         variable.__class__ = GrownList
         variable.refuse = speculation.refusal
         variable.is_open = variable.is_asked = variable.is_joined = False
     if variable.is_asked or variable.is_joined:
-        raise variable.refuse("a list grows after somebody looked at it")
+        raise variable.refuse("a list grows after it was concatenated or tested for emptiness")
     return variable
 
 
 def _asks_whether_empty(tx: Any) -> bool:
-    """Whether a length on top of the stack will be asked for nothing but whether it is zero."""
+    """Whether the program only compares the length on top of the stack with zero."""
     following = [i for i in tx.instructions[tx.instruction_pointer : tx.instruction_pointer + 4]]
     following = [i for i in following if i.opname not in ("TO_BOOL", "NOP", "CACHE")]
     if len(following) > 2 and following[0].opname == "LOAD_CONST" and following[1].opname == "COMPARE_OP":

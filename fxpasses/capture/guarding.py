@@ -1,8 +1,8 @@
-"""Hold each batch against what a graph assumes: a batch that chooses otherwise gets a graph of its own.
+"""Guard the assumptions of a graph about its batch: a batch that breaks them gets another graph.
 
 The assumptions become a Dynamo guard over the batch's metadata. It computes their numbers as the prologue does, once
-per batch and from the same copy on the host; where one does not hold, Dynamo traces the frame again, and keeps both
-graphs. Where this torch has no such guards, the graph raises `AssumptionError` instead of running on such a batch.
+per batch and from the same copy on the host; if one does not hold, Dynamo traces the frame again, and keeps both
+graphs. If this torch has no such guards, the graph raises `AssumptionError` for such a batch.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def can_guard() -> bool:
 
 
 def guard(output: Any, trace: Trace) -> list[Assumption]:
-    """Add the guard for a finished trace to Dynamo's `OutputGraph`; returns what it guards."""
-    found = assumptions_of(trace)
+    """Add the guard of a finished trace to Dynamo's `OutputGraph`; returns the guarded assumptions."""
+    found = assumptions_of(trace) if can_guard() else []
     if found:
         batch_guard = BatchGuard(found, trace)
         add_guard(output.guards, batch_guard, batch_guard.sources, [str(assumption) for assumption in found])
@@ -48,11 +48,11 @@ def guard(output: Any, trace: Trace) -> list[Assumption]:
 
 
 def checked(compiled: Callable[..., Any], gm: GraphModule, trace: Trace) -> Callable[..., Any]:
-    """`compiled`, which takes the inputs of `gm`, with the assumptions checked at each call.
+    """`compiled`, which takes the inputs of `gm`; it checks the assumptions if this torch has no data guards.
 
-    Raises `KeyError` where a number that they speak of cannot be computed from the graph's inputs.
+    Raises `KeyError` if a number in the assumptions cannot be computed from the graph's inputs.
     """
-    found = assumptions_of(trace)
+    found = assumptions_of(trace) if not can_guard() else []
     if not found:
         return compiled
     batch_guard = BatchGuard(found, trace)
@@ -77,16 +77,16 @@ def _message(broken: Sequence[Assumption], values: dict[Any, Any]) -> str:
     return (
         f"the batch breaks what the compiled graph assumes: {'; '.join(map(str, broken))}, but "
         f"{', '.join(f'{name} is {value}' for name, value in names.items())}. torch {torch.__version__} lacks the "
-        'names by which another graph would be compiled; options={"fastpack.capture": "off"} leaves such questions '
-        "to graph breaks"
+        'names by which another graph would be compiled; with options={"fastpack.capture": "off"}, such questions '
+        "break the graph"
     )
 
 
 class BatchGuard:
-    """Says whether a batch fulfils the assumptions of a graph.
+    """Checks the assumptions of a graph for a batch.
 
-    sources: the expressions by which Dynamo finds what it is called with: `roots` inputs of the graph, then `sizes`,
-    then the tensors that the graph's own prologue reads, which come to the host in the same transfer.
+    sources: Dynamo's source expressions of its arguments: `roots` inputs of the graph, then `sizes`, then the tensors
+    that the graph's own prologue reads, which are copied to the host in the same transfer.
     """
 
     def __init__(self, assumptions: list[Assumption], trace: Trace) -> None:
@@ -106,7 +106,7 @@ class BatchGuard:
         self._lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> bool:
-        """For Dynamo, which takes an error for False: the new trace then meets the program's own error."""
+        """For Dynamo, which treats an error as False: the new trace then raises the program's own error."""
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         with unseen():
             to_host([tensor for tensor in tensors if not tensor.is_floating_point()], self._prologue.cache)
@@ -123,11 +123,11 @@ class BatchGuard:
         """The assumptions that do not hold for a batch."""
         values = self.numbers(inputs)
         key = tuple(values.values())
-        if key not in self._verdicts:
+        verdict = self._verdicts.get(key)
+        if verdict is None:
             verdict = [a for a in self.assumptions if not sympy_interp(PythonReferenceAnalysis, values, a.condition)]
             with self._lock:
                 if len(self._verdicts) >= _MOST_VERDICTS:
                     self._verdicts.clear()
                 self._verdicts[key] = verdict
-            return verdict
-        return self._verdicts.get(key) or []
+        return verdict

@@ -1,8 +1,8 @@
-"""Questions of the user's program that have the batch's answer, as Dynamo comes to them.
+"""Value hints: questions of the user's program that the traced batch answers.
 
-A question about a number has it by itself (`capture/trace.py`). Dynamo gives up on `if tensor:`, `bool(tensor)`,
-`torch.equal(a, b)`, `torch.allclose(a, b)` and `3 in lengths.tolist()` before it asks for a number: on metadata, each
-becomes the comparison of a symbol here. What is no metadata takes Dynamo's own way.
+Questions about numbers are answered by the shape environment (`capture/trace.py`). `if tensor:`, `bool(tensor)`,
+`torch.equal(a, b)`, `torch.allclose(a, b)` and `3 in lengths.tolist()` break the graph before Dynamo asks for a number:
+on metadata, the handlers here turn each into the comparison of a symbol. On other tensors, Dynamo proceeds as usual.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, are those of the handlers' sites.
 """
@@ -38,7 +38,7 @@ def attach(trace: Trace, proceed: Proceed, tx: Any) -> Any:
 
 @handlers.at(method("torch._dynamo.utils", "run_node"))
 def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every operator runs on fake tensors by this function: what is asked meanwhile is the operator's question."""
+    """Dynamo runs each operator on fake tensors through this function: questions during the run are the operator's."""
     trace.catch_up()
     trace.operators += 1
     try:
@@ -57,13 +57,13 @@ def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
 
 
 def is_asked(tx: Any) -> bool:
-    """Whether a jump asks for the truth of a tensor or a number. `assert tensor` becomes an assertion in the graph."""
+    """Whether a jump tests a tensor or a number. (Dynamo turns `assert tensor` into an assertion in the graph.)"""
     is_assertion = tx.instructions[tx.instruction_pointer].opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")
     return isinstance(tx.stack[-1], (TensorVariable, SymNodeVariable)) and not is_assertion
 
 
 def take(tx: Any, instruction: Any, truth: bool) -> None:
-    """Jump as if the value on the stack were true or false. The jumps that keep it on the stack (`a or b`) keep it."""
+    """Jump as if the value on the stack were `truth`. Jumps that keep the value on the stack (`a or b`) keep it."""
     value = tx.pop()
     if truth is ("IF_TRUE" in instruction.opname):
         if "OR_POP" in instruction.opname:
@@ -73,7 +73,7 @@ def take(tx: Any, instruction: Any, truth: bool) -> None:
 
 @handlers.at(method(BUILTIN, "call_bool"), order=1, without="`bool(tensor)` breaks the graph")
 def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, argument: Any) -> Any:
-    """`bool(n)` is True or False, as in Python, and not a symbol that compares with neither."""
+    """`bool(n)` is True or False, as in Python, and not a symbol, which is neither."""
     if isinstance(argument, TensorVariable):
         return _constant(_truth(trace, tx, argument))
     return _constant(_answer(trace, tx, argument)) if isinstance(argument, SymNodeVariable) else NOT_HANDLED
@@ -83,7 +83,7 @@ def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, argument: Any)
     method("torch._dynamo.variables.lists", "iter_contains"), without="`3 in lengths.tolist()` breaks the graph"
 )
 def iter_contains(trace: Trace, proceed: Proceed, items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """`3 in lengths.tolist()`: Dynamo passes over symbols when it looks for a constant."""
+    """`3 in lengths.tolist()`: Dynamo skips symbols when it searches for a constant."""
     items = list(items)
     if not any(isinstance(item, SymNodeVariable) for item in (*items, search)):
         return proceed(items, search, tx, *args, **kwargs)
@@ -91,7 +91,7 @@ def iter_contains(trace: Trace, proceed: Proceed, items: Any, search: Any, tx: A
         equal: Any = BuiltinVariable(operator.eq).call_function(tx, [item, search], {})
         truth = _answer(trace, tx, equal)
         if truth is None:
-            truth = bool(equal.evaluate_expr(tx.output))  # breaks the graph where nothing is known
+            truth = bool(equal.evaluate_expr(tx.output))  # breaks the graph if the values are unknown
         if truth:
             return _constant(True)
     return _constant(False)
@@ -123,7 +123,7 @@ def _constant(value: bool | None) -> Any:
 
 
 def _truth(trace: Trace, tx: Any, tensor: Any) -> bool | None:
-    """The truth of a tensor of metadata with one element, or None."""
+    """The truth of a tensor of metadata with one element, else None."""
     example = tensor.as_proxy().node.meta.get("example_value")
     if not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
         return None
@@ -133,7 +133,7 @@ def _truth(trace: Trace, tx: Any, tensor: Any) -> bool | None:
 
 
 def _answer(trace: Trace, tx: Any, number: Any) -> bool | None:
-    """The truth of a number in Dynamo's hands, or None where it has no hint."""
+    """The truth of one of Dynamo's numbers; None if it has no hint."""
     if number.is_python_constant():
         return bool(number.as_python_constant())
     if not isinstance(number, SymNodeVariable) or not trace.can_answer(number.sym_num):
@@ -146,9 +146,10 @@ def _answer(trace: Trace, tx: Any, number: Any) -> bool | None:
 
 
 def _numbers(trace: Trace, tx: Any, tensor: Any) -> Any:
-    """`.tolist()` of a data-dependent number of integers, which Dynamo counts by unbinding the tensor.
+    """`.tolist()` of a data-dependent number of integers.
 
-    That makes symbols which nothing binds; here the size is asked for, and each number read.
+    Dynamo would unbind the tensor, which creates symbols that nothing binds. Here the batch tells the size, and each
+    element is read.
     """
     if not _are_metadata(trace, (tensor,)):
         return NOT_HANDLED
@@ -171,7 +172,7 @@ def _are_metadata(trace: Trace, values: Any) -> bool:
 
 
 def _equal(trace: Trace, tx: Any, one: Any, other: Any) -> bool | None:
-    """`torch.equal` of two tensors of metadata: the same sizes, and all elements equal; None for others."""
+    """`torch.equal` of two tensors of metadata: equal sizes, and equal elements; None for other tensors."""
     if not _are_metadata(trace, (one, other)):
         return None
     shapes = [tensor.as_proxy().node.meta["example_value"].shape for tensor in (one, other)]

@@ -1,4 +1,4 @@
-"""The table of what is asked in place of Dynamo's own methods while a frame is traced, and in which order.
+"""The table of interceptions: handlers that run before Dynamo's own methods while a frame is traced.
 
 Each feature of the capture has a module with handlers:
 
@@ -6,13 +6,13 @@ Each feature of the capture has a module with handlers:
     def call_bool(trace, proceed, self, tx, argument):
         ...
 
-A handler answers the call, or returns NOT_HANDLED; `proceed(...)` asks whoever comes after it, with these arguments.
-The handlers of one place are asked in ascending `order`, and Dynamo's own method is the last. Only those are asked
-whose feature the running trace has on (`capture/attempt.py`), and none where this thread traces no frame for this
-package's backend. All are installed while some frame is traced, and removed after.
+A handler returns the result of the call, or NOT_HANDLED; `proceed(...)` calls the next handler with other arguments.
+The handlers of one place run in ascending `order`, and Dynamo's own method is the last. A handler runs only if the
+running trace has its feature (`capture/attempt.py`), and none runs unless this thread traces a frame for this package's
+backend. All are installed while some frame is traced, and removed after.
 
-A private name that this torch lacks switches off the handler that needs it, with one warning that says what does not
-work (`without`); a name without which the rest of a feature would be wrong (no `without`) switches off the feature.
+If this torch lacks a private name, the handler that needs it is off, with one warning that says what does not work
+(`without`); if the rest of the feature would be wrong without the handler (no `without`), the feature is off.
 """
 
 from __future__ import annotations
@@ -36,37 +36,35 @@ if TYPE_CHECKING:
 NOT_HANDLED: Any = object()
 TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
 
-# The module of each feature's handlers, and what happens without it.
+# The module of each feature's handlers, and the effect of its absence.
 FEATURES = {
     Feature.HINTS: ("hints", "code that asks the batch for a number breaks the graph"),
-    Feature.SLICES: ("slice_sizes", "slices whose bounds the batch holds may break the graph"),
-    Feature.OUTPUTS: ("recorded_outputs", "what transformers records of layers breaks the graph"),
+    Feature.SLICES: ("slice_sizes", "slices whose bounds depend on the batch may break the graph"),
+    Feature.OUTPUTS: ("recorded_outputs", "transformers' recorded outputs of layers break the graph"),
     Feature.STORES: ("stored_numbers", "numbers that checkpointed layers store outside break the graph"),
-    Feature.SPECULATION: ("speculation_handlers", "loops that pass over experts without tokens break the graph"),
+    Feature.SPECULATION: ("speculation_handlers", "loops that skip experts without tokens break the graph"),
     Feature.NUMPY: ("numpy_counts", "loops over counts that went through NumPy break the graph"),
-    Feature.LISTS: ("grown_lists", "lists that grow where experts have tokens break the graph"),
+    Feature.LISTS: ("grown_lists", "lists that grow only for experts with tokens break the graph"),
 }
 
 # The trace of the frame that this thread traces for this package's backend; None while it traces none.
 current: ContextVar[Trace | None] = ContextVar("fxpasses_trace", default=None)
 
 Place = tuple[Any, Any]  # an object, a list or a dict, and a name, an index or a key
-Proceed = Callable[..., Any]  # asks the next handler, or Dynamo's own method
-
-
+Proceed = Callable[..., Any]  # calls the next handler, or Dynamo's own method
 resolve = functools.cache(find)
 
 
 @dataclass(frozen=True)
 class Site:
-    """What is replaced. places: finds it, or raises; none where this torch is known to have it elsewhere."""
+    """What a handler replaces. places: finds it, or raises; finds none if this torch is known to have it elsewhere."""
 
     name: str
     places: Callable[[], Iterable[Place]]
 
 
 def method(owner: str, *names: str) -> Site:
-    """A method of a class, or a function of a module. names: what versions of torch call it, the newest first."""
+    """A method of a class, or a function of a module. names: its names in various versions of torch, newest first."""
 
     def places() -> Iterator[Place]:
         found = resolve(owner)
@@ -76,8 +74,7 @@ def method(owner: str, *names: str) -> Site:
 
 
 def opcodes(name: str, *parts: str) -> Site:
-    """An instruction of Python's bytecode, or all with certain parts, in the tables of all of Dynamo's translators."""
-
+    """An instruction of Python's bytecode, or all whose names contain one of `parts`, in all dispatch tables."""
     wanted = [at for at, found in enumerate(dis.opname) if found == name or any(part in found for part in parts)]
 
     def places() -> Iterator[Place]:
@@ -97,9 +94,9 @@ CONDITIONAL_JUMP = opcodes("conditional jump", "IF_TRUE", "IF_FALSE")
 
 @dataclass(frozen=True)
 class Handler:
-    """What is asked at a site. checked: the versions of torch that it was tried on. order: among the site's handlers.
+    """checked: the versions of torch that it was tried on. order: among the site's handlers.
 
-    without: what happens without it; "" if its feature must be off then.
+    without: the effect of its absence; "" if its feature must be off then.
     """
 
     site: Site
@@ -110,7 +107,7 @@ class Handler:
 
 
 class Handlers(list[Handler]):
-    """Those of one feature."""
+    """The handlers of one feature."""
 
     def __init__(self, checked: tuple[str, ...] = CHECKED) -> None:
         super().__init__()
@@ -128,9 +125,9 @@ class Handlers(list[Handler]):
 
 @dataclass(frozen=True)
 class Row:
-    """A handler in the table. places: where this torch has its site; none where it is known to have it elsewhere.
+    """A handler in the table. places: where this torch has its site; none if it is known to have it elsewhere.
 
-    missing: what it lacks, and what happens without it; or "".
+    missing: the missing name and the effect of its absence, or "".
     """
 
     feature: Feature
@@ -140,12 +137,11 @@ class Row:
 
 
 def table() -> list[Row]:
-    """The handlers of all features."""
     return [_row(feature, handler) for feature in FEATURES for handler in _handlers_of(feature)]
 
 
 def off_in(rows: Iterable[Row]) -> frozenset[Feature]:
-    """The features that must be off, because a handler that they cannot do without has no place."""
+    """The features that must be off, because they lack a necessary handler."""
     lost = {row.feature for row in rows if not row.places and not row.handler.without}
     return frozenset(feature for feature in Feature if any(feature.needs(other) for other in lost))
 
@@ -155,7 +151,7 @@ def _handlers_of(feature: Feature) -> list[Handler]:
     try:
         return importlib.import_module(module).handlers
     except (AttributeError, ImportError) as error:
-        missing = f"name that {module} takes from it ({error})"
+        missing = f"name that {module} imports ({error})"
         return [Handler(Site(missing, lambda: [find(f"{module}.handlers")]), tuple, CHECKED)]
 
 
@@ -165,13 +161,13 @@ def _row(feature: Feature, handler: Handler) -> Row:
         for place in places:
             _get(*place)
         return Row(feature, handler, places)
-    except Exception:  # an unknown torch: whatever its names have become
+    except Exception:  # an unknown torch may have anything there
         consequence = handler.without or FEATURES[feature][1]
         return Row(feature, handler, missing=f"{MissingName(handler.site.name)}: {consequence}")
 
 
 class Installation:
-    """What is put into Dynamo, and how many traces need it."""
+    """The dispatchers installed in Dynamo, and the number of traces that need them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -180,7 +176,7 @@ class Installation:
         self._off: frozenset[Feature] = frozenset()
 
     def enter(self) -> frozenset[Feature]:
-        """The features that must be off."""
+        """Install the handlers if they are not; returns the features that must be off."""
         with self._lock:
             if self._users == 0:
                 self._install(table())
@@ -234,10 +230,10 @@ def _get(owner: Any, name: Any) -> Any:
 
 
 def _put(owner: Any, name: Any, value: Any) -> Callable[[], None]:
-    """Replace what is there; returns what undoes it."""
+    """Replace the value at a place; returns a function that restores it."""
     if isinstance(owner, (list, dict)):
         before, owner[name] = owner[name], value
         return functools.partial(owner.__setitem__, name, before)
-    before = vars(owner).get(name)  # None where it has it from its base
+    before = vars(owner).get(name)  # None if inherited
     setattr(owner, name, value)
     return (lambda: delattr(owner, name)) if before is None else (lambda: setattr(owner, name, before))

@@ -1,8 +1,8 @@
-"""Where activations are moved, a graph knows which of its inputs are leaves, and is run for such inputs alone.
+"""Guard which inputs of a graph are leaves, where activations are offloaded.
 
-Dynamo's guards tell whether a tensor requires a gradient, and not whether it is a leaf. Blocks that are compiled one by
-one share their graphs: if the first block is given a leaf (embeddings, under `enable_input_require_grads`), which stays
-with its owner, the activations of all others would stay as well; and the other way round, leaves would be moved.
+Dynamo guards whether a tensor requires a gradient, but not whether it is a leaf. Blocks that are compiled one by one
+share graphs. If the input of the first block is a leaf (embeddings, under `enable_input_require_grads`), which must not
+be offloaded, the activations of all other blocks would not be offloaded either; and in the opposite case, leaves would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def guard(gm: GraphModule, examples: Sequence[object]) -> None:
-    """Called while Dynamo compiles `gm`: have it trace anew where other inputs are leaves than in `examples`."""
+    """Called while Dynamo compiles `gm`: guard that exactly those inputs are leaves that are leaves in `examples`."""
     context = torch._guards.TracingContext.try_get()
     found = {
         source: example.is_leaf

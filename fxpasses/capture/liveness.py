@@ -1,7 +1,7 @@
-"""Which local variables are read after an instruction before they are written: the textbook's backward dataflow.
+"""Live variables at an instruction, by the textbook's backward dataflow analysis.
 
-`torch._dynamo.bytecode_analysis.livevars_analysis` answers the same question with more names than needed: after the
-first jump it forgets what is written. A loop's own temporaries would all be live at its head.
+`torch._dynamo.bytecode_analysis.livevars_analysis` overapproximates: it ignores writes after the first jump, so that
+all temporaries of a loop would be live at its head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NOTHING = frozenset({"NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "RESUME"})
 
 
 def live_at(instructions: Sequence[Any], start: int) -> frozenset[str]:
-    """Names of locals and cells that may be read from `instructions[start]` on. Takes Dynamo's `Instruction`s."""
+    """The names of locals and cells that are live before `instructions[start]`. Takes Dynamo's `Instruction`s."""
     places = {instruction: place for place, instruction in enumerate(instructions)}
     successors = [_successors(instructions, places, place) for place in range(len(instructions))]
     live: list[frozenset[str]] = [frozenset()] * len(instructions)
@@ -35,7 +35,7 @@ def live_at(instructions: Sequence[Any], start: int) -> frozenset[str]:
 
 
 def follow(instructions: Sequence[Any], place: int) -> int:
-    """Where the interpreter comes to from `place` without doing anything: behind jumps that are always taken."""
+    """The first instruction from `place` on that has an effect: past unconditional jumps and no-ops."""
     places: dict[Any, int] = {}
     seen: set[int] = set()
     while place not in seen:
@@ -62,7 +62,7 @@ def _successors(instructions: Sequence[Any], places: dict[Any, int], place: int)
 
 
 def _reads_and_writes(instruction: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """What is not known for a plain store counts as a read."""
+    """Anything but a plain store counts as a read."""
     name, value = instruction.opname, instruction.argval
     if not any(part in name for part in ("FAST", "DEREF", "CLOSURE", "CELL")):
         return frozenset(), frozenset()

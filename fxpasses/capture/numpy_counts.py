@@ -1,13 +1,13 @@
-"""`for e, count in enumerate(counts.cpu().numpy())`: counts of tokens that went through NumPy, read as by `tolist()`.
+"""`for e, count in enumerate(counts.cpu().numpy())`: counts of tokens in a NumPy array, read as by `tolist()`.
 
-To Dynamo an element of an array is an array; no slice with such a bound has a size that anybody could follow. Here the
-elements of a one-dimensional array of counts become symbols, as the elements of `counts.tolist()` are. NumPy's integers
-are not Python's: they have methods, types of their own, and other arithmetic. So this is an assumption as well, a
-`SpeculatedBranch` of the kind "numbers": nothing may ask a number for what sets it apart (`Unprovable`), and a pass
-must find a program without the numbers, else the frame is traced again with arrays as they are.
+Dynamo represents an element of an array as an array, so that slices with such bounds have untraceable sizes. Here the
+elements of a one-dimensional array of counts become symbols, like the elements of `counts.tolist()`. NumPy's integers
+differ from Python's: they have methods, other types, and other arithmetic. So this is speculation as well, a
+`SpeculatedBranch` of the kind "numbers": an operation that distinguishes them ends the trace (`Unprovable`), and a pass
+must eliminate the numbers, else the frame is traced again with arrays.
 
-Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: that `Tensor.numpy()` is `view_as` of
-a tensor and itself in Dynamo's graph.
+Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: in Dynamo's graph, `Tensor.numpy()` is
+`view_as` of a tensor and itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fxpasses.capture.speculation import Speculation
     from fxpasses.capture.trace import Trace
 
-# What may be done with one of the numbers: the result is equal whether they are NumPy's or Python's.
+# Operations whose results are equal for NumPy's and Python's integers.
 _ALLOWED = frozenset(
     {operator.add, operator.iadd, operator.sub, operator.isub, operator.eq, operator.ne, operator.lt, operator.le,
      operator.gt, operator.ge, operator.getitem, operator.setitem, operator.not_, int, bool, slice}
@@ -41,7 +41,7 @@ handlers = Handlers()
 
 @handlers.at(method("torch._dynamo.variables.builtin.BuiltinVariable", "call_function"), order=1)
 def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """What a number is used for; `counts[e]` of an array of counts, for a number e."""
+    """Check the use of a number; read `counts[e]` of an array of counts, for a number e."""
     trace.numpy.check_use(self.fn, (*args, *kwargs.values()))
     if self.fn is not operator.getitem or len(args) != 2 or not isinstance(args[0], NumpyNdarrayVariable):
         return NOT_HANDLED
@@ -52,7 +52,7 @@ def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: A
 
 @handlers.at(method(_NUMBER, "call_method"), method(_NUMBER, "var_getattr", "tp_getattro_impl"))
 def ask(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-    """`count.item()`, `count.dtype`: Python's integers have none."""
+    """`count.item()`, `count.dtype`: Python's integers have no such attributes."""
     trace.numpy.check_use(name, (self,))
     return NOT_HANDLED
 
@@ -62,7 +62,6 @@ def ask(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: Any, *args: An
     without="`for count in counts.numpy()` breaks the graph",
 )
 def unpack(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """`for count in counts.numpy()`."""
     numbers = trace.numpy.of(tx, self)
     return NOT_HANDLED if numbers is None else list(numbers)
 
@@ -72,7 +71,7 @@ def unpack(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwa
     without="slices by `counts.numpy().cumsum()` break the graph",
 )
 def cumsum(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """`counts.numpy().cumsum(0)` as that of the tensor."""
+    """`counts.numpy().cumsum(0)` becomes `counts.cumsum(0).numpy()`."""
     node = _tensor_behind(tx, self) if name == "cumsum" else None
     given = [*args, *kwargs.values()]
     if node is None or set(kwargs) - {"axis"} or len(given) > 1 or not trace.speculation.values.routing.concerns(node):
@@ -89,14 +88,14 @@ class NumpyCounts:
     def __init__(self, speculation: Speculation) -> None:
         self._speculation = speculation
         self._numbers: dict[Node, list[Any]] = {}
-        self._checked: dict[Node, Node] = {}  # by array: up to where nobody wrote to it since it was read
+        self._checked: dict[Node, Node] = {}  # by array: the last node that is known not to write to it
         self._branches: list[tuple[SpeculatedBranch, Node]] = []
         self._symbols: set[Any] = set()
 
     def of(self, tx: Any, array: Any) -> list[Any] | None:
-        """The elements of an array as numbers in Dynamo's hands; None where it is no array of counts.
+        """The elements of an array as Dynamo's numbers; None if it is no array of counts.
 
-        What a branch read first would be unknown without it.
+        A branch must not be the first to read them: without the branch they would be undefined.
         """
         node = _tensor_behind(tx, array)
         if node is None:
@@ -109,12 +108,12 @@ class NumpyCounts:
         return self._numbers[node]
 
     def check_use(self, function: Any, args: Any) -> None:
-        """Raises `Unprovable` where a function of Python may give something else for NumPy's numbers."""
+        """Raise `Unprovable` for a Python function that may return another result for NumPy's integers."""
         if function not in _ALLOWED and any(map(self._is_number, args)):
             raise self._speculation.refusal(f"`{getattr(function, '__name__', function)}` of numbers from NumPy")
 
     def _is_number(self, value: Any) -> bool:
-        """Whether a value in Dynamo's hands is one of the numbers, or was computed from them."""
+        """Whether one of Dynamo's variables is such a number, or was computed from one."""
         if not self._symbols or not isinstance(value, SymNodeVariable):
             return False
         node = getattr(value.sym_num, "node", None)
@@ -135,13 +134,13 @@ class NumpyCounts:
         return numbers
 
     def finish(self) -> None:
-        """The graph is written. A loop over an array reads an element when it comes to it; here all were read first."""
+        """The graph is complete. A loop over an array reads elements one by one; here all were read at its start."""
         for branch, node in self._branches:
             self._forget_written(node)
             branch.ended = node in self._numbers
 
     def _forget_written(self, node: Node) -> None:
-        """Numbers that were read before somebody wrote to integers may not be the array's any more."""
+        """Numbers that were read before a write to integers may be stale."""
         last = self._checked.get(node)
         if last is None:
             return

@@ -1,14 +1,14 @@
-"""The metadata of a graph that Dynamo is still writing, and the values that it has for the batch being traced.
+"""The metadata of a graph that Dynamo is still writing, and its values for the batch being traced.
 
 The rules are those of `graph/metadata_analysis.py`: a number or a data-dependent size is metadata if it is computed
-from integer inputs and sizes alone, with memory versions, through checkpoint bodies. A value is computed by a program
-like the prologue's, on the real inputs, and once for all layers that ask for it, because they ask for the same number.
+from integer inputs and sizes alone, with memory versions, through checkpoint bodies. A program like the prologue's
+computes values from the real inputs, each once, because value numbering identifies it in all layers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -21,26 +21,25 @@ from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import source
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import integer_behind, is_unbacked, symbol, symbol_as_created
-from fxpasses.graph.values import Allocation as Memory
-from fxpasses.graph.values import Many, Ref, Scalar, Tensor, Value
+from fxpasses.graph.values import Allocation, Many, Ref, Scalar, Tensor, Value
 from fxpasses.prologue_program import Program
 from fxpasses.report import Reason
 from fxpasses.runtime.prologue import Prologue
 
 log = logging.getLogger(__name__)
 
-# Their results have a size that one integer or bool argument tells, whatever the values of the other tensor are.
+# The size of their result depends on one integer or bool argument, and not on the values of the other tensor.
 _SIZED_BY_METADATA = frozenset({"getitem", "masked_select", "repeat_interleave"})
-# What a use outside the closure may do to memory so that nothing is known of its contents any more.
+# Why the contents of an allocation become unknown after a use outside the closure.
 _OVERWRITTEN = frozenset({Reason.WRITTEN_BY_LAYER, Reason.INPUT_WRITTEN, Reason.UNKNOWN_OPERATOR})
 
 
 class NotKnown(Exception):
-    """A symbol is no metadata, or its value cannot be computed."""
+    """A symbol is not metadata, or its value cannot be computed."""
 
 
 class PartialGraph:
-    """What is known of it. `output` is Dynamo's `OutputGraph`; `autocast` the state around the whole frame."""
+    """output: Dynamo's `OutputGraph`. autocast: the state around the frame."""
 
     def __init__(self, output: Any, autocast: Any) -> None:
         self.output = output
@@ -52,18 +51,18 @@ class PartialGraph:
         self.walk = _PartialWalk(output.fake_mode)
 
     def close(self) -> None:
-        """The capture is over: what Dynamo does to its graph from now on, such as removing what is dead, is no news."""
+        """The capture is over: later changes of the graph by Dynamo, such as dead-code elimination, are ignored."""
         self.walk_on()
         self._over = True
 
-    # Asking
+    # Queries
 
     def is_metadata(self, node: Node) -> bool:
         self.walk_on()
         return isinstance(self.walk.values.get(node), (Scalar, Tensor))
 
     def extra(self, found: Any) -> Extra:
-        """How a symbol is computed from the inputs; raises `NotKnown`."""
+        """The value that defines a symbol; raises `NotKnown`."""
         self.walk_on()
         try:
             return self.walk.numbers[found]
@@ -78,29 +77,27 @@ class PartialGraph:
         return self._values[extra]
 
     def is_size(self, found: Any) -> bool:
-        """Whether a symbol is a size of an input, which Dynamo knows by itself."""
+        """Whether a symbol is a size of an input, which Dynamo knows."""
         return found in self.output.shape_env.var_to_sources
 
     def size(self, found: Any) -> Any:
-        """The value of such a size in the batch being traced."""
+        """The value of such a size for the batch being traced."""
         return self.output.shape_env.backed_var_to_val.get(found)
 
     def size_source(self, found: Any) -> str:
-        """The expression by which Dynamo finds such a size, `L['x'].size()[1]`."""
+        """Dynamo's source expression for such a size, `L['x'].size()[1]`."""
         name = self.output.shape_env.var_to_sources[found][0].name
         return name() if callable(name) else name
 
     def source_of(self, root: Node) -> str:
-        """The expression by which Dynamo finds an input of the graph in the frame."""
+        """Dynamo's source expression for an input of the graph."""
         return source(root) or self.size_source(symbol_as_created(root.meta["example_value"]))
 
     def program(self, extras: list[Extra]) -> tuple[Program, list[Node]]:
-        """A program that computes `extras`, and the placeholders that its inputs stand for."""
-        roots = self.roots()
-        return Draft(self.walk.closure.table, tuple(roots), tuple(extras), ()).program(), roots
-
-    def roots(self) -> list[Node]:
-        return [entry.node for entry in self.walk.closure.table.entries if entry.kind == "root"]
+        """A program that computes `extras`, and the placeholders of its inputs."""
+        table = self.walk.closure.table
+        roots = [entry.node for entry in table.entries if entry.kind == "root"]
+        return Draft(table, tuple(roots), tuple(extras), ()).program(), roots
 
     def _compute(self, extra: Extra) -> int | float:
         try:
@@ -108,21 +105,21 @@ class PartialGraph:
             with _outside_of_modes():
                 inputs = [_real(node) for node in roots]
                 (value,) = Prologue(program, autocast=self._autocast)(inputs)
-        except Exception as error:  # whatever the user's program raises on its batch, it raises again when it runs
+        except Exception as error:  # an error of the user's program recurs when the program runs
             raise NotKnown(f"{type(error).__name__}: {error}") from error
         return int(value) if isinstance(value, bool) else value
 
     # Walking
 
     def walk_on(self) -> None:
-        """Walk what Dynamo has written since the last question. Questions that the walk asks find it as it is."""
+        """Walk the nodes that Dynamo has written since the last query. Queries by the walk itself do not recurse."""
         if self.is_walking or self._over:
             return
         self.is_walking = True
         try:
             with _outside_of_modes():
                 self._catch_up()
-        except Exception as error:  # a defect here must not stop a training run: there are no hints from here on
+        except Exception as error:  # a defect here must not stop a training run: the trace continues without hints
             log.debug("the walk over Dynamo's graph failed", exc_info=error)
             self._over = True
         finally:
@@ -140,7 +137,7 @@ class PartialGraph:
             region.advance(self.walk)
 
     def _tracers(self) -> list[Any]:
-        """Dynamo's tracers of the graphs that it is in the middle of, outermost first."""
+        """Dynamo's tracers of the graphs being written, outermost first."""
         found, tracer = [], self.output.current_tracer
         while tracer is not None:
             found.append(tracer)
@@ -149,14 +146,14 @@ class PartialGraph:
 
 
 class _PartialWalk(Walk):
-    """A walk that is never over: nothing is known yet of how the rest of the program uses a value."""
+    """A walk over an incomplete graph, in which later uses of a value are unknown."""
 
     def __init__(self, fake_mode: Any) -> None:
         super().__init__(Region(GraphModule({}, Graph())), fake_mode, {}, nothing=False)
         self.numbers: dict[Any, Extra] = {}  # by symbol
 
     def anew(self) -> _PartialWalk:
-        """A walk from the start again, which knows inputs and symbols by the same numbers."""
+        """A new walk from the start, with the same numbers for inputs and symbols."""
         other = _PartialWalk(self.fake_mode)
         other.closure.table = self.closure.table
         other.numbers = self.numbers
@@ -189,7 +186,7 @@ class _PartialWalk(Walk):
                     self.numbers.setdefault(symbol(size), Extra(ref, dimension=dimension))
 
     def _stand_in(self, node: Node, autocast: tuple[Any, ...]) -> Value:
-        """`x[mask]` for an activation x: a value of the same size, its contents made up."""
+        """`x[mask]` for an activation x: a value of the same size with made-up contents."""
         name = getattr(node.target, "__name__", str(node.target))
         outside = [operand for operand in node.all_input_nodes if operand not in self.values]
         if name not in _SIZED_BY_METADATA or not node.args or outside != [node.args[0]]:
@@ -197,7 +194,7 @@ class _PartialWalk(Walk):
         return self._numbered_by_looks(node, outside[0], autocast)
 
     def _body(self, region: Region, call: Node, autocast: tuple[Any, ...]) -> None:
-        """A body that is written to the end. What it asked was walked while it was written, and now all is."""
+        """Walk a complete body, of which the nodes before its queries were walked while it was being written."""
         outside = [(memory, memory.version) for operand in call.all_input_nodes for memory in self._memories(operand)]
         name = call.args[0]
         assert isinstance(name, Node)
@@ -207,7 +204,7 @@ class _PartialWalk(Walk):
             if memory.version != version:
                 self._ban(memory, Reason.WRITTEN_BY_LAYER, f"by `{call.name}`", call)
 
-    def _ban(self, memory: Memory, reason: Reason, text: str, culprit: Node, subject: Node | None = None) -> None:
+    def _ban(self, memory: Allocation, reason: Reason, text: str, culprit: Node, subject: Node | None = None) -> None:
         if reason not in _OVERWRITTEN:
             return
         for node in [node for node, value in self.values.items() if memory in _memories(value)]:
@@ -215,13 +212,13 @@ class _PartialWalk(Walk):
             self.obstacles[node] = reason, text
 
 
-def _memories(value: Value) -> tuple[Memory, ...]:
+def _memories(value: Value) -> tuple[Allocation, ...]:
     items = value.items if isinstance(value, Many) else (value,)
     return tuple(item.memory for item in items if isinstance(item, Tensor))
 
 
 class _PartialRegion(Region):
-    """A graph in the hands of one of Dynamo's tracers, and how far it has been walked."""
+    """The graph of one of Dynamo's tracers, and how far it has been walked."""
 
     def __init__(self, output: Any, tracer: Any, parent: Region | None) -> None:
         super().__init__(cast(GraphModule, _Modules(tracer.graph, output.nn_modules)))
@@ -231,11 +228,11 @@ class _PartialRegion(Region):
         self._autocast: tuple[Any, ...] = ()
 
     def was_rolled_back(self) -> bool:
-        """Whether Dynamo has erased what was walked already."""
+        """Whether Dynamo has erased nodes that were walked already."""
         return self._last is not None and self._last._erased
 
     def advance(self, walk: _PartialWalk) -> None:
-        for node in self.placeholders():  # they are inserted above the rest at any time
+        for node in self.placeholders():  # Dynamo inserts them before the other nodes at any time
             if node in walk.values or node in walk.obstacles:
                 continue
             size = symbol(node.meta.get("example_value"))
@@ -247,14 +244,14 @@ class _PartialRegion(Region):
         node = self._last.next if self._last is not None else next(iter(graph.nodes), graph._root)
         while node is not graph._root:
             if node.next is graph._root and node.op != "placeholder" and "example_value" not in node.meta:
-                return  # Dynamo is still at it
+                return  # Dynamo is still writing this node
             if node.op != "placeholder":
                 self._autocast = walk.visit(self, node, self._autocast)
             self._last = node
             node = node.next
 
     def _has_operand(self, node: Node) -> bool:
-        """Find what a placeholder of a body stands for, which Dynamo notes a little later than it makes it."""
+        """Find the operand of a body's placeholder, which Dynamo records some time after it creates the placeholder."""
         if self.parent is None:
             return True
         for outer, inner in self._tracer.lifted_freevars.items():
@@ -264,34 +261,28 @@ class _PartialRegion(Region):
         return False
 
 
-class _Modules(torch.nn.Module):
-    """Looks like the `GraphModule` that Dynamo will make: a graph, and submodules found by name."""
+class _Modules:
+    """A stand-in for the `GraphModule` that Dynamo will create: a graph, and submodules by name."""
 
     def __init__(self, graph: Graph, modules: dict[str, Any]) -> None:
-        super().__init__()
-        self.graph = graph
-        self._found = lambda name: modules[name]
+        self.graph, self._modules = graph, modules
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
-        except AttributeError:
-            found: Callable[[str], Any] = self.__dict__["_found"]
-            try:
-                return found(name)
-            except KeyError:
-                raise AttributeError(name) from None
+            return self._modules[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 @contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    """Most questions are asked inside fake mode, some while autograd is traced: nothing of ours may get into that."""
+    """Most queries come from inside fake mode, some while autograd is traced: neither may see our operators."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
 def _real(placeholder: Node) -> Any:
-    """The input behind a placeholder, as it is before the program runs."""
+    """The input behind a placeholder, before the program runs."""
     example = placeholder.meta["example_value"]
     if isinstance(example, torch.SymInt):
         return int(example.node.hint)

@@ -1,7 +1,7 @@
-"""Tell the user when a model is compiled again and again because batches hold another number of sequences.
+"""Warn the user if a model is recompiled repeatedly because batches differ in their number of sequences.
 
-Private name, checked on torch 2.11, 2.13 and 2.15: `torch._guards.CompileContext`, whose id says which frame Dynamo
-compiles. Where it is missing there is no warning.
+Private name, checked on torch 2.11, 2.13 and 2.15: `torch._guards.CompileContext`, whose id identifies the frame that
+Dynamo compiles. Without it there is no warning.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fxpasses.graph.symbols import constant
 from fxpasses.once import forget, warn_once
 
 _MOST = 3
-# Frame and input to the sizes compiled so far. Dynamo keeps no such history that a backend could ask.
+# By frame and input, the sizes compiled so far: Dynamo keeps no such history.
 _sizes: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
 
 
 def note_sizes(gm: GraphModule) -> None:
-    """Warn once for an input of integers whose every element is read, when it was compiled for more than 3 sizes."""
+    """Warn once for an input of integers, all of which are read, that was compiled for more than 3 sizes."""
     context = getattr(torch._guards, "CompileContext", None)
     compilation = context.current_compile_id() if context is not None else None
     if compilation is None or compilation.frame_id is None:
@@ -32,7 +32,7 @@ def note_sizes(gm: GraphModule) -> None:
         if size is None or not source(node):
             continue
         key = (compilation.frame_id, source(node))
-        if compilation.frame_compile_id == 0:  # the first time for this frame; `torch._dynamo.reset` counts anew
+        if compilation.frame_compile_id == 0:  # the first time for this frame; `torch._dynamo.reset` restarts the count
             _sizes[key].clear()
             forget(key)
         _sizes[key].add(size)
@@ -47,7 +47,7 @@ def note_sizes(gm: GraphModule) -> None:
 
 
 def _fixed_size(example: Any) -> int | None:
-    """The size of an integer vector, where the graph holds for this size alone: Dynamo leaves sizes open if it can."""
+    """The size of an integer vector, if Dynamo has specialised the graph for it."""
     if not isinstance(example, torch.Tensor) or example.ndim != 1:
         return None
     if example.dtype.is_floating_point or example.dtype.is_complex:

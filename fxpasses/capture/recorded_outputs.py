@@ -1,16 +1,16 @@
-"""transformers' recorded outputs: `output_router_logits=True` and its like, in one graph.
+"""transformers' recorded outputs: `output_router_logits=True` and the like, in one graph.
 
-transformers collects what layers give by forward hooks that append to a list of the model (`utils/output_capturing.py`,
-seen in 5.23). Two things keep Dynamo from tracing that:
+transformers collects the outputs of layers by forward hooks that append to a list of the model
+(`utils/output_capturing.py`, seen in 5.23). Dynamo cannot trace this for two reasons:
 
-- The hooks are put on when a model is first asked to record, under a lock. They go onto modules below that model, which
-  Dynamo has not looked into yet, so they are put on while it traces; it finds them there, and guards them.
-- Under a checkpoint, to append to a list outside is a side effect that eager mode repeats in the recomputation, and
-  compiled code does not. These hooks do not repeat it either: by then the model has taken its list away. So Dynamo may
-  do without, as it offers for code that says so of itself.
+- The hooks are installed under a lock when a model first records. They belong to submodules that Dynamo has not
+  inspected yet, so they are installed here during the trace; Dynamo finds and guards them.
+- In a checkpoint, appending to an outer list is a side effect that eager mode repeats in the recomputation, and
+  compiled code does not. These hooks do not repeat it either, because the model has removed its list by then. So the
+  side effect is allowed, as Dynamo offers to code that opts in.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site: the `description` of a tracer, and
-`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns what such a list holds.
+`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the list's elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from fxpasses.capture.trace import Trace
 _MODULE = "transformers.utils.output_capturing"
 _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 
-
 handlers = Handlers()
 
 
@@ -39,11 +38,8 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
         model = getattr(args[0], "value", None) if args else None
         if isinstance(model, nn.Module):
             function(model)
-    if function.__name__ != "output_capturing_hook" or not _under_checkpoint(tx):
+    is_in_checkpoint = getattr(tx.output.current_tracer, "description", None) == _CHECKPOINT
+    if function.__name__ != "output_capturing_hook" or not is_in_checkpoint:
         return NOT_HANDLED
     with allow_externally_visible_side_effects_in_subtracer(tx):
         return proceed(self, tx, args, kwargs)
-
-
-def _under_checkpoint(tx: Any) -> bool:
-    return getattr(tx.output.current_tracer, "description", None) == _CHECKPOINT

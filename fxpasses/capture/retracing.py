@@ -1,20 +1,20 @@
-"""A frame that fails because of the capture flags is traced again with fewer of them, at last as stock PyTorch does.
+"""Retrace a frame that fails because of the capture flags with fewer of them, and finally with stock PyTorch's flags.
 
-With the flags on, `.item()` and `nonzero` become unbacked symbols instead of graph breaks. Where the program then needs
-the symbol's value, tracing can end in an error that stock does not have:
+With the flags on, `.item()` and `nonzero` become unbacked symbols instead of graph breaks. If the program then needs
+the symbol's value, tracing may end in an error that stock PyTorch does not have:
 
     for i in mask.nonzero().flatten().tolist():   # GuardOnDataDependentSymNode: Eq(u0, 0), in Dynamo
     w[e]                                          # the same error inside the backend, with e a 0-d integer tensor
     for k in range(4): if n.item() > k: ...       # no error, but a break in a loop: the whole frame runs eagerly
-    x[: a.item() + b.item()], in two checkpoints  # an assertion of Dynamo's own, which lost one of the symbols
+    x[: a.item() + b.item()], in two checkpoints  # an internal assertion of Dynamo, which lost one of the symbols
 
-Such a frame takes the steps (`.item()` captured, data-dependent shapes captured) = (yes, yes), (yes, no), (no, no).
-The middle one is what helps most: `nonzero` breaks the graph as in stock, and what follows, traced with both flags,
-finds a tensor of known size whose `.tolist()` is captured. The last is stock, and so are its graph breaks and errors.
+The attempts at such a frame are (`.item()` captured, data-dependent shapes captured) = (yes, yes), (yes, no), (no, no).
+The second helps most: `nonzero` breaks the graph as in stock PyTorch, and the rest, traced with both flags, has a
+tensor of known size whose `.tolist()` is captured. The last has the graph breaks and errors of stock PyTorch.
 
-With `fullgraph=True`, stock captures both, and nothing is done. Likewise, a frame whose trace assumed what nobody could
-justify (a speculated branch that no pass proved) is traced again without the feature that assumed it. What an attempt
-may do is a value (`capture/attempt.py`). Only traces for this package's backend are concerned.
+With `fullgraph=True`, stock PyTorch captures both, and no frame is retraced. Likewise, a frame whose trace contains an
+undischarged obligation (a speculated branch that no pass proved) is retraced without the feature behind it. Only traces
+for this package's backend are concerned.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _installing = threading.Lock()
 
 
 class CaptureRejected(RuntimeError):
-    """Raised by the backend for a graph that it cannot compile with unbacked symbols in it: trace with fewer flags."""
+    """Raised by the backend for a graph with unbacked symbols that it cannot compile: retrace with fewer flags."""
 
 
 def may_trace_again(trace: Trace, error: BaseException, has_unbacked_symbols: bool) -> bool:
-    """Whether tracing with fewer flags may help after `error`, met in the backend's call: raise `CaptureRejected`."""
+    """Whether tracing with fewer flags may help after `error` in the backend, which then raises `CaptureRejected`."""
     return trace.attempt.with_fewer_flags() is not None and (has_unbacked_symbols or is_data_dependent(error))
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether `error` comes of an unbacked symbol: it is such an error, wraps one or was raised in handling one."""
+    """Whether an unbacked symbol caused `error`: it is such an error, wraps one or was raised while handling one."""
     try:
         kinds = (*DynamoNames.find().data_dependent, CaptureRejected)
     except MissingName:
@@ -81,9 +81,9 @@ def is_data_dependent(error: BaseException) -> bool:
 
 
 def comes_of_capture(error: BaseException) -> bool:
-    """Whether tracing with fewer flags may do without `error`: it is data-dependent, or fails inside of Dynamo itself.
+    """Whether tracing with fewer flags may avoid `error`: it is data-dependent, or an internal error of Dynamo.
 
-    Dynamo wraps what the program or the backend raises; what it does not wrap is its own.
+    Dynamo wraps errors of the program and the backend; an unwrapped error is its own.
     """
     if is_data_dependent(error):
         return True
@@ -94,7 +94,7 @@ def comes_of_capture(error: BaseException) -> bool:
 
 
 def install() -> bool:
-    """Watch Dynamo's traces for this package's backend. False, after one warning, where torch lacks a private name."""
+    """Intercept Dynamo's traces for this package's backend. False, after one warning, if torch lacks a private name."""
     with _installing:
         try:
             names = DynamoNames.find()
@@ -112,7 +112,7 @@ def install() -> bool:
 
 
 def is_fastpack(backend: Any) -> bool:
-    """Whether `backend` is marked, or wraps one that is: in what `torch.compile`, partial and DDP put around it."""
+    """Whether `backend` is this package's, perhaps wrapped by `torch.compile`, `functools.partial` and DDP."""
     return any(getattr(function, MARKER, False) is True for function in _unwrapped(backend))
 
 
@@ -127,7 +127,7 @@ def option(backend: Any, name: str) -> Any:
 
 
 def _unwrapped(backend: Any) -> Iterator[Any]:
-    """`backend` and what it wraps, outermost first. Torch 2.11, 2.13 and 2.15 wrap in the same way:
+    """`backend` and the backends that it wraps, outermost first. Torch 2.11, 2.13 and 2.15 wrap in the same way:
 
     WrapBackendDebug -> _TorchCompileWrapper -> backend, and under DDP DDPOptimizer.compile_fn -> WrapBackendDebug -> …
     """
@@ -149,15 +149,15 @@ def _wrapped_in(function: Any) -> Any:
 
 
 class _TraceFrameInAttempts:
-    """Stands in for `convert_frame.trace_frame`."""
+    """Replaces `convert_frame.trace_frame`."""
 
     def __init__(self, names: DynamoNames) -> None:
         functools.update_wrapper(self, names.trace_frame)
         self.original = names.trace_frame
         self._signature = inspect.signature(names.trace_frame)
         self._names = names
-        # The next attempt of each compilation that had a failed one. From one attempt to the next Dynamo keeps nothing
-        # but its speculation log, which lives as long as they.
+        # The next attempt of each compilation with a failed one, by its speculation log: the only object that Dynamo
+        # keeps from one attempt to the next.
         self._next: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +173,7 @@ class _TraceFrameInAttempts:
             return self._trace(frame, bound.args, bound.kwargs)
 
     def _trace(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One attempt. Where it fails and another one may not, that is noted, and Dynamo told to trace again."""
+        """One attempt. If it fails and another one may succeed, have Dynamo start that."""
         forget_leftovers()
         code, speculation_log = frame["code"], frame["speculation_log"]
         attempt = self._next.get(speculation_log)
@@ -202,19 +202,19 @@ class _TraceFrameInAttempts:
             return result
 
     def _after(self, trace: Trace, error: Exception) -> Attempt | None:
-        """What to try after an error; None where nothing else would come of it."""
+        """The attempt after an error; None if another attempt would fail in the same way."""
         if isinstance(error, (self._names.restart, self._names.skip)):
             return None
         rejected, unproved = _backend_error(error), trace.unproved()
         if isinstance(rejected, FeatureRejected) and rejected.feature is Feature.STORES:
             return trace.attempt.without(Feature.STORES)
-        if unproved:  # first without what counts by NumPy's arrays alone, where there is any
+        if unproved:  # first without counts in NumPy arrays, if there are any
             uses_numbers = any(branch.kind == "numbers" for branch in trace.speculated())
             return trace.attempt.without(Feature.NUMPY if uses_numbers else Feature.SPECULATION)
         return trace.attempt.with_fewer_flags() if comes_of_capture(error) else None
 
     def _is_given_up(self, trace: Trace, error: Exception, following: Attempt | None) -> bool:
-        """Whether an error means that the frame's reads stay uncaptured."""
+        """Whether the frame's reads stay uncaptured after an error."""
         if trace.attempt.flags is None or isinstance(error, self._names.restart):
             return False
         return following is None or following.flags == Values(False, False)
@@ -224,13 +224,13 @@ class _TraceFrameInAttempts:
         speculation_log.clear()  # it records positions in a trace that the next one does not repeat
         self._next[speculation_log] = following
         restart = self._names.restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")
-        # Dynamo frees the failed attempt's graph by this attribute.
+        # Dynamo frees the failed attempt's graph through this attribute.
         restart._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)
         return restart
 
 
 def _backend_error(error: BaseException) -> BaseException:
-    """What the backend raised, where Dynamo has wrapped it."""
+    """The error of the backend, if Dynamo has wrapped it, else `error`."""
     return getattr(error, "inner_exception", None) or error
 
 

@@ -1,10 +1,10 @@
-"""`mask[start : start + n]` where torch gives the slice a size of its own: the size is what Python makes of the bounds.
+"""`mask[start : start + n]` where torch creates a symbol for the size of the slice: define it by the bounds.
 
-Torch 2.11 does so for all bounds that only the batch knows, later versions for few. Such a symbol is born and asked for
-inside one operator (`mask[a:b, a:b] = block`), so no node of the graph tells what it is; its bounds do.
+Torch 2.11 does so for all data-dependent bounds, later versions for few. Such a symbol is created and queried inside
+one operator (`mask[a:b, a:b] = block`), so no node of the graph defines it; its bounds do.
 
-Private name, checked on torch 2.11, 2.13 and 2.15: `torch._subclasses.fake_impls.op_implementations_dict`, what runs an
-operator on fake tensors, called with the fake mode, the operator and its arguments.
+Private name, checked on torch 2.11, 2.13 and 2.15: `torch._subclasses.fake_impls.op_implementations_dict`, whose
+functions run an operator on fake tensors, given the fake mode, the operator and its arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ handlers = Handlers()
 
 @handlers.at(
     Site("implementation of slices", lambda: [(fake_impls.op_implementations_dict, torch.ops.aten.slice.Tensor)]),
-    without="a slice whose bounds the batch holds may break the graph",
+    without="a slice whose bounds depend on the batch may break the graph",
 )
 def slice_tensor(trace: Trace, proceed: Proceed, mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     result = proceed(mode, func, *args, **kwargs)
@@ -49,7 +49,7 @@ def _arguments(
 
 
 def _definition(trace: Trace, size: Any, start: Any, end: Any) -> Definition | None:
-    """The length of `[start:end]` of `size` elements; None where a bound has no hint."""
+    """The length of `[start:end]` of `size` elements; None if a bound has no hint."""
     bounds, conditions = [], []
     for bound in (start, end):
         value = trace.number(bound)

@@ -1,4 +1,4 @@
-"""Speculation: a trace goes through branches that run only for experts with tokens, and notes what that assumed.
+"""Speculation: a trace takes branches that run only for experts with tokens, and records the obligations.
 
     for e in range(4):
         tok, slot = torch.where(idx == e)
@@ -6,31 +6,30 @@
             continue
         out.index_add_(0, tok, f(x[tok], e))
 
-Without speculation, the graph ends at the question:
+Without speculation, the graph ends at the condition:
 
     eq = idx == 0;  where = torch.where(eq);  tok = where[0];  return tok, where[1], ...
 
-With it, all branches are in one graph, and nodes tell what part they have in one (`graph/speculation.py`):
+With it, all branches are in one graph, and nodes are marked with their roles (`graph/speculation.py`):
 
     eq = idx == 0;     where = torch.where(eq);      tok = where[0];                  # eq: CONDITION of branch 0
     getitem = x[tok];  y = f(getitem, 0);            out.index_add_(0, tok, y)        # each INSIDE of branch 0
     eq_1 = idx == 1;   where_1 = torch.where(eq_1);  tok_1 = where_1[0];              # eq_1: CONDITION of branch 1
     ...
 
-No trace can know whether an expert has tokens. The question is answered by "it has some", without a trace in the shape
-environment: nothing that is traced later rests on it. From the jump to its post-dominator, where both ways meet,
-Python's state is watched. A live-out (a variable that is read later) that holds another tensor than before is noted for
-the pass; any other difference (a counter, a list that grew, an attribute, an iterator that went on, a random number)
-means that passing over the branch makes a difference, or might: no pass can prove it, and tracing stops at once
-(`Unprovable`). A program that asks until the answer is another one, `while (ids == pad).any()`, would be traced
-forever. So it is with assertions, but for those that speak of sizes which the branch itself made (`rows[start:stop]`
-has 0 rows or more, and no more than `rows`): nothing older is known better by them, and they are in the graph for the
-pass to judge.
+No trace can know whether an expert has tokens. The condition is taken to hold, without a record in the shape
+environment: nothing that is traced later depends on it. Python's state is monitored from the jump to the branch's
+post-dominator. A live-out that holds another tensor than before is recorded for the pass. Any other difference (a
+counter, a list that grew, an attribute, an iterator that advanced, a random number) means that skipping the branch may
+change the program's result: no pass could discharge the branch, and tracing stops at once (`Unprovable`), not least
+because a loop such as `while (ids == pad).any()` would be traced forever. The same holds for a new assertion, unless it
+bounds a size that the branch itself created (`rows[start:stop]` has 0 rows or more, and no more than `rows`): it tells
+nothing about older symbols, and it is in the graph for the pass to check.
 
-`for e in hit`, over a tensor of the experts that have tokens, is a loop over all experts with such a branch: `hit` is
-replaced, in this loop alone, by all of them, and numbers read from it are known.
+`for e in hit`, over a tensor of the experts that have tokens, is a loop over all experts with such a branch: in this
+loop alone, `hit` is replaced by all experts, and numbers read from it are known.
 
-A pass must discharge every branch; a trace with one that is left is taken back (`capture/retracing.py`).
+A pass must discharge every branch, else the trace is taken back (`capture/retracing.py`).
 """
 
 from __future__ import annotations
@@ -61,15 +60,15 @@ from fxpasses.graph.symbols import is_unbacked
 
 _clock = itertools.count()
 _COUNTS = (0, 1, 2, 3, 10**9)
-_PLAIN = (bool, int, float, complex, str, bytes)  # equal ones are the same; by `repr`, because 0.0 == -0.0
+_PLAIN = (bool, int, float, complex, str, bytes)  # compared by `repr`, because 0.0 == -0.0
 
 
 class Unprovable(Exception):
-    """Tracing on is of no use: what runs only with tokens changes what no pass looks at. The frame is traced again."""
+    """No pass could discharge a branch, whose effects are not all in the graph: the frame is traced again."""
 
 
 class _Known:
-    """What the shape environment knows at one time: its symbols, and how many assertions it has of each."""
+    """A snapshot of the shape environment: its symbols, and the number of assertions about each."""
 
     def __init__(self, shape_env: Any) -> None:
         self._shape_env = shape_env
@@ -77,7 +76,7 @@ class _Known:
         self._counts = {key: len(found) for key, found in shape_env.deferred_runtime_asserts.items()}
 
     def is_asserted_more(self) -> bool:
-        """Whether something was asserted since of what was there before, other than that sizes are within its own."""
+        """Whether an older symbol was constrained since, other than as the bound of a newer one."""
         lists = self._shape_env.deferred_runtime_asserts.items()
         return any(self._is_more(found.expr) for key, every in lists for found in every[self._counts.get(key, 0) :])
 
@@ -88,7 +87,7 @@ class _Known:
 
 
 class OpenBranch:
-    """A branch that is being traced, from `start` to its post-dominator, and how things are before it.
+    """A branch that is being traced, from `start` to its post-dominator, and the state before it.
 
     noted: see `Speculation._noted`.
     """
@@ -97,7 +96,7 @@ class OpenBranch:
         self.branch, self.tx, self.start, self.post_dominator, self.noted = branch, tx, start, post_dominator, noted
         self.live_outs = live_at(tx.instructions, post_dominator)
         self.variables = dict(tx.symbolic_locals)
-        self.stack = list(tx.stack[:-1])  # but for what is asked, or the loop's next element
+        self.stack = list(tx.stack[:-1])  # without the condition, or the loop's next element
         self.blocks = len(tx.block_stack)
         self.graph = tx.output.current_tracer.graph
         self.last_node = self.graph._root.prev
@@ -107,11 +106,11 @@ class OpenBranch:
 
 
 class Speculation:
-    """The speculated branches of one trace. answers: what the batch has answered so far."""
+    """The speculated branches of one trace. answers: those of the batch so far."""
 
     def __init__(self, answers: Sized) -> None:
         self.branches: list[SpeculatedBranch] = []
-        self.discharged: set[int] = set()  # by number: those that are proved
+        self.discharged: set[int] = set()  # numbers of proved branches
         self.values = AssumedValues()
         self.open: list[OpenBranch] = []  # outermost first
         self._answers = answers
@@ -119,7 +118,7 @@ class Speculation:
         self._lists: dict[int, tuple[Any, Any]] = {}  # lists of all experts, by id: the list, and the node of the hits
 
     def refusal(self, text: str) -> Unprovable:
-        """What to raise where something that was noted already turns out to be used otherwise."""
+        """The exception for a use that invalidates an earlier speculation."""
         self.new("refused")
         return Unprovable(text)
 
@@ -130,7 +129,7 @@ class Speculation:
     # Jumps
 
     def truth(self, tx: Any, instruction: Any, value: Any, jumps_if: bool) -> bool | None:
-        """What to take for the truth of a condition at a jump; None where it is no question about routing."""
+        """The assumed truth of a condition at a jump; None if the condition does not concern routing."""
         known = self.values.of(value)
         if known is not None and known.numel() == 1:
             return bool(known)
@@ -149,7 +148,7 @@ class Speculation:
     # Loops over the experts that have tokens
 
     def all_experts(self, tx: Any, tensor: Any) -> Any:
-        """All experts, in place of those in `tensor` that have tokens, as a tensor in Dynamo's hands; or None."""
+        """Dynamo's variable for all experts, in place of `tensor`, which lists those with tokens; or None."""
         node = tensor.as_proxy().node
         if not is_unbacked_size(node) or tx.instructions[tx.instruction_pointer].opname != "FOR_ITER":
             return None
@@ -168,7 +167,7 @@ class Speculation:
         return every
 
     def list_of_all_experts(self, tx: Any, tensor: Any) -> Any:
-        """The same for `tensor.tolist()`, where the program does nothing with the list but to loop over it; or None."""
+        """The same for `tensor.tolist()`, if the program only iterates over the list; or None."""
         node = tensor.as_proxy().node
         if not is_unbacked_size(node) or not self._is_only_looped_over(tx):
             return None
@@ -181,13 +180,13 @@ class Speculation:
         return made
 
     def begin_list(self, tx: Any, value: Any) -> None:
-        """`for e in hit.tolist()` begins."""
+        """Called at the start of `for e in hit.tolist()`."""
         made, node = self._lists.get(id(value), (None, None))
         if made is value and node is not None:
             self._loops[tx, tx.instruction_pointer] = (node, itertools.count())
 
     def begin_round(self, tx: Any, place: int) -> None:
-        """FOR_ITER, the instruction at `place`, has taken the next element."""
+        """Called after FOR_ITER, the instruction at `place`, has taken the next element."""
         node, count = self._loops.get((tx, place), (None, None))
         if node is None or tx.instruction_pointer != place + 1:
             return
@@ -212,16 +211,16 @@ class Speculation:
         self.open.append(OpenBranch(branch, tx, start, end, self._noted(tx.output)))
 
     def before_step(self, tx: Any) -> None:
-        """The translator is about to trace its next instruction. Raises `Unprovable`."""
+        """Called before the translator traces its next instruction; raises `Unprovable`."""
         place = tx.instruction_pointer
         while any(opened.tx is tx and opened.post_dominator == place for opened in self.open):
             opened = self.open[-1]
-            if opened.tx is not tx or opened.post_dominator != place:  # it never came to its end, and one around it did
+            if opened.tx is not tx or opened.post_dominator != place:  # an outer branch ends before this one
                 raise _unprovable(opened)
             self._end(opened)
             self.open.pop()
         for opened in self.open:
-            again = opened.tx is tx and opened.start == place  # and did not come to where the other way would meet it
+            again = opened.tx is tx and opened.start == place  # without reaching its post-dominator
             if opened.spoiled or again or not _is_running(opened.tx, tx):
                 raise _unprovable(opened)
 
@@ -233,12 +232,12 @@ class Speculation:
             opened.spoiled = before
 
     def changed(self, born: int) -> None:
-        """Something in Python is changed that was made at the time `born`: by a branch itself, it may be."""
+        """Called for a change of a Python object that was created at the time `born`, perhaps by the branch itself."""
         for opened in self.open:
             opened.spoiled |= born < opened.born
 
     def _noted(self, output: Any) -> tuple[Any, ...]:
-        """What makes a difference although no variable holds it: random numbers, hooks, what the batch was asked."""
+        """Effects that no variable holds: random numbers, hooks, answers of the batch."""
         return len(output.random_calls), tuple(output.side_effects.tensor_hooks), len(self._answers)
 
     def _end(self, opened: OpenBranch) -> None:
@@ -254,7 +253,7 @@ class Speculation:
         pairs += list(zip(opened.stack, tx.stack, strict=True))
         different: list[Any] = [pair for pair in pairs if not _same(*pair, branch)]
         if not all(isinstance(value, TensorVariable) for pair in different for value in pair):
-            raise _unprovable(opened)  # a number, a list, something new: no pass could prove it equal
+            raise _unprovable(opened)  # no pass could prove that a number, a list or a new variable is unchanged
         made = list(_after(opened.last_node, opened.graph._root))
         for node in made:
             mark(node, branch, INSIDE)
@@ -268,7 +267,7 @@ class Speculation:
 
 
 def _after(first: Any, root: Any) -> Iterator[Any]:
-    """The nodes of a graph that were written after one, the last one first."""
+    """The nodes of a graph after a given one, the last one first."""
     node = root.prev
     while node is not first and node is not root:
         yield node
@@ -276,11 +275,11 @@ def _after(first: Any, root: Any) -> Iterator[Any]:
 
 
 def _unprovable(opened: OpenBranch) -> Unprovable:
-    return Unprovable(f"what runs only with tokens, at {opened.branch.where}, may do more than to compute")
+    return Unprovable(f"the branch for experts with tokens, at {opened.branch.where}, may have side effects")
 
 
 def _is_running(tx: Any, callee: Any) -> bool:
-    """Whether `callee` is traced for `tx`, or is it."""
+    """Whether `callee` is `tx`, or is inlined into it."""
     while callee is not None and callee is not tx:
         callee = getattr(callee, "parent", None)
     return callee is not None
@@ -292,7 +291,7 @@ def is_unbacked_size(node: Any) -> bool:
 
 
 def _condition(value: Any, routing: Routing) -> tuple[bool, Node, dict[str, Any]] | None:
-    """Of a condition that may ask for tokens: its truth if there are some, its node, and fields of the branch."""
+    """For a condition on an expert's tokens: its truth if there are some, its node, and fields of the branch."""
     if isinstance(value, SymNodeVariable):
         expression, node = value.sym_num.node.expr, value.as_proxy().node
         if not is_unbacked(value.sym_num) or not all(symbol.is_integer for symbol in expression.free_symbols):
@@ -318,18 +317,18 @@ def _condition(value: Any, routing: Routing) -> tuple[bool, Node, dict[str, Any]
 
 
 def _count_asked(expression: Any, node: Node, routing: Routing) -> tuple[Node, tuple[int, ...], dict[str, Any]] | None:
-    """`count > 0`, `tok.numel() == 0`: what is counted, and some counts, that of no tokens first."""
+    """`count > 0`, `tok.numel() == 0`: the counted tensor, and sample counts, that of no tokens first."""
     (symbol,) = expression.free_symbols
     asked = counted_mask(node, symbol)
     if asked is None or routing.presence(asked) is None:
         return None
-    example = asked.meta.get("example_value")  # Dynamo leaves it out where it unrolls `tolist`
+    example = asked.meta.get("example_value")  # absent where Dynamo unrolls `tolist`
     is_flag = isinstance(example, torch.Tensor) and example.ndim == 0 and example.dtype is torch.bool
     return asked, (0, 1) if is_flag else _COUNTS, {"kind": "count", "symbol": symbol}
 
 
 def _end_asked(expression: Any, node: Node, routing: Routing) -> tuple[Node, tuple[int, ...], dict[str, Any]] | None:
-    """`ends[e - 1] == ends[e]`, the same in between: the rows of expert e end where the last expert's do."""
+    """`ends[e - 1] == ends[e]`: expert e has no rows, because its rows end where those of the expert before do."""
     ends = ends_compared(routing, node) if len(expression.free_symbols) == 2 else None
     if ends is None:
         return None
@@ -353,7 +352,7 @@ def _same(before: Any, after: Any, branch: SpeculatedBranch) -> bool:
         return False
     if branch.symbol is not None and isinstance(after, SymNodeVariable):
         empty = after.sym_num.node.expr.xreplace({branch.symbol: sympy.sympify(branch.empty)})
-        return _is_number(before) and bool(empty == _expression(before))
+        return bool(empty == _integer(before))
     if type(before) is not type(after):
         return False
     if before.is_python_constant() and after.is_python_constant():
@@ -364,24 +363,20 @@ def _same(before: Any, after: Any, branch: SpeculatedBranch) -> bool:
     return False
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, SymNodeVariable) or (
-        value.is_python_constant() and type(value.as_python_constant()) is int
-    )
-
-
-def _expression(number: Any) -> Any:
-    if isinstance(number, SymNodeVariable):
-        return number.sym_num.node.expr
-    return sympy.Integer(number.as_python_constant())
+def _integer(variable: Any) -> Any:
+    """The expression of one of Dynamo's numbers, or None."""
+    if isinstance(variable, SymNodeVariable):
+        return variable.sym_num.node.expr
+    known = variable.as_python_constant() if variable.is_python_constant() else None
+    return sympy.Integer(known) if type(known) is int else None
 
 
 def stamp(variable: Any, time: int | None = None) -> None:
-    """Note when a thing in Dynamo's hands was made: now, or at a time. Dynamo clones by attributes."""
+    """Record the time at which one of Dynamo's variables was created, by default now. Clones copy the attribute."""
     variable.fxpasses_born = next(_clock) if time is None else time
 
 
 def born(variable: Any) -> int:
-    """When a thing in Dynamo's hands was made, -1 if before the trace or not known."""
+    """The time at which one of Dynamo's variables was created, -1 if unknown or before the trace."""
     mark = getattr(variable, "mutation_type", None)
     return getattr(variable, "fxpasses_born", getattr(mark, "fxpasses_born", -1))

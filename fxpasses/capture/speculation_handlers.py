@@ -1,4 +1,4 @@
-"""Where Dynamo is watched for speculated branches (`capture/speculation.py`), and what is known in them.
+"""The handlers that begin, monitor and end speculated branches (`capture/speculation.py`).
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides those of the handlers' sites: of `OutputGraph`,
 `random_calls` and `side_effects.tensor_hooks`; of the shape environment, `var_to_range` and `deferred_runtime_asserts`.
@@ -37,7 +37,7 @@ _ITERATORS = (
     "torch._dynamo.variables.iter.IteratorVariable",
     "torch._dynamo.variables.functions.LocalGeneratorObjectVariable",
 )
-# What takes elements from an iterator, in one version of torch or another.
+# The methods that take elements from an iterator, in various versions of torch.
 _TAKING = ("next_variable", "tp_iternext_impl", "unpack_var_sequence", "force_unpack_var_sequence",
            "force_apply_to_var_sequence", "gen_send_ex2", "call_method")  # fmt: skip
 
@@ -49,10 +49,10 @@ def _taking(kind: str) -> Site:
         iterators = with_subclasses(resolve(kind))
         return [(found, name) for found in iterators for name in _TAKING if name in vars(found)] or [(kind, "next")]
 
-    return Site(f"{kind}.next and its like", places)
+    return Site(f"{kind}.next and the like", places)
 
 
-# What makes a difference whether or not a branch runs.
+# Side effects of a branch
 
 
 @handlers.at(method(TRANSLATOR, "step"), order=2)
@@ -64,7 +64,7 @@ def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
 
 @handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=2)
 def change(trace: Trace, proceed: Proceed, effects: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cells are stored as attributes too."""
+    """A change of an object; stores to cells are stores to attributes."""
     trace.speculation.changed(born(variable))
     return NOT_HANDLED
 
@@ -79,12 +79,12 @@ def take_elements(trace: Trace, proceed: Proceed, iterator: Any, *args: Any, **k
 def make(
     trace: Trace, proceed: Proceed, self: Any, *args: Any, fxpasses_born: int | None = None, **kwargs: Any
 ) -> None:
-    """Dynamo's iterators, and its marks on new objects, remember when they were made. Clones take it over."""
+    """Dynamo's iterators, and its marks on new objects, record when they were created. Clones copy that."""
     proceed(self, *args, **kwargs)
     stamp(self, fxpasses_born)
 
 
-# What begins a branch.
+# The beginning of a branch
 
 
 @handlers.at(CONDITIONAL_JUMP, order=2, without="`if tok.numel() > 0:` breaks the graph")
@@ -97,7 +97,7 @@ def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
 
 @handlers.at(method(BUILTIN, "call_bool"), order=2, without="`bool(mask.any())` breaks the graph")
 def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, argument: Any) -> Any:
-    """The truth of a tensor that may say whether an expert has tokens is left to the jump."""
+    """The jump decides the truth of a tensor that says whether an expert has tokens."""
     if (
         isinstance(argument, TensorVariable)
         and is_routing(trace.speculation.values.routing, argument.as_proxy().node) is not None
@@ -127,12 +127,12 @@ def for_iter(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
     return result
 
 
-# What is known of the experts, if all of them have tokens.
+# Values that are known if all experts have tokens
 
 
 @handlers.at(opcodes("COMPARE_OP"), without="`ids == e` breaks the graph where e is a tensor")
 def compare(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
-    """`ids == e`, with a number in place of a tensor of one element that is known."""
+    """`ids == e`, with a number in place of a known tensor of one element."""
     if trace.speculation.values.of(tx.stack[-2]) is None:
         tx.push(_number_or(trace.speculation, tx.pop()))
     return NOT_HANDLED
@@ -140,7 +140,7 @@ def compare(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
 
 @handlers.at(method(BUILTIN, "call_function"), order=3, without="`mask[e]` breaks the graph where e is a tensor")
 def get_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """`mask[e]`, with a number in place of a tensor of one element that is known."""
+    """`mask[e]`, with a number in place of a known tensor of one element."""
     if self.fn is not operator.getitem or len(args) != 2 or not _takes_numbers(args[0]):
         return NOT_HANDLED
     if trace.speculation.values.of(args[0]) is not None:
@@ -166,9 +166,9 @@ def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any
 
 
 def _counted(speculation: Speculation, tx: Any, function: str, args: Any, kwargs: Any) -> Any:
-    """`torch.bincount(ids, minlength=E)` with a size that is known, where the graph shows that the ids are below E.
+    """`torch.bincount(ids, minlength=E)` with size E, if the graph shows that the ids are below E.
 
-    Its own size is E or more, by the ids: nobody could loop over it.
+    Otherwise its size depends on the ids, so that a loop over it could not be unrolled.
     """
     if function != "bincount" or len(args) != 1 or set(kwargs) != {"minlength"}:
         return NOT_HANDLED
@@ -187,7 +187,7 @@ def _counted(speculation: Speculation, tx: Any, function: str, args: Any, kwargs
 
 
 def _takes_numbers(container: Any) -> bool:
-    """Whether a tensor of one element, as an index, is a number. A dict or one's own class may tell them apart."""
+    """Whether a container treats an index that is a tensor of one element as a number; a dict does not."""
     modules = (torch.nn.ModuleList, torch.nn.ParameterList, torch.nn.Sequential)
     known = isinstance(container, (TensorVariable, ListVariable, TupleVariable))
     return known or type(getattr(container, "value", None)) in modules

@@ -1,27 +1,26 @@
-"""Numbers that a checkpointed layer stores on an object outside, in one graph: `self.splits = counts.tolist()`.
+"""Numbers that a checkpointed layer stores on an outer object, in one graph: `self.splits = counts.tolist()`.
 
-torchtitan's expert parallel notes in a layer how many rows it sent to each process. Under a checkpoint Dynamo breaks
-the graph there ("HOP: Unsafe side effect"), because eager mode repeats the store in the recomputation and compiled code
-does not. Nobody can tell, where a repeated store leaves what is there:
+torchtitan's expert parallel records in a layer how many rows it sent to each process. In a checkpoint, Dynamo breaks
+the graph at such a store ("HOP: Unsafe side effect"), because eager mode repeats the store in the recomputation and
+compiled code does not. The difference is invisible if the repeated store does not change the attribute:
 
-- The attribute is stored once, in the body of one checkpoint of the frame, and nobody stores to it later. (Of two
-  stores in one body the recomputation may make the first alone: it stops where it has all that backward needs.)
-- No body reads it before it is stored, so that the recomputation finds nothing else than forward found. What the same
-  body reads later, or the frame, is the stored number.
-- What is stored is numbers: integers, constants, lists and tuples of them, that nobody changes later. With the random
-  state preserved, which is the default, the recomputation computes the same.
+- The attribute is stored once, in the body of one checkpoint of the frame, and never stored later. (Of two stores in
+  one body, the recomputation may execute only the first: it stops as soon as it has all that backward needs.)
+- No body reads it before the store, so that the recomputation reads nothing that differs from forward. Later reads, by
+  the same body or the frame, see the stored number.
+- The stored value consists of integers and constants, in lists and tuples that are not changed later. With the random
+  state preserved, which is the default, the recomputation computes the same value.
+- The frame was passed to `torch.compile`, and is captured as a whole. For a frame that is compiled separately because
+  the graph broke in its caller, or for part of a frame, the stores of the rest are unknown.
 
-- The frame is what `torch.compile` was given, and captured as a whole. Of one that is compiled by itself, because the
-  graph broke in its caller, or of a part of one, nobody knows what the rest stores.
-
-Everything else breaks the graph as under stock PyTorch. What is found out too late (a second store) has the frame
-traced again without this. After a step the attribute holds what the last forward pass stored. Eager mode has there what
-the last recomputation stored, which is the same number, unless the program around the compiled one stores to the same
-attribute between forward and backward, or goes backward through several forward passes from the first to the last.
+Every other store breaks the graph as in stock PyTorch. If a violation shows too late (a second store), the frame is
+traced again without this feature. After a step the attribute holds the value stored by the last forward pass. In eager
+mode it holds the value stored by the last recomputation, which is the same number, unless the surrounding program
+stores to the attribute between forward and backward, or runs backward through several forward passes in their order.
 
 Private names, checked on torch 2.13 and 2.15, besides the handlers' sites: `OutputGraph.compile_subgraph_reason`,
-`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns what was stored, and
-that compiled code is called by a function of `torch/_dynamo/eval_frame.py`.
+`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the stored value; a
+function of `torch/_dynamo/eval_frame.py` calls compiled code.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, metho
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace
 
-_OBJECTS = (UserDefinedObjectVariable, UnspecializedNNModuleVariable)  # whose attributes are read as below
+_OBJECTS = (UserDefinedObjectVariable, UnspecializedNNModuleVariable)  # `read` sees all reads of their attributes
 _CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _ALL = "__dict__"
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
@@ -56,7 +55,7 @@ _OBJECT = "torch._dynamo.variables.user_defined.UserDefinedObjectVariable"
 
 _DYNAMO = os.path.dirname(torch._dynamo.__file__)
 _CALLER, _CALLED = os.path.join(_DYNAMO, "eval_frame.py"), os.path.join(_DYNAMO, "external_utils.py")
-# What stands between the caller and the frame that is traced: Dynamo, what is put into it, and the call of a module.
+# The files of the stack frames between the caller and the traced frame: Dynamo, this package, and a module's call.
 _BETWEEN = (
     _DYNAMO,
     os.path.dirname(fxpasses.__file__),
@@ -70,12 +69,12 @@ Key = tuple[int, str]  # an object, by identity, and the name of its attribute
 
 
 class StoredNumbers:
-    """What the bodies of one trace store and read. conflicts: what makes a store that was allowed visible."""
+    """The stores and reads of the bodies of one trace. conflicts: why an allowed store would be visible."""
 
     def __init__(self) -> None:
-        self._by: dict[Key, Any] = {}  # the body that stored it
+        self._by: dict[Key, Any] = {}  # the body that stored the attribute
         self._read: set[Key] = set()
-        self._lists: dict[int, tuple[Any, Any]] = {}  # those stored, and by which body
+        self._lists: dict[int, tuple[Any, Any]] = {}  # stored lists, and the body that stored each
         self.conflicts: list[str] = []
 
     @property
@@ -87,7 +86,7 @@ class StoredNumbers:
             self._read.add(key)
 
     def stored(self, key: Key) -> None:
-        """Somebody stores to an attribute, a body or the frame; the recomputation of an earlier body would undo it."""
+        """Record a store by a body or the frame, which the recomputation of an earlier storing body would undo."""
         if key in self._by:
             self.conflicts.append(f"`{key[1]}` is stored again")
 
@@ -96,7 +95,7 @@ class StoredNumbers:
             self.conflicts.append("a list that was stored is changed")
 
     def allow(self, key: Key, value: Any, body: Any) -> bool:
-        """Whether a body may store a value."""
+        """Whether a body may store a value; if so, the store is recorded."""
         lists = list(_lists_in(value))
         if {key, (key[0], _ALL)} & self._read or key in self._by or None in lists:
             return False
@@ -106,13 +105,13 @@ class StoredNumbers:
 
 
 def is_part_of_frame(output: Any) -> bool:
-    """Whether the graph of Dynamo's `OutputGraph`, which is written, ends where it breaks."""
+    """Whether the complete graph of Dynamo's `OutputGraph` ends at a graph break."""
     reason = output.compile_subgraph_reason
     return reason is None or reason.graph_break
 
 
 def traces_what_was_given() -> bool:
-    """Whether the frame that is traced is what `torch.compile` was given, and not one that such a frame has called."""
+    """Whether the traced frame was passed to `torch.compile` itself, and is not one that such a frame calls."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename != _CALLER:
         name = frame.f_code.co_filename
@@ -145,18 +144,18 @@ def change(trace: Trace, proceed: Proceed, self: Any, variable: Any) -> Any:
 
 @handlers.at(method(_OBJECT, "tp_getattro_impl", "var_getattr"))
 def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
-    return _note_read(trace, self, tx, name)
+    return _record_read(trace, self, tx, name)
 
 
 @handlers.at(method(_EFFECTS, "load_attr"))
-def read_what_was_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, **kwargs: Any) -> Any:
-    """Torch 2.15 takes an attribute that this trace has stored from here, and does not ask the object."""
+def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, **kwargs: Any) -> Any:
+    """Torch 2.15 reads an attribute that the trace has stored from here, and not from the object."""
     if type(item) not in _OBJECTS:
         return NOT_HANDLED
-    return _note_read(trace, item, self.output_graph_weakref().current_tx, name)
+    return _record_read(trace, item, self.output_graph_weakref().current_tx, name)
 
 
-def _note_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
+def _record_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
     body = _body(tx)
     if body is not None and not (name == _ALL and _is_of_module(tx)):
         trace.stores.read((id(variable.value), name), body)
@@ -164,7 +163,7 @@ def _note_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
 
 
 def _body(tx: Any) -> Any:
-    """The tracer of the checkpoint's body that is traced, by what is called in it as well; None outside of one."""
+    """The tracer of the checkpoint's body that is being traced, including its calls; None outside."""
     tracer = tx.output.current_tracer
     if getattr(tracer, "description", None) != _CHECKPOINT or tracer.parent is None or tracer.parent.parent is not None:
         return None
@@ -172,12 +171,12 @@ def _body(tx: Any) -> Any:
 
 
 def _is_of_module(tx: Any) -> bool:
-    """Whether `nn.Module` itself looks for a parameter of a name in its `__dict__`."""
+    """Whether a method of `nn.Module` itself is traced, which looks up parameters in `__dict__`."""
     return tx.f_code in (nn.Module.__setattr__.__code__, nn.Module.__getattr__.__code__)
 
 
 def _lists_in(value: Any) -> Iterator[Any]:
-    """The lists and tuples that a value is made of; None where there is anything in them but numbers and constants."""
+    """The lists and tuples in a value, and None for anything else in it but integers and constants."""
     value = value.realize()
     if isinstance(value, BaseListVariable):
         yield value

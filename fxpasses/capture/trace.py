@@ -1,14 +1,14 @@
-"""What one attempt at tracing a frame knows: numbers that the batch holds, which answer questions, and what it assumed.
+"""The state of one attempt at tracing a frame: numbers of the batch, which answer questions, and the answers given.
 
-Dynamo gives every `.item()` and every data-dependent size a symbol without a value. A question about it (`if n > 512`,
-whether a [n, n] mask fits [t, t] scores) breaks the graph or raises. PyTorch's shape environment can be given values
-for such symbols: it answers by them, and records each answer as an assertion to be checked when the graph runs. Here
-the values are computed only when somebody asks, and only for metadata (`capture/partial_graph.py`); each answer is
-noted, and `capture/assumptions.py` sees to it that a batch with another answer gets a graph of its own.
+Dynamo represents every `.item()` and every data-dependent size by a symbol without a value. A question about it (`if n
+> 512`, whether an [n, n] mask fits [t, t] scores) breaks the graph or raises. PyTorch's shape environment accepts
+values for such symbols: it uses them to answer, and adds each answer to the graph as a run-time assertion. Here a value
+is computed only on demand, and only for metadata (`capture/partial_graph.py`); each answer is recorded, and becomes an
+assumption (`capture/assumptions.py`), so that a batch with another answer gets another graph.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
-values that `evaluate_expr` asks last, and `ShapeEnv._log_real_tensor_propagation(expression, answer)`, which it calls
-when that gave the answer.
+values that `evaluate_expr` consults last, and `ShapeEnv._log_real_tensor_propagation(expression, answer)`, which it
+calls if the dict determined the answer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question about symbols that the batch answered, as a condition that holds.
+    """The batch's answer to a question about symbols, as a condition that holds.
 
-    inside_operator: an operator asked, to check or to choose, and not the user's program. where: `file.py:12`, or "".
+    inside_operator: whether an operator asked the question, and not the user's program. where: `file.py:12`, or "".
     """
 
     condition: Any
@@ -46,21 +46,21 @@ class Answer:
 
     @property
     def states_consistency(self) -> bool:
-        """Whether the operator fails without it: two sizes must be equal. (With 1, an operator broadcasts.)"""
+        """Whether the operator fails otherwise, because two sizes must be equal. (A size of 1 is broadcast.)"""
         condition = self.condition
         return self.inside_operator and isinstance(condition, sympy.Eq) and not {0, 1}.intersection(condition.args)
 
 
 @dataclass(frozen=True)
 class Definition:
-    """A symbol that an operator makes for itself, by an expression over others, where the conditions hold."""
+    """The value of a symbol that an operator created, an expression over other symbols, if the conditions hold."""
 
     value: Any
     conditions: tuple[Any, ...]
 
 
 class Trace:
-    """Of one attempt. Parts that are not there belong to features that it has off."""
+    """The state of one attempt. The parts of features that are off are absent."""
 
     speculation: Speculation
     numpy: NumpyCounts
@@ -71,12 +71,12 @@ class Trace:
         self.graph: PartialGraph | None = None
         self.answers: list[Answer] = []
         self.definitions: dict[Any, Definition] = {}
-        self.companions: list[str] = []  # sources of what the graph's prologue brings to the host
-        self.operators = 0  # that run on fake tensors now, one inside the other
-        self.has_read = False  # a number, since the last question
+        self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
+        self.operators = 0  # the depth of operators that are running on fake tensors
+        self.has_read = False  # whether a number was read since the last walk
         self.autocast = autocast_state()
         self._answering = True
-        if self.has(Feature.SPECULATION):  # each imports private names, which the attempt may do without
+        if self.has(Feature.SPECULATION):  # each of these modules imports private names that torch may lack
             from fxpasses.capture.speculation import Speculation
 
             self.speculation = Speculation(self.answers)
@@ -93,21 +93,21 @@ class Trace:
         return feature in self.attempt.features
 
     def attach(self, output: Any) -> None:
-        """Begin with Dynamo's `OutputGraph`, which exists once the frame's first instruction is traced."""
+        """Attach Dynamo's `OutputGraph`, which exists once the frame's first instruction is traced."""
         if self.graph is None:
             self.graph = PartialGraph(output, self.autocast)
             output.shape_env.real_tensor_prop_unbacked_vals = _Values(self)
             output.shape_env._log_real_tensor_propagation = self.note
 
     def close(self) -> None:
-        """Dynamo has written its graph, and nothing more will be known than now."""
+        """Called when the graph is complete: the knowledge about it is final."""
         if self.graph is not None:
             self.graph.close()
         if self.has(Feature.NUMPY):
             self.numpy.finish()
 
     def end(self) -> None:
-        """The frame is compiled: give the shape environment back as it was, and let go of the batch."""
+        """Called when the frame is compiled: restore the shape environment, and release the batch."""
         self._answering = False
         if self.graph is not None:
             shape_env = self.graph.output.shape_env
@@ -116,25 +116,24 @@ class Trace:
             self.graph = None
 
     def catch_up(self) -> None:
-        """Note what the trace has read. A body that fails is gone with its tracer before `numbers_found` is asked."""
+        """Walk the numbers read so far: the tracer of a body that fails is gone when `numbers_found` is called."""
         if self.has_read and self.graph is not None:
             self.graph.walk_on()
             self.has_read = False
 
     def numbers_found(self) -> int:
-        """How many different numbers of the batch the trace has captured so far, read once or in every layer."""
+        """How many distinct numbers of the batch the trace has captured so far."""
         if self.graph is None:
             return 0
         self.close()
         return len({extra for extra in self.graph.walk.numbers.values() if extra.dimension is None})
 
     def speculated(self) -> list[SpeculatedBranch]:
-        """The speculated branches, once the graph is written."""
+        """The speculated branches of the complete graph."""
         self.close()
         return self.speculation.branches if self.has(Feature.SPECULATION) else []
 
     def discharge(self, numbers: Iterable[int]) -> None:
-        """Note which of them passes have proved."""
         if self.has(Feature.SPECULATION):
             self.speculation.discharged.update(numbers)
 
@@ -143,7 +142,7 @@ class Trace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nobody gets a hint inside: what compiles the graph further has no use for one batch's numbers."""
+        """No hints inside: a compiler must not specialise the graph on the numbers of one batch."""
         before, self._answering = self._answering, False
         try:
             yield
@@ -163,14 +162,15 @@ class Trace:
 
     def number(self, expression: Any) -> Any:
         """The value of an expression over symbols and sizes, or None."""
-        values = {}
-        for found in expression.free_symbols:
-            is_size = self.graph is not None and self.graph.is_size(found)
-            values[found] = self.graph.size(found) if is_size and self.graph is not None else self.value(found)
+        graph = self.graph
+        values = {
+            found: graph.size(found) if graph is not None and graph.is_size(found) else self.value(found)
+            for found in expression.free_symbols
+        }
         return None if None in values.values() else expression.xreplace(values)
 
     def defined(self, condition: Any) -> Any:
-        """A condition without the symbols that operators make for themselves."""
+        """A condition in which symbols that operators created are replaced by their definitions."""
         while made := [found for found in condition.free_symbols if found in self.definitions]:
             conditions = [c for found in made for c in self.definitions[found].conditions]
             condition = sympy.And(condition.xreplace({s: self.definitions[s].value for s in made}), *conditions)
@@ -183,19 +183,19 @@ class Trace:
         return self.number(number.node.expr) is not None
 
     def note(self, question: Any, answer: Any) -> None:
-        """Keep that the batch gave `answer`, a number or a truth value, to `question`, an expression."""
+        """Record that the batch's answer to `question`, an expression, is `answer`, a number or a truth value."""
         if answer == sympy.true:
             condition = question
         elif answer == sympy.false:
             condition = sympy.Not(question)
         else:
             condition = sympy.Eq(question, answer)
-        walking = self.graph is not None and self.graph.is_walking  # runs operators again, as they ran before
+        walking = self.graph is not None and self.graph.is_walking  # the walk runs operators again
         self.answers.append(Answer(condition, self.operators > 0 or walking, user_line()))
 
 
 class _Values(dict[Any, Any]):
-    """Looks like a dict of all symbols' values, and computes one when it is looked up."""
+    """A dict of the values of all symbols, each computed on lookup."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""The trace of a frame, from the moment when Dynamo begins with it until the graph that came of it is guarded.
+"""The trace of a frame, from its start in Dynamo until its graph is guarded.
 
-What is put into Dynamo (`capture/interceptions.py`) is installed only while a frame is traced for this package's
-backend, in whatever thread, and looks for the trace in the context of the thread that runs it: other backends' traces
-find none.
+The handlers in Dynamo (`capture/interceptions.py`) are installed only while some thread traces a frame for this
+package's backend. They find the trace in the context of the running thread, and none in traces for other backends.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
@@ -31,13 +30,13 @@ from fxpasses.report import Report
 
 log = logging.getLogger(__name__)
 
-# Graphs of one frame that differ in their assumptions. Dynamo gives a frame up at its limit (8): before that, the
-# frame is traced without hints, and the questions break the graph as they do in stock PyTorch.
+# The limit of graphs per frame that differ in their assumptions. Dynamo gives up a frame at its own limit (8): before
+# that, the frame is traced without hints, and the questions break the graph as in stock PyTorch.
 _MOST_VARIANTS = 6
 
 
 class FeatureRejected(RuntimeError):
-    """Raised for a graph whose capture by one feature was not justified: trace without it."""
+    """Raised for a graph with an undischarged obligation of one feature: trace without the feature."""
 
     def __init__(self, feature: Feature, text: str) -> None:
         super().__init__(text)
@@ -45,9 +44,9 @@ class FeatureRejected(RuntimeError):
 
 
 def first_attempt(code: CodeType, flags: Values | None, captures: bool) -> Attempt:
-    """What the first attempt at a frame may do. captures: whether the user wants more than the flags."""
+    """The first attempt at a frame. captures: whether the user enables more than the flags."""
     compilation = torch._guards.CompileContext.current_compile_id()
-    is_first = compilation is not None and compilation.frame_compile_id == 0  # `torch._dynamo.reset` forgot the others
+    is_first = compilation is not None and compilation.frame_compile_id == 0  # 0 again after `torch._dynamo.reset`
     variant = 0 if is_first else _variants.get(code, 0)
     if not captures or variant >= _MOST_VARIANTS or (flags is not None and not flags.scalar_outputs):
         return Attempt(flags, variant=variant)
@@ -56,13 +55,14 @@ def first_attempt(code: CodeType, flags: Values | None, captures: bool) -> Attem
 
 @contextmanager
 def traced(attempt: Attempt) -> Iterator[Trace]:
-    """A trace for what is traced inside; what this torch has no private names for is off in its attempt."""
+    """Run with a new trace; features whose private names this torch lacks are off in its attempt."""
     with ExitStack() as stack:
         if attempt.features:
             attempt = attempt.without(*_installation.enter())
             stack.callback(_installation.leave)
-            ignored = _config.ignore_logging_functions | _said_once()
-            stack.enter_context(_config.patch(ignore_logging_functions=ignored))
+            # transformers' `logger.warning_once`, which some models call in every layer, would break the graph
+            once: set[Any] = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
+            stack.enter_context(_config.patch(ignore_logging_functions=_config.ignore_logging_functions | once))
         if Feature.STORES in attempt.features:
             from fxpasses.capture.stored_numbers import traces_what_was_given
 
@@ -72,7 +72,7 @@ def traced(attempt: Attempt) -> Iterator[Trace]:
 
 @contextmanager
 def as_current(trace: Trace | None) -> Iterator[Any]:
-    """None: for what is traced on behalf of another backend, inside a trace for ours."""
+    """Run with `trace` as the current one; with None for another backend's trace inside one for ours."""
     token = current.set(trace)
     try:
         yield trace
@@ -83,14 +83,8 @@ def as_current(trace: Trace | None) -> Iterator[Any]:
 
 
 def running() -> Trace:
-    """The trace that runs; one that knows nothing where a graph is compiled that Dynamo does not trace."""
+    """The current trace; an empty one if a graph is compiled that Dynamo does not trace."""
     return current.get() or Trace(Attempt())
-
-
-def _said_once() -> set[Any]:
-    """transformers' `logger.warning_once`, which some models call in every layer, and which breaks the graph."""
-    methods = (getattr(logging.Logger, name, None) for name in ("warning_once", "info_once"))
-    return {method for method in methods if method is not None}
 
 
 def described(code: CodeType) -> str:
@@ -98,22 +92,20 @@ def described(code: CodeType) -> str:
 
 
 def finish(trace: Trace, output: Any, code: CodeType) -> None:
-    """Guard what a finished trace assumed of the batch."""
-    found = guarding.guard(output, trace) if guarding.can_guard() else []
+    """Guard the assumptions of a finished trace about the batch."""
+    found = guarding.guard(output, trace)
     if not found:
         return
     log.info("%s assumes %s", code.co_name, "; ".join(map(str, found)))
     _variants[code] = trace.attempt.variant + 1
     if _variants[code] == _MOST_VARIANTS:
-        text = f"{described(code)} was compiled {_MOST_VARIANTS} times because batches differ in what the program asks"
-        text += (
-            f" of them ({'; '.join(map(str, found))}). From now on these questions break the graph, as they do without"
-        )
-        warnings.warn(f"fxpasses: {text} fxpasses.", stacklevel=2)
+        text = f"{described(code)} was compiled {_MOST_VARIANTS} times because batches differ in their answers to the"
+        text += f" program's questions ({'; '.join(map(str, found))}). From now on these questions break the graph, as"
+        warnings.warn(f"fxpasses: {text} without fxpasses.", stacklevel=2)
 
 
 def warn_given_up(trace: Trace, code: CodeType, reason: str) -> None:
-    """Say once for a frame that its capture was given up, if the failed trace had read numbers of the batch."""
+    """Warn once for a frame that its capture was given up, if the failed trace had read numbers of the batch."""
     if many := trace.numbers_found():
         numbers = f"{many} {'numbers' if many > 1 else 'number'}"
         text = (
@@ -124,7 +116,7 @@ def warn_given_up(trace: Trace, code: CodeType, reason: str) -> None:
 
 
 def report(trace: Trace) -> Report | None:
-    """What a trace assumes of its batch, for the record; None where it assumes nothing."""
+    """A report of a trace's assumptions about its batch; None if there are none."""
     trace.close()
     found = assumptions_of(trace)
     if not found:
@@ -140,20 +132,19 @@ def report(trace: Trace) -> Report | None:
 
 
 def check(trace: Trace, gm: GraphModule | None = None) -> None:
-    """Raise `FeatureRejected` where a branch was speculated and not proved, or a store in a checkpoint would show.
+    """Raise `FeatureRejected` for an unproved speculated branch, or a visible store in a checkpoint.
 
-    gm: the graph, once it is written.
+    gm: the graph, once it is complete.
     """
-    unproved = trace.unproved()
-    if unproved:
-        text = f"the body at {unproved[0].where} is not known to do nothing without tokens"
+    if unproved := trace.unproved():
+        text = f"the branch at {unproved[0].where} is not known to have no effect without tokens"
         raise FeatureRejected(Feature.SPECULATION, text)
-    if in_the_way := _store_in_the_way(trace, gm):
-        raise FeatureRejected(Feature.STORES, in_the_way)
+    if conflict := _store_conflict(trace, gm):
+        raise FeatureRejected(Feature.STORES, conflict)
 
 
-def _store_in_the_way(trace: Trace, gm: GraphModule | None) -> str:
-    """Why a store in a checkpoint, which was captured, would show; "" if it would not."""
+def _store_conflict(trace: Trace, gm: GraphModule | None) -> str:
+    """Why a captured store in a checkpoint would be visible; "" if it is not."""
     if not trace.has(Feature.STORES) or not trace.stores.any:
         return ""
     from fxpasses.capture.stored_numbers import is_part_of_frame
@@ -166,14 +157,9 @@ def _store_in_the_way(trace: Trace, gm: GraphModule | None) -> str:
     return next(iter(trace.stores.conflicts), "")
 
 
-def checked(trace: Trace, compiled: Callable[..., Any], gm: GraphModule) -> Callable[..., Any]:
-    """What the backend returns for `gm`: where this torch has no data guards, it checks the assumptions itself."""
-    return compiled if guarding.can_guard() else guarding.checked(compiled, gm, trace)
-
-
 @contextmanager
 def without_caches() -> Iterator[None]:
-    """Hints also while a graph is compiled further; a graph from a cache would not ask, and so not be guarded."""
+    """Hints also while a graph is compiled; a graph from a cache would ask no questions, and so have no guards."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
@@ -183,7 +169,7 @@ def without_caches() -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """PyTorch warns of every size that it estimates by a hint."""
+    """Without PyTorch's warning about each size that a hint determines."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
     def is_other(record: logging.LogRecord) -> bool:

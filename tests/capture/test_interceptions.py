@@ -88,9 +88,9 @@ def test_what_a_feature_cannot_do_without_switches_it_off(monkeypatch: pytest.Mo
 
 
 def test_a_feature_that_is_off_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a place where Python's state is watched, nothing is speculated, and numbers still have hints."""
+    """Without a site at which Python's state is monitored, nothing is speculated, and numbers still have hints."""
     monkeypatch.delattr(SideEffects, "store_global")
-    with pytest.warns(UserWarning, match="SideEffects.store_global .*loops that pass over experts"):
+    with pytest.warns(UserWarning, match="SideEffects.store_global .*loops that skip experts"):
         assert assert_same(skips, [(X, LOGITS, W)]).figures("group_experts") == {}
     record = assert_same(contains, [(X, LENGTHS), (X, LENGTHS // 2)])
     assert all("assumed" in str(graph.reports[0]) for graph in record.graphs)
