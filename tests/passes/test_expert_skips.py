@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import fxpasses.inspect
-from fxpasses import fastpack_backend, once
+from fxpasses import backend, fastpack_backend, once
 from fxpasses.capture import flags
 from fxpasses.passes.group_experts import GroupExperts
-from tests.passes.expert_skipping import EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
+from tests.passes.expert_skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
 from tests.passes.expert_skipping_decoys import LEFT, LEFT_BY_SOURCE, LEFT_IN_COUNTS, looks_at_hits
 from tests.support import compiled, events
 
@@ -69,10 +69,10 @@ def results_of(module: Router, program: Any, many: int) -> list[Any]:
     return found
 
 
-def check(program: Program, many: int) -> tuple[fxpasses.inspect.Record, Any]:
+def check(program: Program, many: int, **options: Any) -> tuple[fxpasses.inspect.Record, Any]:
     """The record, and what ran."""
     module, expected = Router(program), Router(program)
-    ours = compiled(module, "eager")
+    ours = compiled(module, "eager", **options)
     with fxpasses.inspect.record() as record:
         found = results_of(module, ours, many)
     for actual, wanted in zip(found, results_of(expected, expected, many), strict=True):
@@ -115,3 +115,20 @@ def test_a_pass_that_is_dropped_takes_its_proofs_with_it(monkeypatch: pytest.Mon
         ours = torch.compile(module, backend=fastpack_backend, options={"fastpack.lowering": "eager"})
         torch.testing.assert_close(ours(x, logits), module(x, logits), rtol=0, atol=0)
     assert [graph.outcome for graph in record.graphs[:2]] == ["retraced", "captured"]
+
+
+@pytest.mark.parametrize("program", [GROUPED[0], CUT[0]], ids=lambda program: program.__name__)
+def test_proofs_hold_for_the_captured_graph(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs if the rewritten graph does not compile: every branch, without tokens too, and Python's integers."""
+    lower = backend._lower
+
+    def fails(result: Any, gm: Any, *arguments: Any) -> Any:
+        if result.gm is not gm:
+            raise ZeroDivisionError("a defect")
+        return lower(result, gm, *arguments)
+
+    monkeypatch.setattr(backend, "_lower", fails)
+    with pytest.warns(UserWarning, match="compiling a graph as rewritten failed"):
+        record, _ = check(program, 2, strict=False)
+    assert [graph.outcome for graph in record.graphs] == ["captured"]
+    assert record.figures("group_experts")["loops_grouped"] == 1
