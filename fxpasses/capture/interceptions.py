@@ -57,7 +57,7 @@ resolve = functools.cache(find)
 
 @dataclass(frozen=True)
 class Site:
-    """What a handler replaces. places: finds it, or raises; finds none if this torch is known to have it elsewhere."""
+    """What a handler replaces. places: finds it; raises if this torch lacks it."""
 
     name: str
     places: Callable[[], Iterable[Place]]
@@ -125,7 +125,7 @@ class Handlers(list[Handler]):
 
 @dataclass(frozen=True)
 class Row:
-    """A handler in the table. places: where this torch has its site; none if it is known to have it elsewhere.
+    """A handler in the table. places: where this torch has its site; none if it lacks it.
 
     missing: the missing name and the effect of its absence, or "".
     """

@@ -54,7 +54,7 @@ def symbol(value: Any) -> Any:
 
 
 def symbol_as_created(value: torch.SymInt) -> Any:
-    """The symbol that a graph's input was created with, also where it was found to be a constant since."""
+    """The symbol with which a graph's input was created, even if Dynamo has specialised it since."""
     return value.node._expr
 
 
