@@ -1,1 +1,4 @@
-"""What runs in the training step: the prologue and its cache, and transfers. Nothing here knows a graph's nodes."""
+"""The code that runs in a training step: prologues, their cache, transfers, and this package's operators.
+
+Nothing here knows a graph's nodes.
+"""

@@ -13,10 +13,10 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What some tensors held at one moment: their version counters, and copies of those that lie on the CPU.
+    """The contents of some tensors at one moment: their version counters, and copies of those on the CPU.
 
-    Not every write counts a version: NumPy on shared memory and collectives into a reused buffer do not. On the CPU a
-    look at the values tells; on a device it would cost the wait that the cache is there to save.
+    Some writes do not count as a version, such as NumPy's on shared memory and a collective's into a reused buffer. On
+    the CPU the values are compared; on a device, comparing would cost the wait that the cache exists to save.
     """
 
     versions: tuple[int, ...]
@@ -29,7 +29,7 @@ class State:
         return cls(_versions(tensors), values)
 
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the tensors still hold this."""
+        """Whether the tensors still have these contents."""
         return self.versions == _versions(tensors) and all(
             value is None or torch.equal(value, tensor) for value, tensor in zip(self.values, tensors, strict=True)
         )
@@ -43,11 +43,11 @@ class _Entry:
 
 
 class BatchCache:
-    """Maps (what, the identity and state of some tensors) to a result; forgets it when one of the tensors dies.
+    """Maps (what, the identity and state of some tensors) to a result, which goes when one of the tensors dies.
 
-    The tensors are held weakly. After an edit in place the entry is not found, and the next one replaces it. Results
-    must not hold the tensors, nor views of them. Safe with several threads; two that miss at once both compute, and
-    one result stays.
+    The cache refers to tensors weakly, and results must not hold them or views of them. After a write in place an entry
+    is not found, and the next one replaces it. Threads may share a cache; two that miss at once both compute, and one
+    result stays.
     """
 
     def __init__(self) -> None:
@@ -84,17 +84,12 @@ class BatchCache:
         with self._lock:
             self._entries.clear()
 
-    def results(self) -> list[Any]:
-        """All results that are kept now."""
-        with self._lock:
-            return [entry.result for entry in self._entries.values()]
-
     def __len__(self) -> int:
         return len(self._entries)
 
 
 def _is_cacheable(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether there is a batch to live as long as, and its versions are counted."""
+    """Whether there are tensors whose lifetime bounds the entry's, and PyTorch counts their versions."""
     return bool(tensors) and not any(tensor.is_inference() for tensor in tensors)
 
 
@@ -102,4 +97,4 @@ def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-batch_cache = BatchCache()  # one for the process: the graphs of a step share it
+batch_cache = BatchCache()  # of the process: the graphs of a step share it

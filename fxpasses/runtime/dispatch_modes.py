@@ -1,7 +1,7 @@
-"""What is computed once per batch is no part of the program, so dispatch modes of the program do not see it.
+"""Hides what is computed once per batch from the program's dispatch modes, as it is no part of the program.
 
-Selective checkpointing counts the operators of a layer's forward pass, and looks for the same ones when it computes the
-layer again: by then the batch's results are there, and others run.
+Selective checkpointing counts the operators of a layer's forward pass, and expects the same ones when it recomputes the
+layer. By then the batch's results exist, and fewer operators run.
 
 Private names, checked on torch 2.11 and 2.13: `torch._C._len_torch_dispatch_stack`, `torch._C._get_dispatch_mode`,
 `torch._C._TorchDispatchModeKey` and `torch.utils._python_dispatch._disable_current_modes`.
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:
-    """No dispatch modes inside, unless a compiler traces: its modes stay."""
+    """Disable dispatch modes inside, unless a compiler traces: its modes stay."""
     if torch._C._len_torch_dispatch_stack() == 0 or _a_compiler_traces():
         return contextlib.nullcontext()
     return _disable_current_modes()

@@ -1,9 +1,9 @@
-"""What the operators of `grouped_linear.py` compute, on tensors with data; nothing here knows autograd.
+"""The implementation of the operators of `grouped_linear.py`, on tensors with data and below autograd.
 
-Two ways. On CUDA devices with a grouped kernel (bf16, compute capability 9 or 10, widths that fill 16 bytes) it is
-`torch.nn.functional.grouped_mm`, and the host waits for nothing. Everywhere else it is one `mm` per group that has
-rows, the very call that a loop over the experts makes. It needs the offsets on the host: where they lie on a device,
-each operator waits for it once. Offsets may lie on the CPU while the rows do not; then nothing waits.
+There are two. On CUDA devices with a grouped kernel (bf16, compute capability 9 or 10, widths of a multiple of 16
+bytes) products use `torch.nn.functional.grouped_mm`, and the host waits for nothing. Everywhere else they use one `mm`
+per group that has rows, which is the call that a loop over the experts makes. This needs the offsets on the host: each
+operator waits once for offsets on a device. With offsets on the CPU nothing waits, wherever the rows are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def matmul(
         out = F.grouped_mm(_vectorised(rows), _vectorised(stacked.mT if transposed else stacked), offs=ends)
         if bias is not None:
             out = out + expand(bias, ends, rows.shape[0])
-        # The kernel leaves these rows as they were allocated, and 0 * NaN would get through any mask of the caller.
+        # The kernel leaves these rows uninitialised, and 0 * NaN would pass through any mask of the caller.
         return out.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= ends[-1]).unsqueeze(1), 0)
     sizes = _sizes(offsets, rows.shape[0])
     out = rows.new_empty(rows.shape[0], width)
@@ -54,7 +54,7 @@ def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> tor
     if _has_grouped_kernel(left, *shape[1:]):
         ends = _on_device(offsets, left)
         out = F.grouped_mm(_vectorised(left).t(), _vectorised(right), offs=ends)
-        # Empty groups are left as allocated on compute capability 10 (pytorch/pytorch#172439), and are zero on 9.
+        # Empty groups stay uninitialised on compute capability 10 (pytorch/pytorch#172439), and are zero on 9.
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         return out.masked_fill_(empty[:, None, None], 0)
     sizes = _sizes(offsets, left.shape[0])
@@ -68,7 +68,7 @@ def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> tor
 
 
 def outer_list(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
-    """As `outer`, each product in memory of its own: E tensors [A, B]."""
+    """`outer` with each product in memory of its own: E tensors [A, B]."""
     if _has_grouped_kernel(left, left.shape[1], right.shape[1]):
         return [product.clone() for product in outer(left, right, offsets)]
     sizes = _sizes(offsets, left.shape[0])
@@ -79,7 +79,7 @@ def outer_list(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -
 def total(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The sum of each group's rows: [N, M] -> [E, M]."""
     if _has_grouped_kernel(rows, rows.shape[1]):
-        # A product with ones: accumulates in float32, in a fixed order, which `index_add_` with its atomics does not.
+        # A product with ones accumulates in float32 and in a fixed order; `index_add_` with its atomics does not.
         ones = rows.new_ones(rows.shape[0], _VECTOR // rows.element_size())
         return outer(ones, rows, offsets)[:, 0].contiguous()
     out = rows.new_empty(offsets.shape[0], rows.shape[1])
@@ -92,19 +92,19 @@ def expand(values: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tens
     """`values[e]` for each row of group e, zeros for the rows after the last: [E, M] -> [size, M]."""
     padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
     ends = offsets.to(values.device)
-    # `torch.bincount` would wait for the device, as its output's size is data; a search in the offsets does not.
+    # `torch.bincount` would wait for the device, as its output's size depends on data; searching the offsets does not.
     groups = torch.searchsorted(ends, torch.arange(size, device=ends.device, dtype=ends.dtype), right=True)
     return padded.index_select(0, groups)
 
 
 def _matrices(weights: Weights, transposed: bool) -> Sequence[torch.Tensor]:
-    if isinstance(weights, torch.Tensor):  # transposed at once: a call for each of many experts adds up
+    if isinstance(weights, torch.Tensor):  # transposed once: with many experts, a call for each adds up
         return (weights.mT if transposed else weights).unbind(0)
     return [weight.t() for weight in weights] if transposed else weights
 
 
 def _sizes(offsets: torch.Tensor, size: int) -> list[int]:
-    """How many rows each group has, and then how many come after the last group; checks the offsets."""
+    """The number of rows in each group, then of those after the last group; checks the offsets."""
     ends = offsets.tolist()
     sizes = [end - start for start, end in zip([0, *ends], [*ends, size], strict=True)]
     if min(sizes) < 0:
@@ -113,13 +113,13 @@ def _sizes(offsets: torch.Tensor, size: int) -> list[int]:
 
 
 def _parts(rows: torch.Tensor, sizes: list[int]) -> Iterable[torch.Tensor]:
-    """The rows of each group, in memory aligned as a tensor of its own would be.
+    """The rows of each group, aligned like a tensor of its own.
 
-    BLAS libraries pick their kernels by alignment too, and round differently: without this, groups of rows whose width
-    is no multiple of 64 bytes differ from the loop in the last bit (seen with MKL 2024.2).
+    BLAS libraries choose kernels by alignment too, and kernels round differently: without this, groups of rows whose
+    width is no multiple of 64 bytes differ from the loop in the last bit (seen with MKL 2024.2).
     """
     parts = rows.split(sizes)
-    if _starts_aligned(rows.stride(0), rows):  # one question for all groups: they are many and small
+    if _starts_aligned(rows.stride(0), rows):  # one check for all groups, which are many and small
         return parts
     starts = accumulate(sizes, initial=0)
     return (
@@ -129,7 +129,7 @@ def _parts(rows: torch.Tensor, sizes: list[int]) -> Iterable[torch.Tensor]:
 
 
 def _write(out: torch.Tensor, product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> None:
-    """`out.copy_(product(*operands))`, without the copy where `out` is aligned as a tensor of its own would be."""
+    """`out.copy_(product(*operands))`, without the copy where `out` is aligned like a tensor of its own."""
     if _starts_aligned(out.storage_offset(), out):
         product(*operands, out=out)
     else:
@@ -143,14 +143,14 @@ def _starts_aligned(elements: int | torch.SymInt, tensor: torch.Tensor) -> bool:
 def _has_grouped_kernel(operand: torch.Tensor, *widths: int) -> bool:
     """Whether `F.grouped_mm` runs without reading the offsets on the host.
 
-    By aten/src/ATen/native/cuda/GroupedBlas.cpp and its checks of strides; written without a device to run it on.
+    Follows aten/src/ATen/native/cuda/GroupedBlas.cpp and its checks of strides; not tested on a device.
     """
     return (
         operand.is_cuda
         and torch.version.hip is None
         and operand.dtype == torch.bfloat16
         and torch.cuda.get_device_capability(operand.device)[0] in (9, 10)
-        and operand.shape[0] > 0  # it rejects a contraction of length 0
+        and operand.shape[0] > 0  # the kernel rejects a contraction of length 0
         and all(width > 0 and width * operand.element_size() % _VECTOR == 0 for width in widths)
     )
 

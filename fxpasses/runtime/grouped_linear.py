@@ -1,6 +1,6 @@
 """Linear layers of many experts on rows sorted by expert, as operators that autograd and Inductor know.
 
-Rows [N, K] lie sorted by group; offsets [E], int32 or int64, tell where each group ends, so that group e is
+Rows [N, K] are sorted by group; offsets [E], int32 or int64, are the ends of the groups, so that group e is
 `rows[offsets[e - 1]:offsets[e]]`. Rows after the last group give zeros.
 
 | operator | each group | gradients |
@@ -13,8 +13,8 @@ Rows [N, K] lie sorted by group; offsets [E], int32 or int64, tell where each gr
 | `gather_rows(rows, index)` | none: `rows[index]`, sorted or not | `index_add`, last row first |
 
 On the CPU each group makes the call that a loop over the experts would make, forward and backward, so results and
-gradients are equal to the loop's bit for bit. On CUDA devices with a grouped kernel they are so up to rounding.
-Which way is taken, and when the host waits for the device, says `grouped_kernels.py`.
+gradients equal the loop's bit for bit. On CUDA devices with a grouped kernel they equal them up to rounding.
+`grouped_kernels.py` says which implementation runs, and when the host waits for the device.
 """  # noqa: E501 - a table row is one line
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, custom_op
+from torch.library import custom_op
 
+from fxpasses.runtime import autocast
 from fxpasses.runtime import grouped_kernels as kernels
-
-AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @custom_op("fxpasses::grouped_mm", mutates_args=())
@@ -40,8 +39,8 @@ def grouped_mm(
     rows: [N, K]. weights: [E, K, M], or with `transposed` [E, M, K], as `nn.Linear` stores them; any strides.
     offsets: int32 or int64 [E], on the device of `rows` or on the CPU. bias: [E, M]; with it, each group is one
     `addmm`, as in `F.linear`, which may round differently than a product and a sum (use `grouped_expand` for those).
-    Returns [N, M]. All of one dtype; under autocast in that of autocast, as `torch.mm`. Raises `ValueError` where
-    offsets do not rise, or go beyond N; kernels on a device do not check.
+    Returns [N, M]. All have one dtype, which under autocast is autocast's, as for `torch.mm`. Raises `ValueError` where
+    offsets decrease or exceed N; kernels on a device do not check.
     """
     _check(rows, weights, offsets, bias, transposed)
     return kernels.matmul(rows, weights, offsets, bias, transposed)
@@ -51,9 +50,9 @@ def grouped_mm(
 def grouped_mm_list(
     rows: Tensor, weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
-    """As `grouped_mm`, with weights in E tensors [K, M] (or [M, K]) of one size, each with a gradient of its own.
+    """`grouped_mm` with weights in E tensors [K, M] (or [M, K]) of one size, each with a gradient of its own.
 
-    A grouped kernel of a device needs them in one tensor: there they are copied into one on every use.
+    A device's grouped kernel needs one tensor: there every use copies the weights into one.
     """
     _check(rows, weights, offsets, bias, transposed)
     return kernels.matmul(rows, weights, offsets, bias, transposed)
@@ -67,7 +66,7 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 @custom_op("fxpasses::grouped_outer_list", mutates_args=())
 def grouped_outer_list(left: Tensor, right: Tensor, offsets: Tensor) -> list[Tensor]:
-    """As `grouped_outer`, in E tensors [A, B] that share no memory, so that one can be freed without the others."""
+    """`grouped_outer` in E tensors [A, B] that share no memory, so that each can be freed alone."""
     return kernels.outer_list(left, right, offsets)
 
 
@@ -85,11 +84,11 @@ def grouped_expand(values: Tensor, offsets: Tensor, size: int) -> Tensor:
 
 @custom_op("fxpasses::gather_rows", mutates_args=())
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """`rows[index]`, whose gradient is added up from the last row to the first: [T, D], int64 [N] -> [N, D].
+    """`rows[index]`, whose gradient accumulates from the last row to the first: [T, D], int64 [N] -> [N, D].
 
-    A loop over the experts gathers in ascending order, and autograd goes through it backwards: a token's gradients are
-    added from its last expert to its first. The gradient of `rows[index]` adds them the other way round, which differs
-    in the last bit from three experts a token on.
+    A loop over the experts gathers in ascending order, and autograd runs it backwards: a token's gradients are added
+    from its last expert to its first. The gradient of `rows[index]` adds them in the opposite order, which differs in
+    the last bit for three or more experts per token.
     """
     return rows.index_select(0, index)
 
@@ -98,14 +97,9 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 @grouped_mm.register_fake
-def _(rows: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
-    _check(rows, weights, offsets, bias, transposed)
-    return rows.new_empty(rows.shape[0], weights.shape[1 if transposed else 2])
-
-
 @grouped_mm_list.register_fake
 def _(
-    rows: Tensor, weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+    rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
     _check(rows, weights, offsets, bias, transposed)
     return rows.new_empty(rows.shape[0], weights[0].shape[0 if transposed else 1])
@@ -138,7 +132,7 @@ def _(rows: Tensor, index: Tensor) -> Tensor:
 
 def _check(rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor | None, transposed: bool) -> None:
     """Raises `ValueError` where sizes or dtypes do not fit; a loop over no rows would not notice."""
-    one = weights[0]  # on sizes that are symbols, only comparisons are allowed: no sets, no formatting before a failure
+    one = weights[0]  # symbolic sizes may only be compared: no sets, and no formatting before a failure
     depth, width = one.shape[::-1] if transposed else one.shape
     listed = [weights] if isinstance(weights, Tensor) else weights
     if len(weights) != offsets.shape[0]:
@@ -159,46 +153,37 @@ def _check(rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, weights, offsets, _, ctx.transposed = inputs  # defaults are filled in here, unlike in `needs_input_grad`
-    listed = weights if isinstance(weights, list) else [weights]
-    ctx.save_for_backward(rows, offsets, *listed)
+    ctx.is_listed = isinstance(weights, list)
+    ctx.save_for_backward(rows, offsets, *(weights if ctx.is_listed else [weights]))
 
 
 def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows, offsets, weights = ctx.saved_tensors
+    rows, offsets, *matrices = ctx.saved_tensors
+    weights = matrices if ctx.is_listed else matrices[0]
+    product, outer = (grouped_mm_list, grouped_outer_list) if ctx.is_listed else (grouped_mm, grouped_outer)
     column_major = _is_column_major(weights[0].t() if ctx.transposed else weights[0])
     needs_rows, needs_weights, _, needs_bias = _needed(ctx)
-    rows_grad = grouped_mm(grad, weights, offsets, None, not ctx.transposed) if needs_rows else None
-    weights_grad = None
-    if needs_weights:
-        weights_grad = grouped_outer(*((grad, rows) if column_major else (rows, grad)), offsets)
-        weights_grad = weights_grad if column_major == ctx.transposed else weights_grad.mT
-    bias_grad = grouped_sum(grad, offsets) if needs_bias else None
-    return (rows_grad, weights_grad, None, bias_grad, None)[: len(ctx.needs_input_grad)]
-
-
-def _matmul_list_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows, offsets, *weights = ctx.saved_tensors
-    column_major = _is_column_major(weights[0].t() if ctx.transposed else weights[0])
-    needs_rows, needs_weights, _, needs_bias = _needed(ctx)
-    rows_grad = grouped_mm_list(grad, weights, offsets, None, not ctx.transposed) if needs_rows else None
-    weights_grad: list[Tensor | None] = [None] * len(weights)
-    if any(needs_weights):
-        products = grouped_outer_list(*((grad, rows) if column_major else (rows, grad)), offsets)
-        products = products if column_major == ctx.transposed else [product.t() for product in products]
-        weights_grad = [p if needed else None for p, needed in zip(products, needs_weights, strict=True)]
+    rows_grad = product(grad, weights, offsets, None, not ctx.transposed) if needs_rows else None
+    weights_grad: Any = [None] * len(matrices) if ctx.is_listed else None
+    if any(needs_weights) if ctx.is_listed else needs_weights:
+        weights_grad = outer(*((grad, rows) if column_major else (rows, grad)), offsets)
+        if column_major != ctx.transposed:
+            weights_grad = [matrix.t() for matrix in weights_grad] if ctx.is_listed else weights_grad.mT
+        if ctx.is_listed:
+            weights_grad = [p if needed else None for p, needed in zip(weights_grad, needs_weights, strict=True)]
     bias_grad = grouped_sum(grad, offsets) if needs_bias else None
     return (rows_grad, weights_grad, None, bias_grad, None)[: len(ctx.needs_input_grad)]
 
 
 def _needed(ctx: Any) -> tuple[Any, ...]:
-    """Which of rows, weights, offsets and bias need gradients; the dispatcher leaves out arguments at their default."""
+    """Which of rows, weights, offsets and bias need gradients; the dispatcher omits arguments at their default."""
     return (*ctx.needs_input_grad, False)[:4]
 
 
 def _is_column_major(matrix: Tensor) -> bool:
     """Whether PyTorch's gradient of `mm` for this second operand is `(grad.T @ rows).T`, and not `rows.T @ grad`.
 
-    Both are the gradient; to round as the loop, it must be the same product. Rule of `mm_mat2_grad` in
+    Both are the gradient, but only the same product rounds as in the loop. The rule is that of `mm_mat2_grad` in
     torch/csrc/autograd/FunctionsManual.cpp, torch 2.11 to 2.15.
     """
     return bool(matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0])
@@ -218,28 +203,18 @@ def _outer_list_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return grouped_mm_list(right, grads, offsets, None, True), grouped_mm_list(left, grads, offsets, None, False), None
 
 
-def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, offsets = inputs
-    ctx.size = rows.shape[0]
-    ctx.save_for_backward(offsets)
+def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save offsets or an index, and the number of rows of the first operand."""
+    ctx.size = inputs[0].shape[0]
+    ctx.save_for_backward(inputs[1])
 
 
 def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grouped_expand(grad, ctx.saved_tensors[0], ctx.size), None
 
 
-def _expand_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
 def _expand_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grouped_sum(grad, ctx.saved_tensors[0]), None, None
-
-
-def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, index = inputs
-    ctx.size = rows.shape[0]
-    ctx.save_for_backward(index)
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -248,35 +223,27 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 grouped_mm.register_autograd(_matmul_backward, setup_context=_save)
-grouped_mm_list.register_autograd(_matmul_list_backward, setup_context=_save)
+grouped_mm_list.register_autograd(_matmul_backward, setup_context=_save)
 grouped_outer.register_autograd(_outer_backward, setup_context=_save_operands)
 grouped_outer_list.register_autograd(_outer_list_backward, setup_context=_save_operands)
-grouped_sum.register_autograd(_sum_backward, setup_context=_sum_setup)
-grouped_expand.register_autograd(_expand_backward, setup_context=_expand_setup)
-gather_rows.register_autograd(_gather_backward, setup_context=_gather_setup)
+grouped_sum.register_autograd(_sum_backward, setup_context=_save_second)
+grouped_expand.register_autograd(_expand_backward, setup_context=_save_second)
+gather_rows.register_autograd(_gather_backward, setup_context=_save_second)
 
 
-# Autocast. `torch.library.register_autocast` casts to a dtype fixed at registration; products follow that of autocast.
-
-
-def _autocast_rule(name: str, device_type: str) -> Callable[..., Any]:
+def _autocast(name: str) -> Callable[[str], Callable[..., Any]]:
     operator = getattr(torch.ops.fxpasses, name).default
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [cast(item) for item in value]
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
-            return value
-        return value.to(torch.get_autocast_dtype(device_type)) if value.device.type == device_type else value
+    def on(device_type: str) -> Callable[..., Any]:
+        def rule(*args: Any, **kwargs: Any) -> Any:
+            kwargs = {key: autocast.cast(value, device_type) for key, value in kwargs.items()}
+            with torch.autocast(device_type, enabled=False):
+                return operator(*(autocast.cast(value, device_type) for value in args), **kwargs)
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, enabled=False):
-            return operator(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
+        return rule
 
-    return rule
+    return on
 
 
-_library = Library("fxpasses", "FRAGMENT")  # a registration lives as long as its library
 for _name in ("grouped_mm", "grouped_mm_list", "grouped_outer", "grouped_outer_list"):
-    for _device_type in AUTOCAST_DEVICES:
-        _library.impl(_name, _autocast_rule(_name, _device_type), f"Autocast{_device_type.upper()}")
+    autocast.register(_name, _autocast(_name))

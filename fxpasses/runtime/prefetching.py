@@ -1,4 +1,4 @@
-"""Start a batch's prologue before its forward pass."""
+"""Starts a batch's prologues before its forward pass."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _side_streams: dict[torch.device, torch.Stream] = {}
 def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> int:
     """Start the prologues of the next `batch` while the device still works on the current one.
 
-    batch: what the model will be called with: keyword arguments as a mapping, positional ones as a sequence, or the
-    only one. The very tensors must be passed to the model later; they are recognised by identity.
+    batch: the model's arguments: keyword arguments as a mapping, positional arguments as a sequence, or a single
+    tensor. The model must later get the same tensor objects.
     Metadata on an accelerator is copied to the host on a side stream, without waiting; metadata on the CPU is computed
-    at once. Returns how many prologues were started: 0 before the first forward pass, when nothing is compiled yet, and
-    for batches whose metadata is made inside the model. Raises `TypeError` for a batch of another kind.
+    at once. Returns the number of prologues that were started: 0 before the first forward pass, when nothing is
+    compiled yet, and for batches whose metadata is made inside the model. Raises `TypeError` for any other batch.
     """
     arguments, keywords = _arguments(batch)
     started = 0
@@ -34,7 +34,7 @@ def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequ
             if inputs is not None:
                 try:
                     _start(prologue, inputs)
-                except Exception as error:  # of another model with inputs of these names; or else the call raises it
+                except Exception as error:  # a prologue of another model; if not, the model's call raises it again
                     log.debug("a prologue does not take the batch: %s", error)
                     continue
                 started += 1
@@ -56,7 +56,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _frames(
     model: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The local variables that the model's forward will start with, in the function itself or in one that wraps it."""
+    """The local variables at the start of the model's forward, in the function itself or in one that wraps it."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, torch.nn.Module):
         function: Any = type(model).forward
@@ -74,12 +74,12 @@ def _frames(
 
 
 def _inputs(prologue: Prologue, frame: dict[str, Any]) -> dict[int, Any] | None:
-    """The prologue's inputs by position, looked up by the sources that Dynamo noted; None where one is not there."""
+    """The prologue's inputs by position, found by their sources in Dynamo's terms; None if one is missing."""
     found: dict[int, Any] = {}
     for position in prologue.positions():
         try:
-            value = eval(prologue.sources[position], {"L": frame, "G": {}})  # a name made by Dynamo, as in its guards
-        except Exception:  # whatever a user's __getitem__ raises: the batch is not of this model
+            value = eval(prologue.sources[position], {"L": frame, "G": {}})  # Dynamo's expression, as in its guards
+        except Exception:  # a user's __getitem__ may raise anything: the batch is not of this model
             return None
         if not isinstance(value, (int, torch.Tensor)):
             return None
@@ -91,14 +91,14 @@ def _start(prologue: Prologue, inputs: dict[int, Any]) -> None:
     remote = [inputs[i] for i in prologue.program.host_inputs if _is_remote(inputs[i])]
     if not remote:
         if not prologue.program.on_accelerator:
-            prologue(_Sparse(inputs))
+            prologue(inputs)
         return
     for device in {tensor.device for tensor in remote}:
         stream = _side_streams.setdefault(device, torch.Stream(device=device))
         tensors = [t for t in remote if t.device == device and prologue.cache.get("to_host", [t]) is None]
         if not tensors:
             continue
-        stream.wait_stream(torch.accelerator.current_stream(device))  # the batch itself may still be on its way
+        stream.wait_stream(torch.accelerator.current_stream(device))  # the batch itself may still be copied
         states = [State.of([tensor]) for tensor in tensors]
         with stream:
             pending = start_copy(tensors)
@@ -108,16 +108,3 @@ def _start(prologue: Prologue, inputs: dict[int, Any]) -> None:
 
 def _is_remote(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
-
-
-class _Sparse(Sequence[Any]):
-    """The inputs that a prologue looks at, by position; it asks for no other."""
-
-    def __init__(self, inputs: dict[int, Any]) -> None:
-        self._inputs = inputs
-
-    def __getitem__(self, position: Any) -> Any:
-        return self._inputs[position]
-
-    def __len__(self) -> int:
-        return len(self._inputs)

@@ -1,4 +1,4 @@
-"""Run a prologue: once per batch, all its host reads in one transfer."""
+"""Runs a prologue: once per batch, with all host reads in one transfer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,16 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 
-
+Inputs = Sequence[Any] | Mapping[int, Any]  # by position; a prologue reads only those in `positions()`
 AutocastState = tuple[tuple[str, torch.dtype, bool], ...]
 
 
 class Prologue:
-    """Computes the extra inputs of a main graph from the inputs that it has anyway.
+    """Computes the extra inputs of a main graph from its original inputs.
 
-    sources: for each input of the main graph, how Dynamo found it (`L['lengths']`), for prefetching.
-    autocast: the state to compute under; that of the moment of compilation, which Dynamo's guards hold fast.
-    compiled: the program's device graph, compiled; where it fails, the graph runs as it is, with one warning.
+    sources: Dynamo's expression for each input of the main graph (`L['lengths']`), for prefetching.
+    autocast: the autocast state to compute under, by default the current one; Dynamo's guards keep it valid.
+    compiled: the compiled device graph of the program; if it fails, the graph runs uncompiled, with one warning.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Prologue:
         self.cache = cache
         self._autocast = autocast_state() if autocast is None else autocast
         self.key = f"{program.key()}:{self._autocast}:{torch.get_default_dtype()}:{torch.get_default_device()}"
-        self.key += ":compiled" * (compiled is not None)  # what a compiler fuses may be rounded otherwise
+        self.key += ":compiled" * (compiled is not None)  # fused operators may round differently
         self.runs = 0
         if sources:
             _live.add(self)
 
-    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The extra inputs for `inputs` (the main graph's own); raises `MetadataError` if an assertion fails."""
+    def __call__(self, inputs: Inputs) -> tuple[Any, ...]:
+        """The extra inputs for `inputs`, those of the captured graph; raises `MetadataError` if an assertion fails."""
         roots = [inputs[position] for position in self.program.roots]
         sizes = tuple(inputs[i] for i in self.positions() if isinstance(inputs[i], int))
         what = (self.key, sizes)
@@ -67,7 +67,7 @@ class Prologue:
         return found
 
     def is_valid(self, inputs: Sequence[Any]) -> bool:
-        """Whether no input that the main graph writes to shares memory with one that the prologue reads."""
+        """Whether no input that the main graph writes to shares memory with an input that the prologue reads."""
         if not self.program.written or not self.program.roots:
             return True
         written = {_storage(inputs[position]) for position in self.program.written}
@@ -77,10 +77,10 @@ class Prologue:
         return any(isinstance(inputs[position], FakeTensor) for position in self.program.roots)
 
     def positions(self) -> tuple[int, ...]:
-        """The inputs of the main graph that the prologue looks at."""
+        """The positions of the main graph's inputs that the prologue reads."""
         return (*self.program.host_inputs, *self.program.device_inputs)
 
-    def _compute(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def _compute(self, inputs: Inputs) -> tuple[Any, ...]:
         self.runs += 1
         program = self.program
         with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
@@ -96,7 +96,7 @@ class Prologue:
                 results["device"] = self._run_device([*(inputs[i] for i in program.device_inputs), *imported])
             return tuple(_convert(output, results[output.side][output.position]) for output in program.outputs)
 
-    def _run_host(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def _run_host(self, inputs: Inputs) -> tuple[Any, ...]:
         arguments = [inputs[position] for position in self.program.host_inputs]
         if self.program.device is not None or any(
             isinstance(a, torch.Tensor) and a.device.type != "cpu" for a in arguments
@@ -153,7 +153,7 @@ def _message(check: Check, left: Any, right: Any) -> str:
     )
 
 
-# All prologues in use: `torch.compile` gives no way from a compiled model to what its backend returned.
+# All prologues in use: `torch.compile` offers no way from a compiled model to the callables of its backend.
 _live: weakref.WeakSet[Prologue] = weakref.WeakSet()
 
 
@@ -162,7 +162,7 @@ def live_prologues() -> list[Prologue]:
 
 
 def autocast_state() -> AutocastState:
-    """The autocast regions that are open now: device type, dtype and whether it is on."""
+    """The autocast regions that are open now: device type, dtype and whether autocast is on."""
     types = ["cpu"]
     if torch.accelerator.is_available():
         types.append(str(torch.accelerator.current_accelerator()).split(":")[0])
@@ -172,10 +172,10 @@ def autocast_state() -> AutocastState:
 def with_prologue(
     main: Callable[..., Any], prologue: Prologue, captured: Callable[..., Any], fakes: Sequence[Any]
 ) -> Callable[..., Any]:
-    """A callable that takes the captured graph's inputs and gives `main` the prologue's outputs besides.
+    """A callable that takes the captured graph's inputs and passes them to `main` with the prologue's outputs.
 
-    `captured` runs the graph as it was captured, for inputs for which the prologue is not valid. `fakes` stand for the
-    outputs where the inputs are fake tensors, which have no numbers: DDPOptimizer runs what it compiles once on such.
+    captured: runs the captured graph, for inputs for which the prologue is not valid. fakes: stand for the prologue's
+    outputs where inputs are fake tensors, which have no values: DDPOptimizer runs each compiled piece once on these.
     """
 
     def compiled(*inputs: Any) -> Any:

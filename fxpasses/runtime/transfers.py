@@ -1,7 +1,8 @@
-"""Metadata between devices: all tensors of a device come to the host in one transfer."""
+"""Copies of metadata between devices: all tensors of a device reach the host in one transfer."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ _ALIGNMENT = 16  # bytes; a multiple of the size of every integer dtype
 
 
 class PendingCopy:
-    """Copies to the host that may still be under way; `tensors()` waits for them."""
+    """Copies to the host that may still be in flight; `tensors()` waits for them."""
 
     def __init__(self, copies: list[torch.Tensor], event: torch.Event | None) -> None:
         self._copies = copies
@@ -24,15 +25,15 @@ class PendingCopy:
         return self._copies
 
     def part(self, index: int) -> PendingCopy:
-        """One of the copies, to be waited for on its own."""
+        """One of the copies, to wait for alone."""
         return PendingCopy([self._copies[index]], self._event)
 
 
 def to_host(tensors: Sequence[torch.Tensor], cache: BatchCache) -> list[torch.Tensor]:
-    """CPU copies of integer tensors; tensors that lie on the CPU are returned as they are.
+    """CPU copies of integer tensors; tensors on the CPU are returned themselves.
 
-    One non-blocking copy into pinned memory for each device, and one event to wait for. Copies are kept for the batch,
-    so another graph of the same step that asks for the same tensors waits for nothing.
+    Each device makes one non-blocking copy into pinned memory, with one event to wait for. The cache keeps copies for
+    the batch, so another graph of the same step that needs the same tensors waits for nothing.
     """
     result: list[torch.Tensor | None] = [t if t.device.type == "cpu" else None for t in tensors]
     missing: dict[torch.device, list[int]] = {}
@@ -57,27 +58,23 @@ def start_copy(tensors: Sequence[torch.Tensor]) -> PendingCopy:
     device = tensors[0].device
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     with torch.no_grad(), torch.inference_mode(False):
-        if len(tensors) == 1:
-            packed = tensors[0].contiguous().view(-1).view(torch.uint8) if tensors[0].numel() else None
-            packed = torch.empty(0, dtype=torch.uint8, device=device) if packed is None else packed
-        else:
+        flats = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        packed = flats[0]
+        if len(tensors) > 1:
             packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-            offset = 0
-            for tensor, size in zip(tensors, sizes, strict=True):
-                flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-                packed[offset : offset + flat.numel()].copy_(flat)
-                offset += size
+            for target, flat in zip(packed.split(sizes), flats, strict=True):
+                target[: flat.numel()].copy_(flat)
         pinned = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
         pinned.copy_(packed, non_blocking=True)
         event = None
         if device.type != "cpu":
             event = torch.Event(device=device)
             event.record(torch.accelerator.current_stream(device))
-        copies, offset = [], 0
-        for tensor, size in zip(tensors, sizes, strict=True):
-            count = tensor.numel() * tensor.element_size()
-            copies.append(pinned[offset : offset + count].view(tensor.dtype).view(tensor.shape))
-            offset += size
+        starts = itertools.accumulate(sizes, initial=0)
+        copies = [
+            pinned[start : start + flat.numel()].view(tensor.dtype).view(tensor.shape)
+            for start, flat, tensor in zip(starts, flats, tensors, strict=False)
+        ]
     return PendingCopy(copies, event)
 
 

@@ -8,6 +8,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.compilers import nop
 
 from fxpasses.runtime.attention import cuda
+from fxpasses.runtime.attention.flash import Attention
 from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
 
 SOME = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -56,7 +57,7 @@ def test_flex_attention_follows_the_plan(form, shape):
     given_masks = [] if form == "blocks" else [said]
 
     def attend(q, k, v, plan, *masks):
-        return cuda.attend(q, k, v, masks[0] if masks else None, plan, None)
+        return cuda.attend(Attention(q, k, v, masks[0] if masks else None, None), plan)
 
     traced = aot_function(attend, nop)
     for run in (attend, traced):

@@ -102,7 +102,8 @@ def test_nothing_outlives_the_batch_and_the_backward_pass():
     function = compiled(program, "aot_eager")
     x, lengths = torch.randn(TOKENS, 4, requires_grad=True), torch.tensor([5, 4, 3])
     loss = function(x, lengths).sum()
-    held = [weakref.ref(value) for result in batch_cache.results() for value in result if torch.is_tensor(value)]
+    entries = batch_cache._entries.values()
+    held = [weakref.ref(value) for entry in entries for value in entry.result if torch.is_tensor(value)]
     assert held and len(batch_cache) > 0
     loss.backward()
     batch = weakref.ref(lengths)

@@ -1,6 +1,6 @@
-"""Attention that computes what a batch's mask allows: a plan once per batch, and an operator that follows it.
+"""Attention that computes only what a batch's mask allows: a plan once per batch, and an operator that follows it.
 
-`operators` holds what a graph calls; `plan` the layout of a plan and how one is made; `intervals` what rows of a mask
-see; `tiles` and `cost` the choice of tiles; `masks`, `cpu`, `dense` and `flash` what runs on the CPU; `cuda` what runs
-on CUDA devices; `stats` what was saved.
+`operators` holds the operators that a graph calls; `plan` the layout of a plan and its construction; `intervals` the
+columns that rows of a mask attend to; `tiles` and `cost` the choice of tiles; `masks`, `cpu`, `dense`, `written` and
+`flash` the implementation on the CPU; `cuda` that on CUDA devices; `stats` the work that was saved.
 """

@@ -1,4 +1,4 @@
-"""The plan of a mask whose rows are computed when they are looked at."""
+"""The plan of a mask whose rows are computed when they are read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fxpasses.runtime.attention.plan import four_dimensional
 
 
 class PlanByRows(torch.nn.Module):
-    """Makes the plan of a mask from its program.
+    """Makes the plan of a mask from the mask's program.
 
-    rows: takes start, stop and operands, and gives the rows [start, stop) of a bool mask of 2 to 4 dimensions.
+    rows: maps start, stop and operands to the rows [start, stop) of a bool mask of 2 to 4 dimensions.
     """
 
     def __init__(self, rows: torch.nn.Module) -> None:
@@ -23,15 +23,15 @@ class PlanByRows(torch.nn.Module):
     def forward(self, heads: int, count: int, repeated: tuple[bool, bool], *operands: Any) -> torch.Tensor:
         """heads, count: `heads` and `rows` of `attention_plan`.
 
-        repeated: whether all elements of the batch, and all heads, have one mask, which is then looked at once.
+        repeated: whether all elements of the batch, and all heads, have one mask, which is then read once.
         """
-        batch, head = (slice(0, 1) if one_for_all else slice(None) for one_for_all in repeated)
+        batch, head = (slice(0, 1) if is_repeated else slice(None) for is_repeated in repeated)
 
         def rows(start: int, stop: int) -> torch.Tensor:
             return four_dimensional(self.rows(start, stop, *operands))[batch, head]
 
         elements, own_heads, _, columns = four_dimensional(self.rows(0, 1, *operands)).shape
-        for size, one_for_all in zip((elements, own_heads), repeated, strict=True):
-            heads *= size if one_for_all else 1
+        for size, is_repeated in zip((elements, own_heads), repeated, strict=True):
+            heads *= size if is_repeated else 1
         shape = (1 if repeated[0] else elements, 1 if repeated[1] else own_heads, count, columns)
         return plan_in_blocks(rows, shape, heads)

@@ -1,8 +1,9 @@
-"""A plan's tiles, each by a call of PyTorch's flash kernel; the gradients of keys and values add up in place.
+"""The tiles of a plan, each one call of PyTorch's flash kernel; gradients of keys and values accumulate in place.
 
-Short tiles of bfloat16 and float16 are computed in float32: the kernel's products there are small, and one of low
+Short tiles of bfloat16 and float16 are computed in float32: the kernel's products are small there, and one of low
 precision takes a fixed 13 microseconds (64 x 64 tokens, 8 heads, both ways: 1.5 ms in bfloat16, 0.4 in float32; 256 x
-767: 16.9 and 17.5; 768 x 1279: 77 and 92). With matrix units for bfloat16 (AMX), all keep it; not measured.
+767: 16.9 and 17.5; 768 x 1279: 77 and 92). With matrix units for bfloat16 (AMX), which are not measured, all tiles keep
+their dtype.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ import torch
 import torch.nn.functional as F
 
 from fxpasses.runtime.attention import dense, flash, masks, stats, written
+from fxpasses.runtime.attention.flash import Attention, Gradients
 from fxpasses.runtime.attention.plan import Kind, PlacedTile
 
 _LONG = 768  # rows from which the kernel takes 256 at a time, so that products of low precision are large
 
 
+class Planned(NamedTuple):
+    """An attention by a plan, whose mask may be bool; mask_dtype, form: see `operators.sparse_attention_forward`."""
+
+    attention: Attention
+    plan: torch.Tensor
+    mask_dtype: torch.dtype | None
+    form: str
+
+
 class _Part(NamedTuple):
-    """A call: its place in the operands. mask: additive, or None."""
+    """One call of the kernel: the slices of its operands. mask: additive, or None."""
 
     q: tuple[slice, slice, slice]
     k: tuple[slice, slice, slice]
@@ -31,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class _Casts:
-    """Operands [B, H, T, D] as the kernel wants them: one head size, no strides within a head, the dtype of a tile."""
+    """Operands [B, H, T, D] in the kernel's layout: one head size, unit strides within a head, the dtype of a tile."""
 
     def __init__(self, size: int, *tensors: torch.Tensor) -> None:
         self._size = size
@@ -49,115 +60,75 @@ class _Casts:
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    plan: torch.Tensor,
-    scale: float | None,
-    mask_dtype: torch.dtype | None,
-    form: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(planned: Planned) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [B, H, Tq, Dv] and the log-sum-exp [B, H, Tq]; see `operators.sparse_attention`."""
-    view = masks.prepared(plan)
+    attention, view = planned.attention, masks.prepared(planned.plan)
+    query, key, value, mask, *_ = attention
     shape = (*query.shape[:-1], key.shape[-2])
-    flops = 2 * (query.shape[-1] + value.shape[-1])  # of a pair: its score, and its share of the output
-    as_written = form in ("written", "filled") and view.plan.header.blind
+    flops = 2 * (query.shape[-1] + value.shape[-1])  # per pair: its score, and its share of the output
+    accumulator = _accumulator(query.dtype)
+    as_written = planned.form in ("written", "filled") and view.plan.header.blind
     if view.plan.is_dense or as_written:
         stats.count(math.prod(shape), math.prod(shape), flops, tiled=False)
         if as_written and mask is not None:
-            out = written.forward(query, key, value, mask, _scale(query, scale))
-            return out, torch.zeros(query.shape[:-1], dtype=_accumulator(query.dtype))
-        if form == "repeated":
-            key, value = (dense.repeated(tensor, query.shape[1]) for tensor in (key, value))
-        return dense.forward(query, key, value, _whole(mask, view, query.dtype, mask_dtype), scale)
+            return written.forward(attention), torch.zeros(query.shape[:-1], dtype=accumulator)
+        return dense.forward(_as_dense(planned, view))
     _check(view, query, key)
     computed = sum(part.pairs(*_broadcast(view, shape)) for part in view.plan.tiles)
     stats.count(computed, math.prod(shape), flops, tiled=True)
-    width, scale = value.shape[-1], _scale(query, scale)
+    width, scale = value.shape[-1], attention.factor
     operands = _Casts(max(query.shape[-1], width), query, key, value)
     out = _empty_like(query, width, zero=not _covers(view))
-    logsumexp = torch.zeros(_rows_first(query.shape[:-1]), dtype=_accumulator(query.dtype)).transpose(1, 2)
-    for part in _parts(view, plan, mask, shape, key.shape[1], query.dtype, mask_dtype):
+    logsumexp = torch.zeros(_rows_first(query.shape[:-1]), dtype=accumulator).transpose(1, 2)
+    for part in _parts(planned, view):
         q, k, v = operands(part.dtype)
-        tile_out, tile_logsumexp = flash.forward(q[part.q], k[part.k], v[part.k], part.mask, scale, part.causal)
+        tile = Attention(q[part.q], k[part.k], v[part.k], part.mask, scale, part.causal)
+        tile_out, logsumexp[part.q] = flash.forward(tile)
         out[part.q] = tile_out[..., :width]
-        logsumexp[part.q] = tile_logsumexp
     return out, logsumexp
 
 
-def backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    plan: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    scale: float | None,
-    mask_dtype: torch.dtype | None,
-    form: str,
-) -> dense.Gradients:
+def backward(planned: Planned, grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor) -> Gradients:
     """Gradients of query, key and value."""
-    view = masks.prepared(plan)
-    if form in ("written", "filled") and view.plan.header.blind and mask is not None:
-        return written.backward(grad, query, key, value, mask, _scale(query, scale), form == "filled")
+    attention, view = planned.attention, masks.prepared(planned.plan)
+    query, key, value, mask, *_ = attention
+    if planned.form in ("written", "filled") and view.plan.header.blind and mask is not None:
+        return written.backward(attention, grad, planned.form == "filled")
     if view.plan.is_dense:
-        whole = _whole(mask, view, query.dtype, mask_dtype)
-        heads = (key.shape[1], value.shape[1])
-        if form == "repeated":
-            key, value = (dense.repeated(tensor, query.shape[1]) for tensor in (key, value))
-        to_q, to_k, to_v = dense.backward(grad, query, key, value, whole, out, logsumexp, scale)
-        return to_q, dense.added_up(to_k, heads[0]), dense.added_up(to_v, heads[1])
-    shape = (*query.shape[:-1], key.shape[-2])
-    scale = _scale(query, scale)
-    depth, width = query.shape[-1], value.shape[-1]
+        to_q, to_k, to_v = dense.backward(_as_dense(planned, view), grad, out, logsumexp)
+        return to_q, dense.added_up(to_k, key.shape[1]), dense.added_up(to_v, value.shape[1])
+    depth, width, scale = query.shape[-1], value.shape[-1], attention.factor
     operands = _Casts(max(depth, width), query, key, value, grad, out)
     q_grad = _empty_like(query, depth, zero=not _covers(view))
     accumulator = _accumulator(query.dtype)
     k_grad, v_grad = (_empty_like(key, size, zero=True, dtype=accumulator) for size in (depth, width))
-    for part in _parts(view, plan, mask, shape, key.shape[1], query.dtype, mask_dtype):
+    for part in _parts(planned, view):
         q, k, v, g, o = operands(part.dtype)
-        to_q, to_k, to_v = flash.backward(
-            g[part.q], q[part.q], k[part.k], v[part.k], o[part.q], logsumexp[part.q], part.mask, scale, part.causal
-        )
+        tile = Attention(q[part.q], k[part.k], v[part.k], part.mask, scale, part.causal)
+        to_q, to_k, to_v = flash.backward(tile, g[part.q], o[part.q], logsumexp[part.q])
         q_grad[part.q] = to_q[..., :depth]
         k_grad[part.k].add_(to_k[..., :depth])
         v_grad[part.k].add_(to_v[..., :width])
     return q_grad, k_grad.to(key.dtype), v_grad.to(value.dtype)
 
 
-def _parts(
-    view: masks.PreparedPlan,
-    plan: torch.Tensor,
-    mask: torch.Tensor | None,
-    shape: tuple[int, ...],
-    kv_heads: int,
-    dtype: torch.dtype,
-    mask_dtype: torch.dtype | None,
-) -> Iterator[_Part]:
-    """The calls to make: a tile, or where its heads are a part of a group of queries, a piece of it for each key."""
-    batch, heads = _broadcast(view, shape)
-    group = shape[1] // kv_heads
+def _parts(planned: Planned, view: masks.PreparedPlan) -> Iterator[_Part]:
+    """The calls to make: one for a tile, or one for each head of keys where the tile's heads split a group."""
+    query, key = planned.attention[:2]
+    batch, heads = _broadcast(view, query.shape)
+    group = query.shape[1] // key.shape[1]
     for tile in view.plan.tiles:
-        compute_dtype = _compute_dtype(dtype, tile.stop - tile.start)
-        tile_mask = _tile_mask(view, plan, tile, mask, compute_dtype, mask_dtype)
+        dtype = _compute_dtype(query.dtype, tile.stop - tile.start)
+        tile_mask = _tile_mask(planned, view, tile, dtype)
         elements = slice(tile.b0, tile.b1 * batch)
         rows, columns = slice(tile.start, tile.stop), slice(tile.left, tile.right)
         for h0, h1 in _whole_groups(tile.h0, tile.h1 * heads, group):
-            part_mask = tile_mask
+            mask = tile_mask
             if tile_mask is not None and tile_mask.shape[1] > 1:
-                part_mask = tile_mask[:, h0 - tile.h0 : h1 - tile.h0]
-            kv_heads_of_part = slice(h0 // group, (h1 - 1) // group + 1)
-            yield _Part(
-                q=(elements, slice(h0, h1), rows),
-                k=(elements, kv_heads_of_part, columns),
-                mask=part_mask,
-                causal=tile.kind == Kind.CAUSAL,
-                dtype=compute_dtype,
-            )
+                mask = tile_mask[:, h0 - tile.h0 : h1 - tile.h0]
+            kv_heads = slice(h0 // group, (h1 - 1) // group + 1)
+            q, k = (elements, slice(h0, h1), rows), (elements, kv_heads, columns)
+            yield _Part(q, k, mask, tile.kind == Kind.CAUSAL, dtype)
 
 
 def _whole_groups(h0: int, h1: int, group: int) -> Iterator[tuple[int, int]]:
@@ -170,40 +141,39 @@ def _whole_groups(h0: int, h1: int, group: int) -> Iterator[tuple[int, int]]:
         h0 = stop
 
 
-def _tile_mask(
-    view: masks.PreparedPlan,
-    plan: torch.Tensor,
-    tile: PlacedTile,
-    mask: torch.Tensor | None,
-    dtype: torch.dtype,
-    mask_dtype: torch.dtype | None,
-) -> torch.Tensor | None:
+def _tile_mask(planned: Planned, view: masks.PreparedPlan, tile: PlacedTile, dtype: torch.dtype) -> torch.Tensor | None:
     if tile.kind in (Kind.FULL, Kind.CAUSAL):
         return None
     if tile.kind == Kind.INTERVALS:
         return view.of_intervals(tile, dtype)[None, None]
+    mask, mask_dtype = planned.attention.mask, planned.mask_dtype
 
     def make() -> torch.Tensor:
-        said = masks.values(plan, tile, mask)
-        if mask_dtype is not None and said.dtype != torch.bool:
-            said = said.to(mask_dtype)
-        made = masks.additive(said, dtype)
+        values = masks.values(planned.plan, tile, mask)
+        if mask_dtype is not None and values.dtype != torch.bool:
+            values = values.to(mask_dtype)
+        made = masks.additive(values, dtype)
         return made if made.stride(-1) == 1 else made.contiguous()
 
     if mask is not None and mask.dtype == dtype and mask_dtype in (None, dtype) and mask.stride(-1) == 1:
-        return make()  # a view, which is not to be kept
+        return make()  # a view, so there is nothing to keep
     return view.keep((tile, dtype, None if mask is None else mask.dtype, mask_dtype), make)
 
 
-def _whole(
-    mask: torch.Tensor | None, view: masks.PreparedPlan, dtype: torch.dtype, mask_dtype: torch.dtype | None
-) -> torch.Tensor | None:
-    """The mask as SDPA hands it on: bool ones as additive ones in the query's dtype, others as they are."""
+def _as_dense(planned: Planned, view: masks.PreparedPlan) -> Attention:
+    """The attention that SDPA hands to its kernel: a bool mask becomes additive, in the query's dtype."""
+    attention = planned.attention
+    query, key, value, mask, *_ = attention
     if mask is None:
         raise ValueError("a dense plan needs the mask that it was made from, but the mask is None")
-    if mask.dtype != torch.bool:
-        return mask if mask_dtype is None else mask.to(mask_dtype)
-    return view.keep(("whole", dtype, mask.shape), lambda: masks.additive(mask, dtype))
+    if mask.dtype == torch.bool:
+        bools = mask
+        mask = view.keep(("whole", query.dtype, mask.shape), lambda: masks.additive(bools, query.dtype))
+    elif planned.mask_dtype is not None:
+        mask = mask.to(planned.mask_dtype)
+    if planned.form == "repeated":
+        key, value = (dense.repeated(tensor, query.shape[1]) for tensor in (key, value))
+    return attention._replace(key=key, value=value, mask=mask)
 
 
 def _compute_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
@@ -221,30 +191,26 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _scale(query: torch.Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
-
-
 def _rows_first(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[2], shape[1], *shape[3:])
 
 
 def _empty_like(operand: torch.Tensor, size: int, zero: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[B, H, T, size], its heads beside each other, as the flash kernel lays it out."""
+    """[B, H, T, size], with the heads of a token adjacent in memory, as in the flash kernel's results."""
     shape = (*_rows_first(operand.shape[:-1]), size)
     make = operand.new_zeros if zero else operand.new_empty
     return make(shape, dtype=dtype or operand.dtype).transpose(1, 2)
 
 
 def _covers(view: masks.PreparedPlan) -> bool:
-    """Whether each row lies in a tile."""
+    """Whether the tiles contain every row."""
     header = view.plan.header
     covered = sum((t.b1 - t.b0) * (t.h1 - t.h0) * (t.stop - t.start) for t in view.plan.tiles)
     return covered == header.batch * header.heads * header.rows
 
 
 def _broadcast(view: masks.PreparedPlan, shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many elements and heads share what the plan says of one."""
+    """How many elements and heads share one element and one head of the plan."""
     return shape[0] // view.plan.header.batch, shape[1] // view.plan.header.heads
 
 

@@ -1,9 +1,10 @@
-"""On CUDA devices: FlexAttention with a `BlockMask` that the device computes from the mask, without a read by the host.
+"""FlexAttention on CUDA devices, with a `BlockMask` that the device computes from the mask, without a host read.
 
-A plan there is int32 [B, H, words]: the four tables of a `BlockMask` by rows, in blocks of 128 x 128 (how many partial
-blocks each row of blocks has and which, and the same for full ones); in a plan made in blocks, the mask's bits follow.
-FlexAttention goes into the graph as PyTorch's own operator, and Inductor writes its kernels. Tests hold it against the
-mask on the CPU; it is not measured, for want of a device. Private names: checked on torch 2.11 to 2.14.
+A plan on a device is int32 [B, H, words]: the four tables of a `BlockMask` by rows, in blocks of 128 x 128 (the number
+of partial blocks in each row of blocks and their columns, and the same for full blocks); in a plan made in blocks, the
+mask's bits follow. FlexAttention enters the graph as PyTorch's own operator, and Inductor writes its kernels. Tests
+compare it with the mask on the CPU; it is not measured, for want of a device. Private names: checked on torch 2.11 to
+2.14.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpasses.runtime.attention import plan as plans
+from fxpasses.runtime.attention.flash import Attention
 from fxpasses.runtime.attention.intervals import ruled_out
 
 BLOCK = 128
@@ -33,7 +35,7 @@ def plan_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 def plan_in_blocks(rows: plans.Rows, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """The plan of a mask that is never held; rows, shape: as in `plan.plan_in_blocks`, on the device."""
+    """The plan of a mask that never exists as a whole; rows, shape: as in `plan.plan_in_blocks`, on the device."""
     step = BLOCK * max(1, (1 << 22) // max(1, BLOCK * shape[0] * shape[1] * shape[3]))
     parts, bits = [], []
     for start in range(0, shape[2], step):
@@ -45,7 +47,7 @@ def plan_in_blocks(rows: plans.Rows, shape: tuple[int, int, int, int]) -> torch.
 
 
 def block_mask(plan: torch.Tensor, rows: int, columns: int, mask_mod: Callable[..., torch.Tensor]) -> Any:
-    """The `BlockMask` of a plan for attention of so many rows and columns."""
+    """The `BlockMask` of a plan for attention of `rows` queries and `columns` keys."""
     from torch.nn.attention.flex_attention import BlockMask
 
     q, k = _blocks(rows), _blocks(columns)
@@ -59,18 +61,12 @@ def block_mask(plan: torch.Tensor, rows: int, columns: int, mask_mod: Callable[.
     return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(rows, columns))
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    plan: torch.Tensor,
-    scale: float | None,
-) -> torch.Tensor:
-    """As `operators.sparse_attention`, by FlexAttention's operator; the mask 4-dimensional. Differentiable."""
+def attend(attention: Attention, plan: torch.Tensor) -> torch.Tensor:
+    """`operators.sparse_attention` by FlexAttention's operator. The mask has 4 dimensions. Differentiable."""
     from torch._higher_order_ops.flex_attention import flex_attention
     from torch.nn.attention.flex_attention import _apply_kernel_options
 
+    query, key, value, mask, *_ = attention
     rows, columns = query.shape[-2], key.shape[-2]
     b, h = plan.shape[0] > 1, plan.shape[1] > 1
     allows: Callable[..., torch.Tensor]
@@ -84,21 +80,20 @@ def attend(
     buffer = buffer if h else buffer.select(int(b), 0)
     place = _place(b, h)
 
-    def mask_mod(b: Any, h: Any, q: Any, k: Any, said: torch.Tensor) -> torch.Tensor:
-        return allows(said, place(b, h, q), k)
+    def mask_mod(b: Any, h: Any, q: Any, k: Any, values: torch.Tensor) -> torch.Tensor:
+        return allows(values, place(b, h, q), k)
 
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *said: torch.Tensor) -> torch.Tensor:
-        return score + _value(said[0], place(b, h, q), k) if said else score
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *values: torch.Tensor) -> torch.Tensor:
+        return score + _value(values[0], place(b, h, q), k) if values else score
 
     scored = () if mask is None or mask.dtype == torch.bool else (buffer,)
     blocks = block_mask(plan, rows, columns, mask_mod).as_tuple()
     options: Any = _apply_kernel_options(query, key, value, True, None, None)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return flex_attention(query, key, value, score_mod, blocks, scale, options, scored, (buffer,))[0]
+    return flex_attention(query, key, value, score_mod, blocks, attention.factor, options, scored, (buffer,))[0]
 
 
 def _place(b: bool, h: bool) -> Callable[..., tuple[Any, ...]]:
-    """An index into a mask that has no dimension for what is broadcast."""
+    """An index into a mask without dimensions for batch or heads where these are broadcast."""
 
     def place(element: Any, head: Any, row: Any) -> tuple[Any, ...]:
         return (*([element] if b else []), *([head] if h else []), row)
@@ -119,7 +114,7 @@ def _bit_allows(bits: torch.Tensor, place: tuple[Any, ...], column: Any) -> torc
 
 
 def _summary(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether any pair, and whether each pair, of a block of 128 x 128 is allowed (and has value 0)."""
+    """Whether any pair of a 128 x 128 block is allowed, and whether each pair is (with value 0)."""
     if mask.dtype == torch.bool:
         allowed = every = mask
     else:

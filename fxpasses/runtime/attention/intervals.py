@@ -1,7 +1,7 @@
-"""What each row of a mask sees: its first and last column, and whether an interval says it all.
+"""The columns that each row of a mask attends to: first, last, and whether the interval between describes the row.
 
-A mask is read once, in blocks of rows, so that one that is computed block by block is never held. Reading goes eight
-columns at a time; `sum` and `argmax` over bool are 5 to 10 times as slow on the CPU.
+A mask is read once, in blocks of rows, so a mask that is computed block by block never exists as a whole. Eight columns
+are read at a time; `sum` and `argmax` over bool are 5 to 10 times slower on the CPU.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _CHUNK = 128 * _LANES  # columns whose bytes add up to at most 128 in each lane
 class Intervals(NamedTuple):
     """For rows [..., R] of a mask.
 
-    first, last: int32; the row sees columns first to last - 1 at most, and none where both are 0.
-    irregular: bool; the row has holes between them, or weights its columns by values other than 0.
+    first, last: int32; the row attends to columns within [first, last), and to none where both are 0.
+    irregular: bool; the row has holes in that interval, or weights its columns by values other than 0.
     """
 
     first: torch.Tensor
@@ -28,10 +28,10 @@ class Intervals(NamedTuple):
 
 
 def ruled_out(dtype: torch.dtype) -> float:
-    """The largest additive value that surely leaves a pair no weight, where its row has a pair with value 0.
+    """The largest additive value that certainly gives a pair no weight if its row has a pair with value 0.
 
-    Attention weighs by the exponential of scores: scores of one row would have to differ by more than this for a
-    ruled-out pair to show. -1e4, which old models use, is kept as a value.
+    Attention weighs pairs by the exponential of their scores: a ruled-out pair has a weight only if two scores of its
+    row differ by more than this. -1e4, which old models use, is treated as a value.
     """
     return max(-1e9, torch.finfo(dtype).min / 2)
 
@@ -39,8 +39,8 @@ def ruled_out(dtype: torch.dtype) -> float:
 def intervals_of(block: torch.Tensor) -> Intervals:
     """block: rows of a mask, bool (True: may attend) or additive, [..., R, K].
 
-    A row of an additive mask that rules everything out by finite values sees everything: its weights come from the
-    scores again, and that is what PyTorch computes. With -inf it sees nothing.
+    A row of an additive mask that rules out everything by finite values attends to everything, as in PyTorch: its
+    weights depend on the scores alone. A row of -inf attends to nothing.
     """
     if block.dtype == torch.bool:
         first, last, count = _bounds(block)
@@ -57,7 +57,7 @@ def intervals_of(block: torch.Tensor) -> Intervals:
 
 
 def has_blind_rows(rows: torch.Tensor) -> bool:
-    """Whether one of the rows [..., K] of an additive mask is hidden by finite values throughout, but for -inf."""
+    """Whether finite values, or some and -inf, rule out all of one of the rows [..., K] of an additive mask."""
     if not rows.numel():
         return False
     most = rows.amax(-1)
@@ -65,7 +65,7 @@ def has_blind_rows(rows: torch.Tensor) -> bool:
 
 
 def _bounds(allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first column allowed, the one after the last, and how many: int32 [..., R]."""
+    """The first allowed column, the end of the last, and the number of allowed columns: int32 [..., R]."""
     columns = allowed.shape[-1]
     if columns == 0:
         none = torch.zeros(allowed.shape[:-1], dtype=torch.int32, device=allowed.device)

@@ -1,8 +1,8 @@
 """The additive masks of a plan's partial tiles, made once and shared by all layers of a step.
 
-They are kept beside the plan's tensor and go with it; a plan that lost them in a copy makes them anew. Tiles whose rows
-begin at their left edge and end alike differ in width alone: they are views of one mask, so that the bands of a causal
-document of T tokens hold rows x T values and not T x T.
+Masks live as long as the plan's tensor; a copy of a plan makes its own. Tiles whose rows all begin at the left edge and
+have the same ends differ in width alone: they are views of one mask, so the bands of a causal document of T tokens hold
+rows x T values and not T x T.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxpasses.runtime.attention import plan as plans
 from fxpasses.runtime.attention.plan import Kind, PlacedTile, Plan
 
-KEPT_BYTES = 64 << 20  # of one plan; what is beyond is made in each call
+KEPT_BYTES = 64 << 20  # of one plan; masks beyond that are made in each call
 
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where a tile's rows begin and end, counted from its edges; equal ones share a mask, `wide` ones at any width."""
+    """Where a tile's rows begin and end, counted from its edges; tiles with equal edges share a mask.
+
+    columns: the tile's width; None where every row begins at the left edge, so that the mask serves any width.
+    """
 
     begins: tuple[int, ...]
     ends: tuple[int, ...]
@@ -43,7 +46,7 @@ class _Edges:
 
 @dataclass(eq=False)
 class PreparedPlan:
-    """A plan's numbers, and the masks made for it so far. It lives with the plan's tensor, and holds no part of it."""
+    """A plan's numbers, and the masks made for it so far. It does not keep the plan's tensor alive."""
 
     plan: Plan
     version: int
@@ -53,7 +56,7 @@ class PreparedPlan:
     bytes_kept: int = 0
 
     def of_intervals(self, tile: PlacedTile, dtype: torch.dtype) -> torch.Tensor:
-        """Additive [rows, columns] for a tile whose rows see intervals."""
+        """The additive mask [rows, columns] of a tile whose rows are intervals."""
         index, columns = self.edges[tile], tile.right - tile.left
         shape = self.shapes[index]
         if shape.columns is not None:
@@ -66,7 +69,7 @@ class PreparedPlan:
         return base[:, base.shape[-1] - columns :]
 
     def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What was kept as `key`, else what `make` makes."""
+        """The mask that is kept as `key`, or else a new one from `make`."""
         mask = self.kept.get(key)
         if mask is None:
             mask = make()
@@ -84,7 +87,7 @@ _prepared = WeakTensorKeyDictionary()  # plan's tensor -> PreparedPlan
 
 
 def prepared(tensor: torch.Tensor) -> PreparedPlan:
-    """The numbers of a plan, with the masks that other layers made."""
+    """A plan's numbers, with the masks that other layers made."""
     found = _prepared.get(tensor)
     if found is None or found.version != _version(tensor):
         found = _prepare(tensor)
@@ -108,7 +111,7 @@ def _prepare(tensor: torch.Tensor) -> PreparedPlan:
 
 
 def values(tensor: torch.Tensor, tile: PlacedTile, mask: torch.Tensor | None) -> torch.Tensor:
-    """What the mask says for a tile, bool or additive; without the mask, the plan's bits say it."""
+    """The part of the mask in a tile, bool or additive; where `mask` is None, from the plan's bits."""
     if mask is None:
         plan = plans.read(tensor)
         if plan.bits is None:
@@ -117,10 +120,10 @@ def values(tensor: torch.Tensor, tile: PlacedTile, mask: torch.Tensor | None) ->
         bits, first, last = plan.bits[where], plan.first[where].unsqueeze(-1), plan.last[where].unsqueeze(-1)
         column = torch.arange(tile.left, tile.right)
         interval = (column >= first) & (column < last)
-        no_bits = ~bits.any(-1, keepdim=True)  # rows for which the interval says it all have none
+        no_bits = ~bits.any(-1, keepdim=True)  # rows that are intervals have none
         return plans.unpack(bits, tile.left, tile.right) | (no_bits & interval)
     mask = plans.four_dimensional(mask)
-    # A dimension that is broadcast stays so: the kernel takes it.
+    # A broadcast dimension stays broadcast: the kernel takes it.
     b = slice(0, 1) if mask.shape[0] == 1 or mask.stride(0) == 0 else slice(tile.b0, tile.b1)
     h = slice(0, 1) if mask.shape[1] == 1 or mask.stride(1) == 0 else slice(tile.h0, tile.h1)
     rows = slice(0, 1) if mask.shape[2] == 1 else slice(tile.start, tile.stop)
@@ -128,7 +131,7 @@ def values(tensor: torch.Tensor, tile: PlacedTile, mask: torch.Tensor | None) ->
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a bool mask allows, -inf elsewhere, as SDPA makes it; other masks in `dtype`."""
+    """0 where a bool mask allows a pair and -inf elsewhere, as in SDPA; an additive mask in `dtype`."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), float("-inf"))

@@ -1,15 +1,15 @@
 """Attention by a plan, as operators that autograd, autocast and `torch.compile` know.
 
-| operator | what |
+| operator | result |
 |---|---|
 | `attention_plan(mask, heads, rows)` | the plan of a mask, once per batch |
-| `sparse_attention(query, key, value, mask, plan, scale)` | attention; what a graph calls |
-| `sparse_attention_forward`, `sparse_attention_backward` | what that is made of on the CPU |
+| `sparse_attention(query, key, value, mask, plan, scale)` | attention, as a graph calls it |
+| `sparse_attention_forward`, `sparse_attention_backward` | its parts on the CPU |
 
 On the CPU, `sparse_attention` is `scaled_dot_product_attention(query, key, value, mask)` within rounding, and bit for
-bit where the plan is dense. Forward gives the log-sum-exp of each row besides: what backward needs is saved, recomputed
-in checkpoints, and moved as any activation. Backward of backward raises. On CUDA devices it becomes FlexAttention while
-a graph is traced; elsewhere it is SDPA.
+bit where the plan is dense. Forward also returns the log-sum-exp of each row, so that what backward needs is saved,
+recomputed in checkpoints, and moved like any activation. Backward of backward raises. On CUDA devices the operator
+becomes FlexAttention while a graph is traced; elsewhere it is SDPA.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.library import Library, custom_op
+from torch.library import custom_op
 
-from fxpasses.runtime.attention import cpu, cuda
+from fxpasses.runtime import autocast
+from fxpasses.runtime.attention import cpu, cuda, dense
 from fxpasses.runtime.attention import plan as plans
+from fxpasses.runtime.attention.flash import Attention
 from fxpasses.runtime.attention.plan import four_dimensional
 
-AUTOCAST_DEVICES = ("cpu", "cuda")
 _NO_PLAN = 8  # words of a plan on devices where nothing reads it
 
 
 @custom_op("fxpasses::attention_plan", mutates_args=())
 def attention_plan(mask: Tensor, heads: int = 8, rows: int | None = None) -> Tensor:
-    """The plan of a mask, int32, on the mask's device; its size follows from the mask's. No gradients.
+    """The plan of a mask, int32, on the mask's device; its size depends on the mask's alone. No gradients.
 
-    mask: as `scaled_dot_product_attention` takes it, bool (True: may attend) or additive, [..., Tq, Tk] of 2 to 4
-    dimensions. heads: how many heads of queries share what is computed for one head of the mask, to weigh costs.
-    rows: Tq, for a mask of one row for all. On the CPU the host reads the mask; on a device it does not.
+    mask: bool (True: may attend) or additive, [..., Tq, Tk] of 2 to 4 dimensions, as in `scaled_dot_product_attention`.
+    heads: the number of heads of queries that share one head of the mask, to weigh costs. rows: Tq, where one row of
+    the mask stands for all. The host reads the mask if it lies on the CPU, and never from a device.
     """
     mask = four_dimensional(mask, rows)
     if mask.device.type == "cpu":
@@ -48,9 +48,9 @@ def attention_plan(mask: Tensor, heads: int = 8, rows: int | None = None) -> Ten
 def plan_in_blocks(
     rows: plans.Rows, shape: tuple[int, int, int, int], heads: int = 8, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """The plan of a mask that is never held as a whole; with it, `sparse_attention` takes None for the mask.
+    """The plan of a mask that never exists as a whole; with it, `sparse_attention` takes None for the mask.
 
-    rows: `rows(start, stop)` gives bool [B, H, stop - start, Tk] on the device. shape: [B, H, Tq, Tk] of the mask.
+    rows: `rows(start, stop)` returns bool [B, H, stop - start, Tk] on the device. shape: [B, H, Tq, Tk] of the mask.
     Raises `ValueError` for devices that have no attention by plans.
     """
     kind = torch.device(device).type
@@ -72,11 +72,13 @@ def sparse_attention_forward(
     mask_dtype: torch.dtype | None = None,
     form: str = "fused",
 ) -> tuple[Tensor, Tensor]:
-    """As `sparse_attention`, on the CPU; also the log-sum-exp of each row, float32 [B, H, Tq] (float64 for float64).
+    """`sparse_attention` on the CPU, and the log-sum-exp of each row, float32 [B, H, Tq] (float64 for float64).
 
-    mask_dtype: what an additive mask is cast to where it is used, as autocast would; the whole of it is never copied.
+    mask_dtype: the dtype of autocast, to which parts of an additive mask are cast where they are used; the mask as a
+    whole is never copied.
     """
-    out, logsumexp = cpu.forward(query, key, value, mask, plan, scale, mask_dtype, form)
+    planned = cpu.Planned(Attention(query, key, value, mask, scale), plan, mask_dtype, form)
+    out, logsumexp = cpu.forward(planned)
     return _heads_together(out), _heads_together(logsumexp)
 
 
@@ -95,8 +97,8 @@ def sparse_attention_backward(
     form: str = "fused",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, from those of the output."""
-    grads = cpu.backward(grad, query, key, value, mask, plan, out, logsumexp, scale, mask_dtype, form)
-    first, second, third = (_heads_together(part) for part in grads)
+    planned = cpu.Planned(Attention(query, key, value, mask, scale), plan, mask_dtype, form)
+    first, second, third = (_heads_together(part) for part in cpu.backward(planned, grad, out, logsumexp))
     return first, second, third
 
 
@@ -109,17 +111,17 @@ def sparse_attention(
     scale: float | None = None,
     form: str = "fused",
 ) -> Tensor:
-    """`scaled_dot_product_attention(query, key, value, mask)`, but for pairs that the mask rules out.
+    """`scaled_dot_product_attention(query, key, value, mask)`, without the pairs that the mask rules out.
 
     query: [B, H, Tq, D]. key: [B, Hkv, Tk, D], value: [B, Hkv, Tk, Dv], H a multiple of Hkv: groups of queries share a
-    head of keys, which is not copied. mask: what `plan` was made from, broadcast to [B, H, Tq, Tk], or None where the
-    plan was made by `plan_in_blocks`; it gets no gradient. scale: 1 / sqrt(D) by default. Returns [B, H, Tq, Dv], in
-    memory [B, Tq, H, Dv]. A row that sees nothing is 0. Raises `ValueError` where the plan is for other sizes.
+    head of keys, which is not copied. mask: the mask that `plan` was made from, broadcast to [B, H, Tq, Tk], or None if
+    `plan_in_blocks` made the plan; it gets no gradient. scale: 1 / sqrt(D) by default. Returns [B, H, Tq, Dv], in
+    memory [B, Tq, H, Dv]. A row that may attend to nothing is 0. Raises `ValueError` if the plan is for other sizes.
 
-    form: what it stands for, which says what a dense plan does. "fused": SDPA of these operands. "repeated": SDPA of
-    keys and values copied for each head of queries. "written": matmul, the mask added, softmax, matmul; "filled": the
-    same with the mask's values in place of scores. These are SDPA up to rounding, but where finite values hide a whole
-    row of the mask: then all of the attention is computed as it is written, whatever the plan.
+    form: the program that the operator replaces, which is what a dense plan runs. "fused": SDPA of these operands.
+    "repeated": SDPA of keys and values copied for each head of queries. "written": matmul, the mask added, softmax,
+    matmul; "filled": the same with the mask's values in place of scores. The last two are SDPA up to rounding, unless
+    finite values hide a whole row of the mask: then the attention is computed as written, whatever the plan.
     """
     if mask is not None and mask.requires_grad:
         raise ValueError("attention by a plan gives its mask no gradient, but the mask requires one")
@@ -127,11 +129,10 @@ def sparse_attention(
         return sparse_attention_forward(query, key, value, mask, plan, scale, None, form)[0]
     if query.device.type == "cuda" and (mask is None or torch._guards.detect_fake_mode([query]) is not None):
         four = None if mask is None else four_dimensional(mask, query.shape[-2])
-        return cuda.attend(query, key, value, four, plan, scale)
+        return cuda.attend(Attention(query, key, value, four, scale), plan)
     if mask is None:
         raise ValueError(f"there is no attention without a mask on {query.device}")
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+    return dense.composed(Attention(query, key, value, mask, scale))
 
 
 def _heads_together(tensor: Tensor) -> Tensor:
@@ -153,17 +154,8 @@ def _(mask: Tensor, heads: int = 8, rows: int | None = None) -> Tensor:
 
 
 @sparse_attention_forward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    plan: Tensor,
-    scale: float | None = None,
-    mask_dtype: torch.dtype | None = None,
-    form: str = "fused",
-) -> tuple[Tensor, Tensor]:
-    batch, heads, rows, _ = query.shape
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, rows = query.shape[:3]
     accumulator = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
     return out, query.new_empty(batch, rows, heads, dtype=accumulator).transpose(1, 2)
@@ -197,44 +189,35 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
 
 sparse_attention_forward.register_autograd(_backward, setup_context=_save)
 
-_library = Library("fxpasses", "FRAGMENT")  # a registration lives as long as its library
-_library.define(
+autocast.library.define(
     "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor plan, float? scale=None, "
     'str form="fused") -> Tensor',
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.impl("sparse_attention", sparse_attention, "CompositeImplicitAutograd")
-
-
-# Autocast: SDPA's dtype is that of autocast.
+autocast.library.impl("sparse_attention", sparse_attention, "CompositeImplicitAutograd")
 
 
 def _autocast(device_type: str) -> Any:
+    """Autocast runs SDPA in its own dtype."""
+
     def rule(
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
         plan: Tensor,
-        scale: float | None = None,
+        scale: Any = None,
         form: str = "fused",
     ) -> Tensor:
-        dtype = torch.get_autocast_dtype(device_type)
-
-        def cast(tensor: Tensor) -> Tensor:
-            castable = tensor.is_floating_point() and tensor.dtype != torch.float64
-            return tensor.to(dtype) if castable and tensor.device.type == device_type else tensor
-
-        q, k, v = cast(query), cast(key), cast(value)
+        q, k, v = (autocast.cast(operand, device_type) for operand in (query, key, value))
         with torch.autocast(device_type, enabled=False):
             if device_type != "cpu":
-                mask = None if mask is None else cast(mask)
+                mask = autocast.cast(mask, device_type)
                 return torch.ops.fxpasses.sparse_attention(q, k, v, mask, plan, scale, form)
-            castable = mask is not None and mask.is_floating_point() and mask.dtype != torch.float64
-            return sparse_attention_forward(q, k, v, mask, plan, scale, dtype if castable else None, form)[0]
+            dtype = torch.get_autocast_dtype(device_type) if autocast.is_castable(mask) else None
+            return sparse_attention_forward(q, k, v, mask, plan, scale, dtype, form)[0]
 
     return rule
 
 
-for _device_type in AUTOCAST_DEVICES:
-    _library.impl("sparse_attention", _autocast(_device_type), f"Autocast{_device_type.upper()}")
+autocast.register("sparse_attention", _autocast)

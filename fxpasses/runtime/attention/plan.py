@@ -1,45 +1,47 @@
-"""A plan: one int32 tensor on the CPU that says in tiles what a mask allows. It holds no handle to anything else.
+"""A plan: one int32 tensor on the CPU that describes in tiles what a mask allows. It refers to nothing else.
 
-| words | what |
+| words | content |
 |---|---|
 | 8 | `Header` |
 | `most_tiles(rows) * B * H` x 9 | tiles: elements, heads, rows and columns as [from, to), and a `Kind` |
-| B x H x rows x 2 | the interval of columns that each row sees |
-| B x H x rows x columns / 32 | only in a plan made in blocks: bits of the rows for which an interval is not enough |
+| B x H x rows x 2 | the interval of columns that each row attends to |
+| B x H x rows x columns / 32 | only in a plan made in blocks: the bits of irregular rows |
 
-Its size follows from the mask's, so that no batch recompiles. The bits lie in memory that the system gives out when it
-is written to: documents and windows never touch it.
+Its size depends on the mask's alone, so no batch recompiles. The system allocates the memory of the bits when it is
+written to: documents and windows never touch it.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fxpasses.runtime.attention import cost, tiles
+from fxpasses.runtime.attention.cost import heads_in_sequence
 from fxpasses.runtime.attention.intervals import Intervals, has_blind_rows, intervals_of
 
 Rows = Callable[[int, int], torch.Tensor]
-_BLOCK = 1 << 21  # pairs of a mask that are looked at together
+_BLOCK = 1 << 21  # pairs of a mask that are read together
 _BITS = 32
 
 
 class Kind(IntEnum):
-    FULL = 0  # each row sees every column
-    INTERVALS = 1  # each row sees its interval
-    VALUES = 2  # what the mask says itself, or the bits
-    CAUSAL = 3  # a square; each row sees the columns up to its own
+    FULL = 0  # each row attends to every column
+    INTERVALS = 1  # each row attends to its interval
+    VALUES = 2  # the mask itself decides, or the bits
+    CAUSAL = 3  # a square; each row attends to the columns up to its own
 
 
 class Header(NamedTuple):
     """tiled: 0 for a dense plan, which has neither tiles nor sizes. in_blocks: whether bits follow.
 
-    blind: whether there are rows that an additive mask hides by finite values throughout.
+    blind: whether finite values of an additive mask rule out all of some row.
     """
 
     tiled: int
@@ -53,7 +55,7 @@ class Header(NamedTuple):
 
 
 class PlacedTile(NamedTuple):
-    """A tile with the elements [b0, b1) of the batch and the heads [h0, h1) that it holds for."""
+    """A tile of the elements [b0, b1) of the batch and the heads [h0, h1)."""
 
     b0: int
     b1: int
@@ -66,7 +68,7 @@ class PlacedTile(NamedTuple):
     kind: int
 
     def pairs(self, batch: int, heads: int) -> int:
-        """How many pairs it computes, where the plan's mask is broadcast to so many elements and heads."""
+        """The pairs that the tile computes if each element and head of the plan stands for `batch` and `heads` ones."""
         rows, columns = self.stop - self.start, self.right - self.left
         pairs = rows * (rows + 1) // 2 if self.kind == Kind.CAUSAL else rows * columns
         return (self.b1 - self.b0) * batch * (self.h1 - self.h0) * heads * pairs
@@ -74,7 +76,7 @@ class PlacedTile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A plan as numbers. first, last: int32 [B, H, rows]. bits: int32 [B, H, rows, words], if it was made in blocks."""
+    """A plan's numbers. first, last: int32 [B, H, rows]. bits: int32 [B, H, rows, words] if it was made in blocks."""
 
     header: Header
     tiles: tuple[PlacedTile, ...]
@@ -88,7 +90,7 @@ class Plan:
 
 
 def plan_size(batch: int, heads: int, rows: int, columns: int, in_blocks: bool = False) -> int:
-    """Words of a plan; takes symbolic sizes."""
+    """The number of words in a plan; sizes may be symbolic."""
     table = tiles.most_tiles(rows) * len(PlacedTile._fields)
     bits = rows * ((columns + _BITS - 1) // _BITS) if in_blocks else 0
     return len(Header._fields) + batch * heads * (table + 2 * rows + bits)
@@ -106,9 +108,10 @@ def four_dimensional(mask: torch.Tensor, rows: int | None = None) -> torch.Tenso
 def plan_of(mask: torch.Tensor, heads: int) -> torch.Tensor:
     """The plan of a mask [B, H, rows, columns]: bool (True: may attend) or additive, on the CPU; any strides.
 
-    heads: how many heads share what is computed for one of the mask's. Dense where tiles would save less than a tenth.
+    heads: the number of heads that share one head of the mask. The plan is dense where tiles would save less than a
+    tenth.
     """
-    # What is expanded is looked at once; a plan says it for all.
+    # An expanded dimension is read once; the plan holds for all of it.
     batch, mask_heads, rows, columns = mask.shape
     once = mask[: 1 if mask.stride(0) == 0 else batch, : 1 if mask.stride(1) == 0 else mask_heads]
     repeated = rows > 1 and mask.stride(2) == 0
@@ -116,31 +119,31 @@ def plan_of(mask: torch.Tensor, heads: int) -> torch.Tensor:
         once = once[:, :, :1]
     blind = False
 
-    def look(start: int, block: torch.Tensor, irregular: torch.Tensor) -> None:
+    def check(start: int, block: torch.Tensor, irregular: torch.Tensor) -> None:
         nonlocal blind
         if not blind and block.dtype != torch.bool:
             blind = has_blind_rows(block[irregular])
 
-    seen = _read(lambda start, stop: once[:, :, start:stop], (*once.shape[:2], once.shape[2], columns), look)
-    seen = Intervals(
-        *(part.expand(part.shape[0], part.shape[1], rows) if repeated else part for part in seen),
-    )
-    placed = _place(seen, (batch, mask_heads), heads)
+    intervals = _read(lambda start, stop: once[:, :, start:stop], (*once.shape[:2], once.shape[2], columns), check)
+    if repeated:
+        intervals = Intervals(*(part.expand(*part.shape[:2], rows) for part in intervals))
+    placed = _place(intervals, (batch, mask_heads), heads)
     computed = sum(_price(tile, heads) for tile in placed)
-    all_heads = _sequence(heads * batch * mask_heads)
+    all_heads = heads_in_sequence(heads * batch * mask_heads)
     worthwhile = computed <= cost.WORTHWHILE * cost.dense(rows, columns, all_heads)
     plan = torch.zeros(plan_size(batch, mask_heads, rows, columns), dtype=torch.int32)
     if worthwhile:
-        _write(plan, Header(1, len(placed), batch, mask_heads, rows, columns, 0, blind), placed, seen)
+        _write(plan, Header(1, len(placed), batch, mask_heads, rows, columns, 0, blind), placed, intervals)
     else:
-        _write(plan, Header(0, 0, 0, 0, 0, 0, 0, blind), [], None)
+        plan[Header._fields.index("blind")] = blind
     return plan
 
 
 def plan_in_blocks(rows: Rows, shape: tuple[int, int, int, int], heads: int) -> torch.Tensor:
-    """The plan of a mask that is never held: `rows(start, stop)` gives its rows as bool [B, H, stop - start, columns].
+    """The plan of a mask that never exists as a whole.
 
-    shape: [B, H, rows, columns] of the mask. Such a plan is never dense, so that nobody needs the mask.
+    rows: `rows(start, stop)` returns bool [B, H, stop - start, columns]. shape: [B, H, rows, columns] of the mask. Such
+    a plan is never dense, so nothing needs the mask.
     """
     plan = _untouched(plan_size(*shape, in_blocks=True))
     words = (shape[3] + _BITS - 1) // _BITS
@@ -150,14 +153,14 @@ def plan_in_blocks(rows: Rows, shape: tuple[int, int, int, int], heads: int) -> 
         if irregular.any():
             bits[:, :, start : start + block.shape[2]][irregular] = pack(block[irregular])
 
-    seen = _read(rows, shape, keep)
-    placed = _place(seen, shape[:2], heads)
-    _write(plan, Header(1, len(placed), *shape, 1), placed, seen)
+    intervals = _read(rows, shape, keep)
+    placed = _place(intervals, shape[:2], heads)
+    _write(plan, Header(1, len(placed), *shape, 1), placed, intervals)
     return plan
 
 
 def read(plan: torch.Tensor) -> Plan:
-    """A plan's numbers, without a copy of its intervals and bits."""
+    """A plan's numbers; its intervals and bits are views."""
     header = Header(*plan[: len(Header._fields)].tolist())
     fields = len(PlacedTile._fields)
     begin = len(Header._fields)
@@ -187,18 +190,17 @@ def unpack(bits: torch.Tensor, left: int, right: int) -> torch.Tensor:
 
 def _read(rows: Rows, shape: tuple[int, ...], keep: Callable[..., None] | None = None) -> Intervals:
     batch, heads, count, columns = shape
-    # Written into, not gathered: small tensors that stay would lie between the blocks in the heap, and keep it from
-    # reusing their memory.
+    # Written in place, not concatenated: small tensors that stay alive would fragment the heap between the blocks.
     bounds = torch.empty(2, batch, heads, count, dtype=torch.int32)
     first, last = bounds
-    seen = Intervals(first, last, torch.empty(batch, heads, count, dtype=torch.bool))
+    intervals = Intervals(first, last, torch.empty(batch, heads, count, dtype=torch.bool))
     for start, stop in _steps(count, max(1, _BLOCK // max(1, batch * heads * columns))):
         block = rows(start, stop)
-        for whole, part in zip(seen, intervals_of(block), strict=True):
+        for whole, part in zip(intervals, intervals_of(block), strict=True):
             whole[..., start:stop] = part
         if keep is not None:
-            keep(start, block, seen.irregular[..., start:stop])
-    return seen
+            keep(start, block, intervals.irregular[..., start:stop])
+    return intervals
 
 
 def _steps(count: int, step: int) -> Iterator[tuple[int, int]]:
@@ -206,17 +208,16 @@ def _steps(count: int, step: int) -> Iterator[tuple[int, int]]:
         yield start, min(count, start + step)
 
 
-def _place(seen: Intervals, extent: tuple[int, int], heads: int) -> list[PlacedTile]:
-    """Tiles for each stretch of elements and heads that see the same. extent: elements and heads of the mask itself."""
-    rows = [
-        [_Seen(*of_head) for of_head in zip(*of_element, strict=True)] for of_element in zip(*_lists(seen), strict=True)
-    ]
+def _place(intervals: Intervals, extent: tuple[int, int], heads: int) -> list[PlacedTile]:
+    """The tiles of each run of elements and heads with equal rows. extent: elements and heads of the mask itself."""
+    lists = [part.tolist() for part in intervals]
+    rows = [[_Rows(*head) for head in zip(*element, strict=True)] for element in zip(*lists, strict=True)]
     placed = []
-    for b0, b1, h0, h1 in _stretches(rows):
+    for b0, b1, h0, h1 in _equal_ranges(rows):
         first, last, irregular = rows[b0][h0]
         where = (b0, extent[0] if len(rows) == 1 else b1, h0, extent[1] if len(rows[0]) == 1 else h1)
         share = heads * (where[1] - where[0]) * (where[3] - where[2])
-        for tile in tiles.cut(first, last, _sequence(share)):
+        for tile in tiles.cut(first, last, heads_in_sequence(share)):
             if True in irregular[tile.start : tile.stop]:
                 kind = Kind.VALUES
             elif tiles.is_causal(tile, first, last):
@@ -227,26 +228,22 @@ def _place(seen: Intervals, extent: tuple[int, int], heads: int) -> list[PlacedT
     return placed
 
 
-class _Seen(NamedTuple):
-    """`Intervals` of one element and head, as lists."""
+class _Rows(NamedTuple):
+    """The `Intervals` of one element and head as lists."""
 
     first: list[int]
     last: list[int]
     irregular: list[bool]
 
-    def is_as(self, other: _Seen) -> bool:
-        """Whether intervals say it all of both, and the same."""
+    def equals(self, other: _Rows) -> bool:
+        """Whether both have the same intervals and no irregular rows."""
         return True not in self.irregular and True not in other.irregular and self == other
 
 
-def _lists(seen: Intervals) -> Iterator[Any]:
-    return (part.tolist() for part in seen)
-
-
-def _stretches(rows: list[list[_Seen]]) -> Iterator[tuple[int, int, int, int]]:
-    """Neighbours that see the same, where intervals say it all: ranges of elements, then of heads within one."""
+def _equal_ranges(rows: list[list[_Rows]]) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of equal neighbours: ranges of elements, or else of the heads within each element."""
     heads = len(rows[0]) if rows else 0
-    if heads == 1 or all(head.is_as(element[0]) for element in rows for head in element):
+    if heads == 1 or all(head.equals(element[0]) for element in rows for head in element):
         for b0, b1 in _runs([element[0] for element in rows]):
             yield b0, b1, 0, heads
         return
@@ -255,37 +252,31 @@ def _stretches(rows: list[list[_Seen]]) -> Iterator[tuple[int, int, int, int]]:
             yield b, b + 1, h0, h1
 
 
-def _runs(rows: list[_Seen]) -> Iterator[tuple[int, int]]:
+def _runs(rows: list[_Rows]) -> Iterator[tuple[int, int]]:
     start = 0
     for stop in range(1, len(rows) + 1):
-        if stop == len(rows) or not rows[start].is_as(rows[stop]):
+        if stop == len(rows) or not rows[start].equals(rows[stop]):
             yield start, stop
             start = stop
 
 
 def _price(placed: PlacedTile, heads: int) -> float:
-    share = _sequence(heads * (placed.b1 - placed.b0) * (placed.h1 - placed.h0))
-    tile = tiles.Tile(placed.start, placed.stop, placed.left, placed.right)
-    return tiles.price(tile, share, placed.kind == Kind.CAUSAL)
+    share = heads_in_sequence(heads * (placed.b1 - placed.b0) * (placed.h1 - placed.h0))
+    return tiles.price(tiles.Tile(*placed[4:8]), share, placed.kind == Kind.CAUSAL)
 
 
-def _sequence(heads: int) -> float:
-    return cost.heads_in_sequence(heads)
-
-
-def _write(plan: torch.Tensor, header: Header, placed: list[PlacedTile], seen: Intervals | None) -> None:
-    fields = len(PlacedTile._fields)
-    begin = len(Header._fields)
+def _write(plan: torch.Tensor, header: Header, placed: list[PlacedTile], intervals: Intervals) -> None:
+    """Fill in a plan of zeros."""
+    fields, begin = len(PlacedTile._fields), len(Header._fields)
     plan[:begin] = torch.tensor(header, dtype=torch.int32)
-    if seen is None:
-        return
     if placed:
         plan[begin : begin + len(placed) * fields] = torch.tensor(placed, dtype=torch.int32).flatten()
+    shape = (header.batch, header.heads, header.rows)
     begin += header.batch * header.heads * tiles.most_tiles(header.rows) * fields
-    intervals = plan[begin:][: 2 * header.batch * header.heads * header.rows]
-    intervals.view(2, header.batch, header.heads, header.rows).copy_(torch.stack([seen.first, seen.last]))
+    words = plan[begin : begin + 2 * math.prod(shape)]
+    words.view(2, *shape).copy_(torch.stack(intervals[:2]))
 
 
 def _untouched(words: int) -> torch.Tensor:
-    """Zeros that take no memory until they are written to."""
+    """Zeros that occupy no memory until they are written."""
     return torch.frombuffer(mmap.mmap(-1, 4 * words), dtype=torch.int32)

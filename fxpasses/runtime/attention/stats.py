@@ -9,12 +9,13 @@ from fxpasses.units import amount
 
 @dataclass
 class AttentionStats:
-    """Counts since the process began, or since the last reset, of attention on the CPU in forward; each recomputation
-    of a checkpoint counts. A device's plans are not read, and not counted.
+    """Counts of forward attention on the CPU since the process began, or since the last reset.
 
-    calls: attentions that had a plan. tiled: those of them that ran in tiles.
-    pairs: query times key, for each head: what there was. pairs_computed: what was computed of it. flops and
-    flops_computed: what their two products take, two for each multiply-add.
+    Each recomputation in a checkpoint counts. Plans on a device are never read, so they are not counted.
+
+    calls: attentions with a plan. tiled: those that ran in tiles. pairs: all pairs of query and key, per head.
+    pairs_computed: those that were computed. flops, flops_computed: the operations of their two products, two for each
+    multiply-add.
     """
 
     calls: int = 0
@@ -25,13 +26,13 @@ class AttentionStats:
     flops_computed: int = 0
 
     def since(self, before: AttentionStats) -> AttentionStats:
-        """What came after `before`; all of it where the counts were reset meanwhile."""
+        """The counts after `before`; all of them if they were reset in between."""
         if any(getattr(self, field.name) < getattr(before, field.name) for field in fields(self)):
             return self
         return AttentionStats(*(getattr(self, field.name) - getattr(before, field.name) for field in fields(self)))
 
     def __str__(self) -> str:
-        """`attention: 43 % of 4.2 M pairs of tokens, 46 M of 107 M FLOPs of forward`; "" where none had a plan."""
+        """`attention: 43 % of 4.2 M pairs of tokens, 46 M of 107 M FLOPs of forward`; "" if no attention had a plan."""
         if not self.pairs:
             return ""
         share = f"{100 * self.pairs_computed / self.pairs:.0f} % of {amount(self.pairs)} pairs of tokens"
@@ -42,7 +43,7 @@ _now = AttentionStats()
 
 
 def attention_stats(reset: bool = False) -> AttentionStats:
-    """A copy of the counts; with `reset`, they start again from 0, so that they can be read once per step."""
+    """A copy of the counts; with `reset` they restart from 0, to be read once per step."""
     taken = replace(_now)
     if reset:
         for field in fields(_now):
@@ -51,7 +52,7 @@ def attention_stats(reset: bool = False) -> AttentionStats:
 
 
 def count(computed: int, pairs: int, flops: int, tiled: bool) -> None:
-    """flops: for each pair."""
+    """flops: per pair."""
     _now.calls += 1
     _now.tiled += tiled
     _now.pairs += pairs

@@ -1,10 +1,10 @@
-"""Rows of one mask cut into tiles, each with the columns that any of its rows sees.
+"""Cuts the rows of one mask into tiles, each with the columns that any of its rows attends to.
 
-Every row lies in one tile, so that its softmax is one call's; rows that see nothing may lie in none. Documents with a
-causal mask give a staircase of bands, windows a band of parallelograms, padding one rectangle, a prefix a rectangle and
-a staircase; a long causal document stays whole.
+Every row lies in one tile, so that one call computes its softmax; rows that attend to nothing may lie in none.
+Documents with a causal mask give a staircase of bands, windows a band of parallelograms, padding one rectangle, a
+prefix a rectangle and a staircase; a long causal document stays whole.
 
-Rows come as lists: a tensor that is asked number by number is a host read each time.
+Rows are lists: each element read from a tensor would be a host read.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from fxpasses.runtime.attention import cost
 
-SHORTEST = 16  # rows between two cuts, at least: a plan has room for so many tiles
+SHORTEST = 16  # rows between two cuts, at least; it bounds the number of tiles, for which a plan has room
 _STEP = 64  # rows between regular cuts
-_LONGEST = 256  # rows of a tile that is no rectangle; longer ones compute more of what is ruled out
+_LONGEST = 256  # rows of a tile that is no rectangle; longer tiles compute more ruled-out pairs
 
 
 class Tile(NamedTuple):
@@ -29,12 +29,12 @@ class Tile(NamedTuple):
 
 
 def most_tiles(rows: int) -> int:
-    """How many tiles `cut` makes of so many rows at most; takes symbolic sizes."""
+    """The largest number of tiles that `cut` makes of `rows` rows, which may be symbolic."""
     return rows // SHORTEST + 1
 
 
 def cut(first: list[int], last: list[int], heads: float) -> list[Tile]:
-    """The tiles of least cost, in order. first, last: of each row, as in `Intervals`. heads: how many share them."""
+    """The tiles of least cost, in order. first, last: of each row, as in `Intervals`. heads: how many share a tile."""
     cuts = _candidates(first, last)
     whole = {begin for begin, end in itertools.pairwise(cuts) if _is_long_document(begin, end, first, last)}
     spans = _spans(first, last, cuts)
@@ -73,7 +73,7 @@ def price(tile: Tile, heads: float, causal: bool) -> float:
 
 
 def is_full(tile: Tile, first: list[int], last: list[int]) -> bool:
-    """Whether each row of the tile sees all its columns, as far as intervals tell."""
+    """Whether the interval of each row is the tile's full width."""
     rows, count = slice(tile.start, tile.stop), tile.stop - tile.start
     return first[rows].count(tile.left) == count == last[rows].count(tile.right)
 
@@ -92,9 +92,9 @@ def _is_long_document(begin: int, end: int, first: list[int], last: list[int]) -
 
 
 def _candidates(first: list[int], last: list[int]) -> list[int]:
-    """Where a cut may lie: where a row sees something else than the one before, and between these at every `_STEP`.
+    """Where a cut may lie: where a row's interval jumps, and at every `_STEP` rows between two jumps.
 
-    Regular cuts count from a stretch's end: bands of one height then end in the same triangle, and share one mask.
+    Regular cuts are counted from the next jump: bands of one height then end in the same triangle, and share one mask.
     """
     rows = len(first)
     jumps = [r for r in range(1, rows) if abs(first[r] - first[r - 1]) > 1 or abs(last[r] - last[r - 1]) > 1]
@@ -110,7 +110,7 @@ def _candidates(first: list[int], last: list[int]) -> list[int]:
 
 
 def _spans(first: list[int], last: list[int], cuts: list[int]) -> list[tuple[int, int]]:
-    """The columns that any row between two cuts sees; an empty interval at infinity where none sees any."""
+    """The columns that any row between two cuts attends to; an empty interval at infinity where there are none."""
     spans = []
     for begin, end in itertools.pairwise(cuts):
         seen = [row for row in range(begin, end) if last[row] > first[row]]

@@ -1,49 +1,45 @@
-"""Attention of all pairs, written out in PyTorch's operators, for rows that a mask hides by finite values throughout.
+"""Attention over all pairs in PyTorch's operators, for rows in which finite values of the mask hide every column.
 
-Of a score to which the least float32 is added nothing is left, so such a row weighs all values alike. The flash kernel
-gives the same output and, on the CPU, gradients that are as many times too large as there are columns (torch 2.11 to
-2.15): it recomputes weights from the log-sum-exp, in which the logarithm of their number is lost for the same reason.
+A score plus the least float32 is the least float32, so such a row weighs all values alike. The flash kernel gives the
+same output, but on the CPU its gradients are too large by a factor of the number of columns (torch 2.11 to 2.15): it
+recomputes weights from the log-sum-exp, where the logarithm of that number is rounded away for the same reason.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fxpasses.runtime.attention.dense import Gradients, added_up, repeated
+from fxpasses.runtime.attention.dense import added_up, repeated
+from fxpasses.runtime.attention.flash import Attention, Gradients
 
 
-def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """[B, H, Tq, Dv] in the dtype of `query`; mask: additive. As Hugging Face writes attention, bit for bit."""
-    weights = _weights(query, repeated(key, query.shape[1]), mask, scale)
+def forward(attention: Attention) -> torch.Tensor:
+    """[B, H, Tq, Dv] in the dtype of the query, bit for bit as Hugging Face writes attention."""
+    query, key, value = attention[:3]
+    weights = _weights(attention, repeated(key, query.shape[1]))
     return torch.matmul(weights.to(query.dtype), repeated(value, query.shape[1]))
 
 
-def backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    filled: bool,
-) -> Gradients:
-    """What autograd makes of `forward`: an operator's own implementation runs below autograd.
+def backward(attention: Attention, grad: torch.Tensor, filled: bool) -> Gradients:
+    """What autograd makes of `forward`; an operator's own implementation runs below autograd.
 
-    filled: whether the mask's values were put in place of scores, which then get no gradient, and not added to them.
+    filled: whether the mask's values replace scores, which then get no gradient, instead of being added to them.
     """
+    query, key, value, mask, *_ = attention
     keys, values = (repeated(tensor, query.shape[1]) for tensor in (key, value))
-    weights = _weights(query, keys, mask, scale)
+    weights = _weights(attention, keys)
     to_values = torch.matmul(weights.to(query.dtype).transpose(2, 3), grad)
     to_weights = torch.matmul(grad, values.transpose(2, 3)).to(weights.dtype)
     to_scores = torch.ops.aten._softmax_backward_data(to_weights, weights, -1, weights.dtype).to(query.dtype)
-    to_scores = (to_scores.masked_fill(mask != 0, 0) if filled else to_scores) * scale
+    if filled and mask is not None:
+        to_scores = to_scores.masked_fill(mask != 0, 0)
+    to_scores = to_scores * attention.factor
     to_keys = torch.matmul(query.transpose(2, 3), to_scores).transpose(2, 3)
-    to_query = torch.matmul(to_scores, keys)
-    return to_query, added_up(to_keys, key.shape[1]), added_up(to_values, value.shape[1])
+    return torch.matmul(to_scores, keys), added_up(to_keys, key.shape[1]), added_up(to_values, value.shape[1])
 
 
-def _weights(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    scores = torch.matmul(query, keys.transpose(2, 3)) * scale + mask
+def _weights(attention: Attention, keys: torch.Tensor) -> torch.Tensor:
+    query, mask = attention.query, attention.mask
+    scores = torch.matmul(query, keys.transpose(2, 3)) * attention.factor
+    scores = scores if mask is None else scores + mask
     return scores.softmax(-1, dtype=None if query.dtype == torch.float64 else torch.float32)

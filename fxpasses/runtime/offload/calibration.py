@@ -1,4 +1,4 @@
-"""What this machine does a second, by short measurements that are made once per device and process."""
+"""Rates of this machine, by short measurements once per device and process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = 1024
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second copied out and back, floating-point operations a second, and bytes a second read and written."""
+    """Per second: bytes copied out and back, floating-point operations, and bytes read and written."""
 
     out: float
     back: float
@@ -29,15 +29,15 @@ class Rates:
     memory: float
 
 
-# Where nothing can be measured: a slow disk beside a fast device, so that copies are not thought to be free.
+# Where nothing can be measured: a slow disk beside a fast device, so that copies do not seem to be free.
 _FALLBACK = Rates(1e9, 1e9, 1e11, 1e10)
 
 
 @functools.lru_cache
 def rates(tier: str, directory: str, device: torch.device) -> Rates:
-    """Measured in some tens of milliseconds; guesses where the tier does not work, which shows at its first use."""
+    """Measured in tens of milliseconds; a guess if the tier does not work, which its first use reports."""
     try:
-        # Asked for while a graph is compiled, when tensors are fake. Private name, checked on torch 2.11 and 2.13.
+        # Called while a graph is compiled, when tensors are fake. Private name, checked on torch 2.11 and 2.13.
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad(), stats.uncounted():
             return _measure(tier, directory, device)
     except (OSError, RuntimeError, MemoryError) as error:
@@ -81,7 +81,7 @@ def _compute(device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shorter of two runs."""
+    """The time of the faster of two runs."""
     measured = []
     for _ in range(2):
         _finish(device)

@@ -1,12 +1,12 @@
-"""The life of a moved tensor: written, waited for, read ahead, handed out.
+"""The life of a moved tensor: written, waited for, read ahead, returned.
 
-Copies in are started one tensor ahead of need, or more. What was read ahead and not handed out yet never takes more
-than a fixed number of slots: where they are full, the oldest loses its own and is read again when it is needed. So a
-backward pass that stopped in the middle, or several that alternate, cost time and never block one another.
+Copies in start at least one tensor ahead of need. Tensors that are read ahead and not yet returned occupy a fixed
+number of slots: when all are taken, the oldest tensor loses its slot and is read again when it is needed. So a backward
+pass that stopped midway, or several that alternate, cost time and never block one another.
 
-Where a device has no memory to read ahead, tensors are read when they are needed, up to the next forward pass. Where
-it has none for what is needed at once, the step fails as PyTorch has it fail, and the steps to come leave activations
-on the device.
+If a device has no memory to read ahead, tensors are read when they are needed, until the next forward pass. If it has
+no memory for a tensor that is needed at once, the step fails with PyTorch's own error, and later steps leave
+activations on the device.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ class Fetched:
 
 
 _stored: dict[int, Stored | Kept] = {}  # by the handle's storage
-_leaving: dict[int, int] = {}  # likewise: the address of a source whose copy was not waited for yet
-_ahead: dict[int, Fetched] = {}  # what was read ahead, the oldest first
-_tight: set[torch.device] = set()  # had no memory to read ahead: nothing is, up to the next forward pass
+_leaving: dict[int, int] = {}  # by the same key: the address of a source whose copy is not waited for yet
+_ahead: dict[int, Fetched] = {}  # tensors that were read ahead, the oldest first
+_tight: set[torch.device] = set()  # had no memory to read ahead: they do not until the next forward pass
 _full: set[torch.device] = set()  # had no memory for what backward needed at once: nothing leaves them any more
 
-# Dictionaries and sets alone, each changed in one step: finalizers run in the middle of anything, so a lock could be
-# held.
+# Only dictionaries and sets, each changed in one step: finalizers may run anywhere, even where a lock is held.
 
 
 def store(source: Tensor, tier: Tier) -> Tensor:
     """Start to move a tensor away; returns its handle, a CPU tensor of the same size, strides and dtype.
 
-    The source must stay as it is until `settle`.
+    The source must not change before `settle`.
     """
     data = layout.flat(source)
     if data.numel() == 0:
@@ -73,7 +72,7 @@ def _move(data: Tensor, tier: Tier) -> tuple[Tensor, Stored | Kept]:
 
 
 def _keep_where_full(data: Tensor) -> tuple[Tensor, Kept] | None:
-    """Leave a tensor on a device that was full in an earlier backward pass; None where it has no memory for this."""
+    """Keep a tensor on a device that was full in an earlier backward pass; None if it has no memory for a copy."""
     if data.device not in _full:
         return None
     try:
@@ -88,9 +87,9 @@ def _keep_where_full(data: Tensor) -> tuple[Tensor, Kept] | None:
 
 
 def settle(handle: Tensor, source: Tensor) -> None:
-    """Make the source of a handle free to be reused by what the graph does next.
+    """Free the source of a handle for reuse by the rest of the graph.
 
-    Raises `OffloadError` where a compiler gives a copy of the source: then nothing has kept the source's own memory.
+    Raises `OffloadError` if a compiler passes a copy of the source: then nothing has kept the source's own memory.
     """
     stored = _stored.get(_key(handle))
     if stored is None:
@@ -105,9 +104,9 @@ def settle(handle: Tensor, source: Tensor) -> None:
 
 
 def reload(handle: Tensor, device: torch.device, upcoming: Sequence[Tensor], slots: int) -> Tensor:
-    """The tensor behind a handle, on `device`; then start to read the `upcoming` ones ahead, in at most `slots` slots.
+    """The tensor behind a handle, on `device`; then start to read `upcoming` tensors ahead, in at most `slots` slots.
 
-    Raises `OffloadError` where the data does not come back.
+    Raises `OffloadError` if the data does not come back.
     """
     stored = _stored.get(_key(handle))
     if stored is None:
@@ -125,12 +124,12 @@ def reload(handle: Tensor, device: torch.device, upcoming: Sequence[Tensor], slo
 
 
 def _from_a_copy(handle: Tensor, device: torch.device) -> Tensor:
-    """What a handle without elements stands for, or one that hooks on saved tensors have replaced by a copy."""
+    """The tensor of a handle without elements, or of one that hooks on saved tensors have replaced by a copy."""
     if device.type != "cpu" and handle.numel():
         raise OffloadError(
             f"an activation of {layout.span(handle)} bytes does not come back to {device}: its handle was replaced by "
             "a copy, which holds nothing, as hooks on saved tensors do (torch.autograd.graph.save_on_cpu with "
-            'pin_memory, for one). Use them around what is compiled without "fastpack.offload"'
+            'pin_memory, for one). Use such hooks only around models compiled without "fastpack.offload"'
         )
     tensor = layout.empty_like(handle, device)
     layout.flat(tensor).copy_(layout.flat(handle))
@@ -138,7 +137,7 @@ def _from_a_copy(handle: Tensor, device: torch.device) -> Tensor:
 
 
 def _taken(handle: Tensor, device: torch.device) -> Fetched | None:
-    """What was read ahead for a handle, if it can be used here."""
+    """The tensor that was read ahead for a handle, if it can be used here."""
     fetched = _ahead.pop(_key(handle), None)
     if fetched is not None and (fetched.tensor.device != device or fetched.place != device_copies.place(device)):
         fetched.incoming.abandon()
@@ -147,14 +146,14 @@ def _taken(handle: Tensor, device: torch.device) -> Fetched | None:
 
 
 def _fetch(stored: Stored, handle: Tensor, device: torch.device) -> Fetched:
-    """Read what is needed now. A device that has no memory for it gives up what was read ahead."""
+    """Read a tensor that is needed now. A device without memory for it gives up the tensors that it read ahead."""
     try:
         return Fetched(stored, handle, device)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
     _tight.add(device)
-    _free_slots(0)  # what was read ahead can be read again
+    _free_slots(0)  # these tensors can be read again
     try:
         return Fetched(stored, handle, device)
     except (RuntimeError, MemoryError) as error:
@@ -202,7 +201,7 @@ def _forget(key: int, size: int) -> None:
 
 
 def _key(handle: Tensor) -> int:
-    """A storage by its identity, which nothing else has before its end. Its memory may go earlier, where it is kept.
+    """The identity of a storage, unique while it lives; a kept tensor's memory may go earlier.
 
     Private name, checked on torch 2.11 and 2.13: `UntypedStorage._cdata`.
     """

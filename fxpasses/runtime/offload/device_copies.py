@@ -1,8 +1,8 @@
-"""Copies between an accelerator and the host on streams of their own, one each way. The host waits for none of them.
+"""Copies between an accelerator and the host on two streams of their own, one each way. The host never waits for them.
 
-Memory is kept safe by order alone, without `record_stream`: a copy starts after all that was queued before it, what is
-copied from is kept until the computing stream has been made to wait for the copy, and what is copied to is allocated
-on the computing stream and handed out after the same wait. What is given up instead goes back to that stream after it.
+Order alone keeps memory safe, without `record_stream`: a copy starts after all work that was queued before it; its
+source is kept until the computing stream waits for the copy; its target is allocated on the computing stream and
+returned after the same wait. The memory of an abandoned target goes back to that stream after its copy.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fxpasses.runtime.offload import stats
 
 
 class Ticket(Protocol):
-    """A copy that was started, or another moment in a stream's work."""
+    """A copy that was started, or another point in a stream's work."""
 
     def wait(self) -> None:
-        """Order what the current stream does next after it."""
+        """Make the current stream wait for it."""
 
     def release(self) -> None:
-        """Order what the stream that asked for it does next after it, wherever this is called: in a finalizer, say.
+        """Make the stream that requested it wait for it; may be called anywhere, as in a finalizer.
 
-        Memory goes back to the stream that allocated it, so this makes the memory of a copy free to be used again.
+        Memory goes back to the stream that allocated it, so this frees the memory of a copy for reuse.
         """
 
     def synchronize(self) -> None:
@@ -38,18 +38,18 @@ class Copies(Protocol):
     """Starts copies between one device and the host."""
 
     def mark(self) -> Ticket:
-        """This moment of the current stream. Raises `OffloadError` while the stream's work is captured."""
+        """The current stream's position. Raises `OffloadError` while the stream is captured."""
 
     def start(
         self, target: Tensor, source: Tensor, out: bool, after: Iterable[Ticket], at: Ticket | None = None
     ) -> Ticket:
         """Queue a copy of bytes [n] behind the work up to `at` (None: all of the current stream's) and behind `after`.
 
-        Threads have a stream of their own: one that copies for another must be told the other's moment.
+        Each thread has its own current stream: a thread that copies for another needs the other's mark as `at`.
         """
 
     def place(self) -> object:
-        """Where work is queued now; memory that was allocated in one place is not handed out in another."""
+        """The stream where work is queued now; memory that was allocated on one stream is not returned on another."""
 
 
 @functools.lru_cache
@@ -59,15 +59,15 @@ def of(device: torch.device) -> Copies:
 
 
 def place(device: torch.device) -> object:
-    """Where the work of a device is queued now; the CPU has one place."""
+    """The stream where a device's work is queued now; None for the CPU."""
     return None if device.type == "cpu" else of(device).place()
 
 
 class DeviceTicket:
-    """An event: a moment of the stream `asked`, or the end of a copy that it asked for."""
+    """An event: a point in the work of the stream `requester`, or the end of a copy that it requested."""
 
-    def __init__(self, device: torch.device, event: torch.Event, asked: torch.Stream) -> None:
-        self._device, self.event, self.asked = device, event, asked
+    def __init__(self, device: torch.device, event: torch.Event, requester: torch.Stream) -> None:
+        self._device, self.event, self.requester = device, event, requester
 
     def wait(self) -> None:
         stream = torch.accelerator.current_stream(self._device)
@@ -78,14 +78,14 @@ class DeviceTicket:
         stats.stream_waits(before, after)
 
     def release(self) -> None:
-        self.asked.wait_event(self.event)
+        self.requester.wait_event(self.event)
 
     def synchronize(self) -> None:
         self.event.synchronize()
 
 
 class DeviceCopies:
-    """A stream out and a stream in, so that both directions of the bus can be busy."""
+    """One stream out and one stream in, so that both directions of the bus can be busy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,14 +115,14 @@ class DeviceCopies:
             target.copy_(source, non_blocking=True)
             event = torch.Event(self._device)
             event.record(stream)
-        return DeviceTicket(self._device, event, at.asked)
+        return DeviceTicket(self._device, event, at.requester)
 
     def place(self) -> object:
         return torch.accelerator.current_stream(self._device).stream_id
 
 
 def unified_memory(device: torch.device) -> bool:
-    """Whether the device and the host share their memory, so that moving frees nothing.
+    """Whether the device and the host share memory, so that moving a tensor frees nothing.
 
     Private detail, checked on torch 2.11 and 2.13: `is_integrated` of CUDA's device properties.
     """

@@ -1,9 +1,9 @@
-"""The disk tier: each moved tensor in an unlinked file of its own, written and read by threads while compute goes on.
+"""The disk tier: each moved tensor in an unlinked file of its own, written and read by threads during compute.
 
 The file has no name, or loses it before anything is written, so nothing is left behind however the process ends. The
-handle is mapped on it, and the data goes through `pwrite` and `pread`: a full disk or a broken one is then an error
-to deal with, where a mapped page would be a signal that kills the process. The mapping's pages are never touched, so
-they are not part of the process's memory, and the page cache is told to let go of what was written.
+handle is a mapping of it, but the data goes through `pwrite` and `pread`: a full or broken disk is then an error to
+handle, and not a signal that kills the process. The mapping's pages are never touched, so they are not part of the
+process's memory, and `posix_fadvise` drops written pages from the page cache.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fxpasses.errors import OffloadError
 from fxpasses.runtime.offload import device_copies, pinned, stats
 
 _CHUNK = 64 << 20  # bytes of one system call; Linux moves at most 2 GiB in one
-_STAGED = 4  # tensors of an accelerator that may lie in host memory on their way to the file
+_STAGED = 4  # tensors of an accelerator that may be in host memory on their way to the file
 
 
 class UnlinkedFile:
-    """A file without a name, mode 0600, its space reserved. Raises `OSError` where the file system has no room.
+    """A file without a name, mode 0600, with its space reserved. Raises `OSError` if the file system has no room.
 
-    It is closed when nothing refers to it: a thread that still reads or writes does, so a number of a closed file,
-    which the system gives to the next one, is never written to.
+    The file is closed when nothing refers to it. A thread that still reads or writes does, so no thread ever uses the
+    descriptor of a closed file, which the system gives to the next file.
     """
 
     def __init__(self, directory: str, size: int, number: int) -> None:
@@ -38,13 +38,13 @@ class UnlinkedFile:
 
     @classmethod
     def create(cls, directory: str, size: int) -> tuple[UnlinkedFile, Tensor]:
-        """A new file, and CPU bytes [size] mapped on it. These keep the file, and not its descriptor, open."""
+        """A new file, and CPU bytes [size] that map it. The mapping keeps the file open, but not its descriptor."""
         number, name = _open(directory)
         file = cls(directory, size, number)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(number, 0, size)
-            else:  # macOS: a full disk shows when it is written to
+            else:  # macOS: a full disk shows at the first write
                 os.ftruncate(number, size)
             return file, _mapped(name, size)
         finally:
@@ -52,7 +52,7 @@ class UnlinkedFile:
                 os.unlink(name)
 
     def write(self, data: Tensor) -> None:
-        """Write CPU bytes [size], and have the page cache let go of them."""
+        """Write CPU bytes [size], and drop them from the page cache."""
         view, done = _buffer(data), 0
         while done < self.size:
             done += os.pwrite(self.number, view[done : done + _CHUNK], done)
@@ -73,7 +73,7 @@ class UnlinkedFile:
 
 
 def _open(directory: str) -> tuple[int, str]:
-    """(descriptor, a path that opens the same file): without a name where the system can, else one to be unlinked."""
+    """(descriptor, a path that opens the same file): without a name if the system supports it, else to be unlinked."""
     if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
         try:
             number = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -87,12 +87,12 @@ def _open(directory: str) -> tuple[int, str]:
 def _mapped(name: str, size: int) -> Tensor:
     try:
         return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
-    except RuntimeError as error:  # no descriptor or no address space is left: PyTorch raises no `OSError`
+    except RuntimeError as error:  # PyTorch's error where no descriptor or no address space is left
         raise OSError(f"it cannot be mapped ({error})") from error
 
 
 def _buffer(data: Tensor) -> memoryview:
-    """CPU bytes as something that system calls take; the caller keeps the tensor."""
+    """CPU bytes as a buffer for system calls; the caller keeps the tensor alive."""
     return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
 
 
@@ -113,7 +113,7 @@ class DiskTier:
         self.directory = directory or tempfile.gettempdir()
 
     def store(self, source: Tensor) -> tuple[Tensor, OnDisk]:
-        """Start to write bytes [n]. Raises `OSError` where there is no room, or no such directory."""
+        """Start to write bytes [n]. Raises `OSError` if there is no room, or no such directory."""
         file, handle = UnlinkedFile.create(self.directory, source.numel())
         return handle, OnDisk(file, source)
 
@@ -130,14 +130,14 @@ class OnDisk:
         self._failure = ""
         self._staged: device_copies.Ticket | None = None
         if source.device.type == "cpu":
-            self._writing = _writers().submit(self._write, source)
+            self._writing = _thread("write").submit(self._write, source)
         else:
-            _staging.acquire()  # a disk slower than the device holds the host up here, instead of filling its memory
+            _staging.acquire()  # a disk slower than the device delays the host here, instead of filling its memory
             try:
                 block = pinned.POOL.take(source.numel())
                 copies = device_copies.of(source.device)
                 self._staged = copies.start(block.memory, source, out=True, after=block.tickets)
-                self._writing = _writers().submit(self._write_staged, block)
+                self._writing = _thread("write").submit(self._write_staged, block)
             except BaseException:
                 _staging.release()
                 raise
@@ -149,25 +149,25 @@ class OnDisk:
             return
         with stats.host_waits():
             self._writing.result()
-        self._tell()
+        self._report_failure()
 
     def fetch(self, target: Tensor) -> Reading:
         """Start to read into bytes [n] of any device."""
-        self._tell()
+        self._report_failure()
         if target.device.type == "cpu":
-            return Reading(_readers().submit(self._read_into, target), target)
-        # The thread that reads has another stream and device of its own: memory and moment are those of the caller.
+            return Reading(_thread("read").submit(self._read_into, target), target)
+        # The reading thread has its own current stream and device, so memory and mark are taken in the caller's.
         at, block = device_copies.of(target.device).mark(), pinned.POOL.take(target.numel())
-        return Reading(_readers().submit(self._read_staged, target, block, at), target, block)
+        return Reading(_thread("read").submit(self._read_staged, target, block, at), target, block)
 
-    def _tell(self) -> None:
-        """Warn of a failed write: not in the thread that writes, where a warning made an error would be lost."""
+    def _report_failure(self) -> None:
+        """Warn of a failed write; in the writing thread, a warning that is turned into an error would be lost."""
         if self._failure:
             stats.fell_back("disk", self._failure)
             self._failure = ""
 
     def release(self) -> None:
-        """Nothing to do: the file goes with the last reference to it."""
+        """Nothing to do: the file is closed with the last reference to it."""
 
     def _write(self, source: Tensor) -> None:
         try:
@@ -212,7 +212,7 @@ class OnDisk:
 
 
 class Reading:
-    """A read under way into `target`, by way of `block` where the target is an accelerator's."""
+    """A read in flight into `target`, through `block` if the target is on an accelerator."""
 
     def __init__(
         self, future: Future[device_copies.Ticket | None], target: Tensor, block: pinned.Block | None = None
@@ -227,14 +227,14 @@ class Reading:
             ticket.wait()
 
     def abandon(self) -> None:
-        """Nobody wants the target any more: keep its memory until the copy into it has ended, without waiting here."""
+        """Keep the memory of a target that is no longer needed until the copy into it has ended, without waiting."""
         if self._future.cancel() and self._block is not None:
             pinned.POOL.give(self._block)
-        self._future.add_done_callback(functools.partial(_let_go, target=self._target))
+        self._future.add_done_callback(functools.partial(_release, target=self._target))
 
 
-def _let_go(future: Future[device_copies.Ticket | None], target: Tensor) -> None:
-    """target: an argument so that its memory lives until here."""
+def _release(future: Future[device_copies.Ticket | None], target: Tensor) -> None:
+    """target: an argument, to keep its memory alive until here."""
     if not future.cancelled() and future.exception() is None:
         ticket = future.result()
         if ticket is not None:
@@ -242,7 +242,7 @@ def _let_go(future: Future[device_copies.Ticket | None], target: Tensor) -> None
 
 
 def no_room(directory: str, size: int, error: Exception) -> str:
-    """What a full or broken disk means for a tensor, in words."""
+    """The message for a tensor that a full or broken disk does not take."""
     place = f"the file system {file_system(directory)} ({directory})"
     return f"an activation of {size} bytes is not written to {place}: {error}. It stays in memory"
 
@@ -252,12 +252,8 @@ _threads: dict[str, ThreadPoolExecutor] = {}
 _staging = threading.BoundedSemaphore(_STAGED)
 
 
-def _writers() -> ThreadPoolExecutor:
-    return _threads.get("write") or _threads.setdefault("write", ThreadPoolExecutor(1, "fxpasses-offload-write"))
-
-
-def _readers() -> ThreadPoolExecutor:
-    return _threads.get("read") or _threads.setdefault("read", ThreadPoolExecutor(1, "fxpasses-offload-read"))
+def _thread(way: str) -> ThreadPoolExecutor:
+    return _threads.get(way) or _threads.setdefault(way, ThreadPoolExecutor(1, f"fxpasses-offload-{way}"))
 
 
 if hasattr(os, "register_at_fork"):

@@ -16,14 +16,14 @@ class HostTier:
         self.budget = budget
 
     def store(self, source: Tensor) -> tuple[Tensor, OnHost]:
-        """Start to copy bytes [n] of a device. Raises `MemoryError` where the budget is used up, or the memory."""
+        """Start to copy bytes [n] of a device. Raises `MemoryError` if the budget or the memory is used up."""
         block = pinned.POOL.take(source.numel(), self.budget)
         try:
             stored = OnHost(block, source)
         except BaseException:
             pinned.POOL.give(block)
             raise
-        return layout.alias(block.memory), stored  # the end of its storage gives the block back
+        return layout.alias(block.memory), stored  # `release`, at the end of its storage, gives the block back
 
     def refusal(self, size: int, error: Exception) -> str:
         return f"an activation of {size} bytes is not moved: {error}. It stays on the device"
@@ -39,21 +39,21 @@ class OnHost:
         block.tickets = [self._out]
 
     def settle(self) -> None:
-        """Order what the device does next after the copy, so that the source may be reused."""
+        """Make the current stream wait for the copy, so that the source may be reused."""
         self._out.wait()
 
-    def fetch(self, target: Tensor) -> Incoming:
+    def fetch(self, target: Tensor) -> CopyIn:
         """Start to copy into bytes [n] of the device."""
         copied = self._copies.start(target, self._block.memory, out=False, after=[self._out])
         self._block.tickets = [*self._block.tickets, copied][-4:]
-        return Incoming(copied, target)
+        return CopyIn(copied, target)
 
     def release(self) -> None:
         pinned.POOL.give(self._block)
 
 
-class Incoming:
-    """A copy under way into `target`."""
+class CopyIn:
+    """A copy in flight into `target`."""
 
     def __init__(self, copied: device_copies.Ticket, target: Tensor) -> None:
         self._copied, self._target = copied, target
@@ -62,5 +62,5 @@ class Incoming:
         self._copied.wait()
 
     def abandon(self) -> None:
-        """Nobody wants the target any more. Called by whoever drops the last reference, on any stream and thread."""
+        """The target is no longer needed. May be called on any stream and thread, as by a finalizer."""
         self._copied.release()

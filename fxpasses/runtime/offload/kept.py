@@ -10,10 +10,10 @@ from fxpasses.runtime.offload import device_copies, layout
 
 
 class Kept:
-    """A copy in the device's own memory: the graph uses the memory of the tensor itself again.
+    """A copy in the device's own memory: the graph reuses the memory of the tensor itself.
 
-    A backward pass that runs once is given the copy, so that a tensor which is kept takes no more memory than one that
-    was never to be moved, and no memory has to be found in backward.
+    A backward pass that runs once gets the copy itself, so that a kept tensor takes no more memory than one that was
+    never meant to move, and backward allocates nothing.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -25,7 +25,7 @@ class Kept:
         """Bytes [n] of the CPU that stand for the tensor."""
         assert self._bytes is not None
         if self._device.type == "cpu":
-            return layout.alias(self._bytes)  # what it holds may be read, by hooks on saved tensors
+            return layout.alias(self._bytes)  # hooks on saved tensors may read it
         return torch.empty(self._bytes.numel(), dtype=torch.uint8)  # never touched, so the system gives it no pages
 
     def settle(self) -> None: ...
@@ -35,7 +35,7 @@ class Kept:
         if self._bytes is None:
             raise OffloadError(
                 f"an activation of {layout.span(handle)} bytes was given to a backward pass without retain_graph, "
-                "the last one, and is asked for again; give retain_graph=True to all but the last"
+                "the last one, and is needed again; pass retain_graph=True to all but the last"
             )
         if device_copies.place(self._device) != self._place:
             return layout.shaped(self._copy_elsewhere(self._bytes), handle)
@@ -45,7 +45,7 @@ class Kept:
         return layout.shaped(found, handle)
 
     def _copy_elsewhere(self, source: Tensor) -> Tensor:
-        """A copy on another stream than the one that the memory goes back to, and that now waits for the copy."""
+        """A copy on the current stream; the stream that the memory goes back to waits for it."""
         copies, target = device_copies.of(self._device), torch.empty_like(source)
         ticket = copies.start(target, source, out=False, after=[copies.mark()], at=self._made)
         ticket.wait()

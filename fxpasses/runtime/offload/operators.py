@@ -1,13 +1,13 @@
-"""What the rewritten graphs call: `offload` and `settle` in forward, `reload` in backward.
+"""The operators that rewritten graphs call: `offload` and `settle` in forward, `reload` in backward.
 
-They stand behind autograd, in graphs that a compiler may reorder and whose memory it reuses as soon as the last node
-that takes a tensor has run. So everything that must happen in order is said with arguments:
+They run below autograd, in graphs that a compiler may reorder and whose memory it reuses as soon as a tensor's last
+user has run. So arguments express every order that matters:
 
     h1 = offload(x1)                         starts the copy of x1
-    h2 = offload(x2, previous=x1, h1)        x1 is an argument: its memory is not reused before; waits for x1's copy
-    settle(h2, x2, after=y)                  writes h2, as far as the compiler knows: waits for x2's copy, after y
+    h2 = offload(x2, previous=x1, h1)        waits for x1's copy; as an argument, x1 keeps its memory until then
+    settle(h2, x2, after=y)                  waits for x2's copy, after y; the schema says that it writes to h2
     x2 = reload(h2, [h1])                    waits for x2, then starts to read x1
-    x1 = reload(h1, [], after=g)             not before g, which the backward of x2's layer has computed
+    x1 = reload(h1, [], after=g)             not before g, which the backward of x2's layer computes
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.library import custom_op
 
 from fxpasses.runtime.offload import chain, layout, tiers
 
-# A compiler keeps to the strides that were traced where it knows them; else a handle has those of what it is given, and
-# they come back. A replayed CUDA graph would not wait for a copy.
+# A compiler keeps the traced strides where it knows them; elsewhere a handle has its source's strides, and so has the
+# reloaded tensor. A replayed CUDA graph would not wait for a copy.
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
 
@@ -37,9 +37,9 @@ def offload(
 ) -> Tensor:
     """Start to move `source` away; returns its handle, a CPU tensor of the same size, strides and dtype.
 
-    previous, previous_handle: an earlier source and its handle, whose copy is waited for. tier: "disk" or "host".
-    directory: of the disk tier; "" for the system's temporary one. host_budget: bytes, or None. at_once: wait for
-    this copy as well.
+    previous, previous_handle: an earlier source and its handle, whose copy this waits for. tier: "disk" or "host".
+    directory: of the disk tier; "" is the system's temporary directory. host_budget: bytes, or None. at_once: whether
+    to wait for this copy as well.
     """
     if previous is not None and previous_handle is not None:
         chain.settle(previous_handle, previous)
@@ -56,7 +56,7 @@ def _(source, previous, previous_handle, tier, directory, host_budget, at_once):
 
 @custom_op("fxpasses::settle", mutates_args=("handle",), tags=_TAGS)
 def settle(handle: Tensor, source: Tensor, after: Tensor | None) -> None:
-    """Wait for the copy of `source` that its handle stands for; in a graph, after `after` has been computed."""
+    """Wait for the copy of `source` behind its handle; in a graph, after `after` has been computed."""
     chain.settle(handle, source)
 
 
@@ -69,9 +69,9 @@ def _(handle, source, after):  # type: ignore[no-untyped-def]
 def reload(
     handle: Tensor, upcoming: Sequence[Tensor], after: Tensor | None, device: torch.device, slots: int
 ) -> Tensor:
-    """The tensor that a handle stands for, on `device`, as it was; then start to read the `upcoming` handles' ones.
+    """The tensor behind a handle, unchanged, on `device`; then start to read the tensors of the `upcoming` handles.
 
-    slots: how many tensors may be read ahead at once. In a graph, after `after` has been computed.
+    slots: the number of tensors that may be read ahead at once. In a graph, after `after` has been computed.
     """
     return chain.reload(handle, device, upcoming, slots)
 

@@ -1,8 +1,8 @@
-"""Pinned host memory in blocks of exact size, reused over steps.
+"""Pinned host memory in blocks of exact size, reused across steps.
 
-PyTorch's own allocator of pinned memory rounds sizes up to a power of two, which would waste up to half of what is
-offloaded. Blocks are ordinary host memory, registered with the driver. Where that fails they stay pageable: copies
-are slower and the results the same.
+PyTorch's own allocator of pinned memory rounds sizes up to a power of two, which could waste half of the memory. Blocks
+are ordinary host memory, registered with the driver. If that fails they stay pageable: copies are slower, and results
+are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxpasses.runtime.offload.device_copies import Ticket
 
 
 class Block:
-    """Host bytes [size]. tickets: copies that read or write it, and may not have ended yet."""
+    """Host bytes [size]. tickets: copies that read or write them, and may not have ended yet."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,7 +35,7 @@ class Block:
             stats.fell_back("pinned", text)
 
     def drop(self) -> None:
-        """Give the memory back to the system, after what may still use it."""
+        """Return the memory to the system once no copy uses it."""
         for ticket in self.tickets:
             ticket.synchronize()
         if self.pinned:
@@ -49,11 +49,11 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[int, list[Block]] = {}
         self._lock = threading.Lock()
-        self._returned: list[Block] = []  # a finalizer may run at any point, also where this thread holds the lock
+        self._returned: list[Block] = []  # by finalizers, which may run while this thread holds the lock
         self.used = self.free = self._most_used = 0
 
     def take(self, size: int, budget: int | None = None) -> Block:
-        """A block of `size` bytes; raises `MemoryError` beyond `budget` bytes in use, or where the host has no more."""
+        """A block of `size` bytes; raises `MemoryError` beyond `budget` bytes in use, or if the host has no more."""
         with self._lock:
             self._sort_returned()
             if budget is not None and self.used + size > budget:
@@ -71,7 +71,7 @@ class Pool:
         if found is None:
             try:
                 found = Block(size)
-            except RuntimeError as error:  # what PyTorch raises where the host has no memory
+            except RuntimeError as error:  # PyTorch's error where the host has no memory
                 with self._lock:
                     self.used -= size
                 raise MemoryError(f"the host has no {size} bytes: {error}") from error
@@ -79,11 +79,11 @@ class Pool:
         return found
 
     def give(self, block: Block) -> None:
-        """Hand a block back. Takes no lock: storages die in the middle of anything."""
+        """Return a block to the pool. Takes no lock: storages may die anywhere."""
         self._returned.append(block)
 
     def clear(self) -> None:
-        """Give all unused blocks back to the system."""
+        """Return all unused blocks to the system."""
         with self._lock:
             self._sort_returned()
             dropped = [block for blocks in self._free.values() for block in blocks]
@@ -101,7 +101,7 @@ class Pool:
             self._free.setdefault(block.size, []).append(block)
 
     def _over(self) -> list[Block]:
-        """Unused blocks beyond the limit, of the sizes that have waited longest."""
+        """Unused blocks beyond the limit, of the sizes that were unused longest."""
         dropped: list[Block] = []
         for size in list(self._free):
             while self.used + self.free > self._most_used and self._free[size]:

@@ -1,4 +1,4 @@
-"""What offloading moved, what it cost, and what fell back: `fxpasses.offload_stats()`."""
+"""Counts of moved tensors, their cost, and fallbacks: `fxpasses.offload_stats()`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OffloadStats:
 
     tensors_out, bytes_out: moved away in forward. tensors_in, bytes_in: brought back in backward.
     seconds_exposed: time for which the host, or the device's stream, waited for a copy instead of computing.
-    bytes_held: bytes that lie outside the device now. pool_bytes: pinned host memory that is kept for reuse or in use.
-    fallbacks: how often each guardrail was taken, by name.
+    bytes_held: bytes outside the device now. pool_bytes: pinned host memory, in use or kept for reuse.
+    fallbacks: the number of times that each fallback was taken, by name.
     """
 
     tensors_out: int = 0
@@ -41,9 +41,9 @@ _device_waits: deque[tuple[torch.Event, torch.Event]] = deque()  # before and af
 
 
 def offload_stats(reset: bool = False) -> OffloadStats:
-    """A copy of the counts; with `reset`, those that add up start again from 0.
+    """A copy of the counts; with `reset`, cumulative counts restart from 0.
 
-    On an accelerator, this waits until the device has passed the last wait for a copy, to know how long it took.
+    On an accelerator, this waits until the device has passed its last wait for a copy, to time it.
     """
     _collect(wait=True)
     taken = replace(_now, fallbacks=dict(_now.fallbacks))
@@ -75,7 +75,7 @@ def pool_holds(count: int) -> None:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[None]:
-    """Around what makes the host wait for a copy."""
+    """Count the time inside as the host's wait for a copy."""
     started = time.perf_counter()
     try:
         yield
@@ -85,7 +85,7 @@ def host_waits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Around waits that are no part of a step."""
+    """Do not count waits inside, which are not part of a step."""
     before = _now.seconds_exposed
     try:
         yield
@@ -95,7 +95,7 @@ def uncounted() -> Iterator[None]:
 
 
 def stream_waits(before: torch.Event, after: torch.Event) -> None:
-    """Timing events recorded around a wait on a device's stream; read when the device has passed them."""
+    """Count the time between two events around a wait on a device's stream, once the device has passed them."""
     _device_waits.append((before, after))
     _collect(wait=False)
 
@@ -115,7 +115,7 @@ def _collect(wait: bool) -> None:
 
 
 def fell_back(name: str, text: str) -> None:
-    """Count a guardrail, and warn of it once per process."""
+    """Count a fallback, and warn of it once per process."""
     _now.fallbacks[name] = _now.fallbacks.get(name, 0) + 1
     log.debug("%s: %s", name, text)
     warn_once(("offload", name), f"offload_activations: {text}. Results do not change.")

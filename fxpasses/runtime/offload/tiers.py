@@ -1,4 +1,4 @@
-"""The tiers there are, by the names that `fastpack.offload` gives them."""
+"""The tiers by their names in `fastpack.offload`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from fxpasses.runtime.offload.tier import Tier
 
 
 def of(name: str, directory: str = "", host_budget: int | None = None) -> Tier:
-    """name: "disk" or "host". directory: of the disk tier; "" for the system's temporary one. host_budget: bytes."""
+    """name: "disk" or "host". directory: of the disk tier; "" is the system's temporary one. host_budget: bytes."""
     return DiskTier(directory) if name == "disk" else HostTier(host_budget)
