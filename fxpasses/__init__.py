@@ -1,9 +1,9 @@
-"""Graph passes that take the glue out of a language model's training step: a `torch.compile` backend.
+"""Graph passes that remove the glue from a language model's training step: a `torch.compile` backend.
 
     torch.compile(model, backend="fastpack")
 
-Public names: `fastpack_backend` (importing it switches two capture flags of Dynamo on, see `fxpasses.fastpack`),
-`compile` (needs no switch), `prefetch`, `attention_stats`, `offload_stats`, `inspect` and the errors.
+Public names: `fastpack_backend` (importing it enables two capture flags of Dynamo, see `fxpasses.fastpack`), `compile`
+(which changes no flag), `prefetch`, `attention_stats`, `offload_stats`, `inspect` and the errors.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: some imports have effects, and Dynamo is slow to import."""
+    """Import a public name on first use: some imports have effects, and Dynamo is slow to import."""
     import importlib
 
     if name == "inspect":

@@ -1,4 +1,4 @@
-"""The `torch.compile` backend: rewrite the captured graph, compile it, and run the prologue once per batch."""
+"""The `torch.compile` backend: rewrites the captured graph, compiles it, and runs the prologue once per batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fxpasses.runtime.prologue import Prologue, with_prologue
 
 log = logging.getLogger(__name__)
 
-# Those that work on the captured graph; `offload_activations` works on the partitioned ones, in `lowering`.
+# The passes on the captured graph; `offload_activations` works on the partitioned graphs, in `lowering`.
 PASSES: Mapping[str, Callable[[], Pass]] = {
     "group_experts": GroupExperts,
     "sparsify_attention": SparsifyAttention,
@@ -54,12 +54,12 @@ def fastpack_backend(
     """Compile a graph that Dynamo captured: `torch.compile(model, backend=fastpack_backend)` or `backend="fastpack"`.
 
     `mode` is one of `torch.compile`'s; `options` are those of `fxpasses.options.Options` under the prefix `fastpack.`,
-    and Inductor's. Raises `ValueError` for options that do not exist or have a wrong value. What fails here otherwise
-    does not stop the program: the graph runs as it was captured, with one warning.
+    and Inductor's. Raises `ValueError` for options that do not exist or have a wrong value. Any other failure does not
+    stop the program: the graph runs as it was captured, with one warning.
     """
     settings = Options.parse(options, mode)
     settings = replace(settings, passes=overrides.passes(settings.passes, known=ALL_PASSES))
-    observer = inspect.watch(gm, example_inputs, settings)
+    observer = inspect.observe(gm, example_inputs, settings)
     trace = tracing.running()
     assumed = tracing.report(trace)
     captured = Result(gm, list(example_inputs))
@@ -86,7 +86,7 @@ def fastpack_backend(
     return guarding.checked(compiled, gm, trace)
 
 
-fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # how capture/ knows for whom Dynamo traces
+fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which capture/ recognises its own traces
 
 
 _RETRACED = (*asks_for_another_trace(), retracing.CaptureRejected, tracing.FeatureRejected)
@@ -95,9 +95,9 @@ _RETRACED = (*asks_for_another_trace(), retracing.CaptureRejected, tracing.Featu
 def _compile(
     result: Result, captured: Result, settings: Options, trace: Trace, on_report: OnReport
 ) -> tuple[Callable[..., Any], str]:
-    """Compile the rewritten graph; failing that the captured one; failing that have Dynamo capture less, or nothing.
+    """Compile the rewritten graph; failing that, the captured one; failing that, have Dynamo capture less or nothing.
 
-    Returns what to call, and which graph it is: "rewritten", "captured", or "uncompiled".
+    Returns a callable, and which graph it runs: "rewritten", "captured", or "uncompiled".
     """
     gm = captured.gm
     for attempt in [result, captured] if result.gm is not gm else [captured]:
@@ -122,7 +122,7 @@ def _compile(
 def _try_to_lower(
     attempt: Result, gm: GraphModule, settings: Options, trace: Trace, on_report: OnReport
 ) -> Callable[..., Any] | Exception:
-    """Compile without the batch's help; where autograd asks for a size that only the batch knows, with it."""
+    """Compile without hints from the batch; if autograd needs a size that only the batch determines, with them."""
     for hints in (trace.paused, tracing.without_caches):
         try:
             with hints():
@@ -155,13 +155,13 @@ def _lower_main(result: Result, settings: Options, salt: str, on_report: OnRepor
     def lower_piece(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return lower(piece, example_inputs, settings, salt, on_report)
 
-    if settings.lowering == "eager":  # its gradients are ready one by one
+    if settings.lowering == "eager":  # DDP gets its gradients one by one anyway
         return lower_piece(result.gm, result.example_inputs)
     return ddp_buckets.compile_in_buckets(lower_piece, result.gm, result.example_inputs, on_report)
 
 
 def _compile_prologue(program: Program, settings: Options, on_report: OnReport) -> Callable[..., Any] | None:
-    """The prologue's large tensors, compiled, where that is worth it."""
+    """The prologue's device graph, compiled if that is worthwhile."""
     started = time.perf_counter()
     try:
         compiled = lower_prologue(program, settings)

@@ -1,4 +1,4 @@
-"""`fxpasses.compile`: `torch.compile` with this backend, and the capture flags for this model's calls alone."""
+"""`fxpasses.compile`: `torch.compile` with this backend, with the capture flags on during this model's calls alone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def compile(
     """Compile a module or function with the passes of fxpasses.
 
     The arguments are those of `torch.compile`; `options` takes the keys `fastpack.*` (see `fxpasses.options.Options`)
-    besides Inductor's. Unlike `torch.compile(model, backend="fastpack")`, no setting of Dynamo is changed for the rest
-    of the process. Raises `ValueError` for unknown options or wrong values, at once.
+    and Inductor's. Unlike `torch.compile(model, backend="fastpack")`, this changes no setting of Dynamo for the rest of
+    the process. Raises `ValueError` for unknown options or wrong values, before the first call.
     """
     from fxpasses.options import Options
 

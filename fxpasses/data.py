@@ -1,7 +1,7 @@
-"""Packed batches whose number of sequences changes, without a new graph for each number.
+"""Packed batches with a varying number of sequences, without a new graph for each number.
 
-Dynamo unrolls `.tolist()`: a model that asks for all lengths is traced for one number of sequences. Lengths that are
-filled up with zeros to one of a few sizes are traced once for each size; a sequence of length zero changes no mask.
+Dynamo unrolls `.tolist()`: a model that reads all lengths is traced for one number of sequences. Lengths that are
+padded with zeros to one of a few sizes are traced once for each size; a sequence of length zero changes no mask.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 
 def bucket_lengths(lengths: Sequence[int] | torch.Tensor, buckets: Sequence[int] | None = None) -> torch.Tensor:
-    """Lengths of the sequences in a packed batch, padded with zeros to the next bucket.
+    """The lengths of the sequences in a packed batch, padded with zeros to the next bucket.
 
     lengths: n lengths in tokens, in order: integers, or an integer tensor [n]. buckets: the sizes to pad to, in any
     order; by default the powers of two. Returns an integer tensor [bucket], of the dtype and on the device of `lengths`
-    (int64 on the CPU for integers). Raises `TypeError` for what is no integer, and `ValueError` for a negative length,
-    another number of dimensions, and more sequences than the largest bucket holds.
+    (int64 on the CPU for integers). Raises `TypeError` for other dtypes, and `ValueError` for a negative length, for
+    another number of dimensions, and for more sequences than the largest bucket holds.
     """
     if not isinstance(lengths, torch.Tensor):
         lengths = torch.tensor(list(lengths)) if len(lengths) else torch.empty(0, dtype=torch.int64)
@@ -43,10 +43,10 @@ def _bucket(count: int, buckets: Sequence[int] | None) -> int:
 
 
 class BucketCollator:
-    """A collator that adds `lengths`, padded to a bucket, to what another collator gives.
+    """A collator that adds `lengths`, padded to a bucket, to the batches of another collator.
 
-    collate: makes a batch (a mapping) of features; by default transformers' `DataCollatorWithFlattening`, which packs
-    them into one row. buckets: as for `bucket_lengths`. Each feature is a mapping with `input_ids`.
+    collate: makes a batch (a mapping) from features; by default transformers' `DataCollatorWithFlattening`, which packs
+    them into one row. buckets: see `bucket_lengths`. Each feature is a mapping with `input_ids`.
     """
 
     def __init__(

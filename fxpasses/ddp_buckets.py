@@ -1,20 +1,20 @@
-"""Under DDP, the graph that the passes leave is cut at DDP's buckets, and not the one that Dynamo captured.
+"""Under DDP, cuts the graph at DDP's buckets after the passes, and not as Dynamo captured it.
 
-AOTAutograd's backward hands all gradients over at its end, so DDP could not reduce the first of them while the rest are
-computed. PyTorch's DDPOptimizer therefore cuts the graph into pieces, one for each bucket. Dynamo puts it around the
-backend, which then sees pieces: metadata is computed once in each, and cuts go through loops. Here it goes inside:
+AOTAutograd's backward returns all gradients at its end, so DDP could not reduce the first ones while the rest are
+computed. PyTorch's DDPOptimizer therefore cuts the graph into pieces, one for each bucket. Dynamo wraps it around the
+backend, which then sees pieces: each computes the metadata again, and cuts split loops. Here it moves inside:
 
     before:  Dynamo → DDPOptimizer → for each piece: passes, prologue, lowering
     after:   Dynamo → passes, prologue → DDPOptimizer → for each piece: lowering
 
-PyTorch's optimizer does the cutting, with three corrections. It orders pieces by what they take from each other, so one
-may run before another that writes to memory it reads, or that draws random numbers before it: here they keep their
-order. It overlooks parameters that an operator takes in a list, as grouped products take those of experts. And it hands
-numbers from piece to piece, although AOTAutograd takes no floats: here each piece makes them anew from the inputs.
+PyTorch's optimizer does the cutting, with three corrections. It orders pieces by their data dependencies alone, so a
+piece may run before an earlier one that writes to memory it reads or draws random numbers: here pieces keep their
+order. It overlooks parameters that an operator takes in a list, as grouped products take those of experts. And it
+passes numbers between pieces, although AOTAutograd takes no floats: here each piece recomputes them from the inputs.
 
 Private names, checked on torch 2.13: the constructor, methods and attributes of DDPOptimizer that are listed below, and
-that it calls `torch.fx.passes.split_module.split_module`; `TracingContext.ddp_optimizer_ctx` and `fakify_first_call`.
-Where the class lacks one, it stays outside. Where it cuts in another way, a graph is compiled whole, with a warning.
+its call of `torch.fx.passes.split_module.split_module`; `TracingContext.ddp_optimizer_ctx` and `fakify_first_call`. If
+the class lacks one, it stays outside. If it cuts in another way, the graph is compiled whole, with a warning.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _METHODS = ("compile_fn", "add_param_args", "add_param", "_ignore_parameter")
 _ATTRIBUTES = ("backend_compile_fn", "bucket_bytes_cap", "first_bucket_cap")
 
-# What Dynamo put around the backend for the frame that it traces now, and `moved_inside` took off.
+# The optimizer that Dynamo wrapped around the backend for the current frame, and `moved_inside` removed.
 _optimizer: ContextVar[Any] = ContextVar("fxpasses_ddp_optimizer", default=None)
 
 
 def optimizer_among(wrappers: Iterable[Any]) -> Any | None:
-    """The DDPOptimizer whose `compile_fn` is among a backend's wrappers; None where there is none that is known."""
+    """The DDPOptimizer whose `compile_fn` is among a backend's wrappers, if any, and if it has the expected names."""
     for wrapper in wrappers:
         owner: Any = getattr(wrapper, "__self__", None)
         if all(hasattr(owner, name) for name in (*_METHODS, *_ATTRIBUTES)) and wrapper == owner.compile_fn:
@@ -57,7 +57,7 @@ def optimizer_among(wrappers: Iterable[Any]) -> Any | None:
 
 @contextlib.contextmanager
 def moved_inside(optimizer: Any | None) -> Iterator[None]:
-    """For one trace: `compile_in_buckets` cuts by `optimizer`, or not at all where it is None."""
+    """For one trace, have `compile_in_buckets` cut by `optimizer`, or not at all if it is None."""
     token = _optimizer.set(optimizer)
     try:
         yield
@@ -71,7 +71,7 @@ def wanted() -> bool:
 
 
 def compile_in_buckets(lower: Lower, gm: GraphModule, example_inputs: Sequence[Any], on_report: OnReport) -> Compiled:
-    """Compile `gm` with `lower`: piece by piece where the running trace is for a model under DDP, else as it is."""
+    """Compile `gm` with `lower`: piece by piece if the current trace is of a model under DDP, else as a whole."""
     outer = _optimizer.get()
     if outer is None:
         return lower(gm, example_inputs)
@@ -94,7 +94,7 @@ def compile_in_buckets(lower: Lower, gm: GraphModule, example_inputs: Sequence[A
 
 @functools.cache
 def _class() -> Any:
-    """DDPOptimizer, which counts the parameters that a node takes in lists and by keyword, too."""
+    """DDPOptimizer, extended to count the parameters that a node takes in lists and by keyword."""
     base: Any = importlib.import_module("torch._dynamo.backends.distributed").DDPOptimizer
 
     class Optimizer(base):
@@ -109,7 +109,10 @@ def _class() -> Any:
 
 @contextlib.contextmanager
 def _cut_by_split(gm: GraphModule) -> Iterator[list[GraphModule]]:
-    """Have DDPOptimizer cut `gm`, and nothing else, by `_split`; what it cut. Entered under Dynamo's compile lock."""
+    """Have DDPOptimizer cut `gm`, and nothing else, by `_split`; yields the graphs that it cut.
+
+    Entered under Dynamo's compile lock, so no other compilation sees the patch.
+    """
     module: Any = importlib.import_module("torch.fx.passes.split_module")
     original = module.split_module
     cuts: list[GraphModule] = []
@@ -136,13 +139,13 @@ def _split(split_module: Callable[..., Any], gm: GraphModule, piece_of: Callable
 
 
 def _repeat_numbers(graph: Graph, pieces: dict[Node, int]) -> None:
-    """Compute what is made of the graph's numbers in each piece that uses it; adds the new nodes to `pieces`."""
+    """Recompute numbers that follow from the graph's own in each piece that uses them; adds the copies to `pieces`."""
     repeatable: set[Node] = set()
     copies: dict[tuple[int, Node], Node] = {}
     for user in list(graph.nodes):
         if user not in pieces:
             continue
-        if _is_made_of_numbers(user, repeatable):
+        if _is_repeatable(user, repeatable):
             repeatable.add(user)
         piece = pieces[user]
         for number in user.all_input_nodes:
@@ -151,7 +154,8 @@ def _repeat_numbers(graph: Graph, pieces: dict[Node, int]) -> None:
     pieces.update({copy: piece for (piece, _), copy in copies.items()})
 
 
-def _is_made_of_numbers(node: Node, repeatable: set[Node]) -> bool:
+def _is_repeatable(node: Node, repeatable: set[Node]) -> bool:
+    """Whether a node computes a number from numbers that the graph takes, or from repeatable ones."""
     if not _is_number(node) or not node.all_input_nodes:
         return False
     if node.op == "call_method" and node.target == "item":
@@ -166,7 +170,7 @@ def _is_number(node: Node) -> bool:
 def _repeated(
     number: Node, piece: int, user: Node, repeatable: set[Node], copies: dict[tuple[int, Node], Node]
 ) -> Node:
-    """`number`, computed in `piece` before `user`, the first one there that needs it."""
+    """`number`, recomputed in `piece` before `user`, its first user there."""
     waiting = [number]
     while waiting:
         node = waiting[-1]
@@ -182,7 +186,7 @@ def _repeated(
 
 
 def _forget_pieces() -> None:
-    """What DDPOptimizer left for pieces in Dynamo's context: a graph that is compiled whole after it has none."""
+    """Remove DDPOptimizer's state for pieces from Dynamo's context, so that the graph can be compiled whole."""
     context: Any = TracingContext.try_get()
     if context is not None:
         context.ddp_optimizer_ctx = None

@@ -1,19 +1,19 @@
-"""The errors that a user of fxpasses may see."""
+"""The errors that fxpasses may raise in a user's program."""
 
 from __future__ import annotations
 
 
 class MetadataError(RuntimeError):
-    """A batch breaks an assertion that the model makes of its metadata, such as `sum(lengths) == tokens`."""
+    """A batch breaks one of the model's assertions on its metadata, such as `sum(lengths) == tokens`."""
 
 
 class AssumptionError(MetadataError):
-    """A batch breaks what a compiled graph assumes of it, and this torch lacks what compiling another one takes."""
+    """A batch breaks an assumption of a compiled graph, and this torch cannot compile another variant."""
 
 
 class PassError(RuntimeError):
-    """A pass failed, or its result differs from the graph it was given. Raised with `fastpack.strict` alone."""
+    """A pass failed, or its result differs from its input. Raised only with `fastpack.strict`."""
 
 
 class OffloadError(RuntimeError):
-    """An activation that was moved away does not come back: the file system that holds it fails."""
+    """An activation that was moved away does not come back: its file system failed, or its handle was replaced."""

@@ -1,9 +1,9 @@
-"""The backend as `torch.compile(model, backend="fastpack")` finds it.
+"""The entry point of `torch.compile(model, backend="fastpack")`.
 
-Importing this module switches `torch._dynamo.config.capture_scalar_outputs` and `capture_dynamic_output_shape_ops` on
-for the process: without them `.item()` and `nonzero` break the graph before any backend sees it, and `torch.compile`
-gives a backend no other way to ask for them. With `FXPASSES_KEEP_DYNAMO_CONFIG=1` in the environment it does not, and
-only graphs that were captured whole anyway are improved. `fxpasses.compile` needs no switch.
+Importing this module enables `torch._dynamo.config.capture_scalar_outputs` and `capture_dynamic_output_shape_ops` for
+the process: without them `.item()` and `nonzero` break the graph before any backend sees it, and a backend has no other
+way to request them. With `FXPASSES_KEEP_DYNAMO_CONFIG=1` in the environment the flags stay as they are, and passes
+improve only graphs that Dynamo captures whole anyway. `fxpasses.compile` does not change them for the process.
 """
 
 from fxpasses.backend import fastpack_backend

@@ -1,4 +1,4 @@
-"""Compile a prologue's large tensors with Inductor, where that saves passes over memory (`graph/prologue_cost.py`)."""
+"""Compiles a prologue's device graph with Inductor if that saves passes over memory (`graph/prologue_cost.py`)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fxpasses.lowering import Compiled, inductor
 from fxpasses.options import Options
 from fxpasses.prologue_program import Program
 
-# Results of a prologue are kept for the batch: not in memory that the next replay of a CUDA graph writes over. And the
-# main graph is compiled for the strides that the operators give them.
+# Results of a prologue live as long as the batch, so the next replay of a CUDA graph must not overwrite their memory.
+# And the main graph is compiled for the strides that the operators give them.
 _FOR_PROLOGUES = {"triton.cudagraphs": False, "freezing": False, "keep_output_stride": True}
 
 
 def lower_prologue(program: Program, options: Options) -> Compiled | None:
-    """Compile a prologue's device graph, to be called without gradients; None where it is to run as it is.
+    """Compile a prologue's device graph, to be called without gradients; None if it should run uncompiled.
 
-    It is compiled with the main graph and not when it first runs, so its integers are unbacked symbols: nothing is
-    assumed of a batch, and no batch compiles it again.
+    It is compiled with the main graph and not at its first run, so its integers are unbacked symbols: it assumes
+    nothing about a batch, and no batch recompiles it.
     """
     if program.device is None or not program.worth_compiling or options.lowering != "inductor":
         return None
     gm = copy_graph_module(program.device)
-    plans = _take_plans_out(gm)
+    plans = _extract_plans(gm)
     masks = _return_bytes(gm)
     examples = [_example(node.meta["example_value"]) for node in gm.graph.find_nodes(op="placeholder")]
     context: Any = TracingContext(detect_fake_mode(examples))
@@ -43,10 +43,10 @@ def lower_prologue(program: Program, options: Options) -> Compiled | None:
     return call
 
 
-def _take_plans_out(gm: GraphModule) -> GraphModule:
-    """Have the graph return what its plans of attention are made of; returns a graph that makes all that it returned.
+def _extract_plans(gm: GraphModule) -> GraphModule:
+    """Have the graph return the operands of its attention plans; returns a graph that computes the original results.
 
-    A compiler would write a mask once for the operator that makes its plan and once to return it, and its views whole.
+    A compiler would write a mask once for the operator that makes its plan and once to return it, and copy its views.
     """
     output = gm.graph.output_node()
     rest, taken = Graph(), dict[Node, Node]()
@@ -66,7 +66,7 @@ def _take_plans_out(gm: GraphModule) -> GraphModule:
     rest.output(tuple(take(node, node.target is torch.ops.fxpasses.attention_plan.default) for node in results))
     output.args = (tuple(returned),)
     for node in reversed(gm.graph.nodes):
-        if node in taken and not node.users:  # not all dead code: what writes in place has no users either
+        if node in taken and not node.users:  # not every node without users: a write in place has none either
             gm.graph.erase_node(node)
     gm.recompile()
     _placeholders_first(rest)
@@ -81,9 +81,9 @@ def _placeholders_first(graph: Graph) -> None:
 
 
 def _return_bytes(gm: GraphModule) -> set[int]:
-    """Have the graph return bytes of 0 and 1 for its masks on the CPU; the positions of these.
+    """Have the graph return its masks on the CPU as bytes 0 and 1; returns their positions.
 
-    Inductor's C++ writes vectors of bools element by element, which took half the time of making a mask (torch 2.13).
+    Inductor's C++ writes vectors of bools element by element, which took half the time of a mask (torch 2.13).
     """
     output = gm.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Warnings that are given once per process: a training step must not repeat them."""
+"""Warnings that a process gives once: a training step must not repeat them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _given: set[Hashable] = set()
 
 
 def warn_once(key: Hashable, text: str, stacklevel: int = 2) -> None:
-    """Warn, unless it was warned of `key` before. stacklevel: as `warnings.warn` takes it, of the caller."""
+    """Warn, unless there was a warning for `key` before. stacklevel: as in `warnings.warn`, counted from the caller."""
     if key not in _given:
         _given.add(key)
         warnings.warn(f"fxpasses: {text}", stacklevel=stacklevel + 1)
 
 
 def forget(key: Hashable) -> None:
-    """Warn of `key` again."""
+    """Allow one more warning for `key`."""
     _given.discard(key)

@@ -1,4 +1,4 @@
-"""Every option of the backend: its key, type, default and check."""
+"""The options of the backend: key, type, default and check of each."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from typing import Any
 PREFIX = "fastpack."
 PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads",
           "offload_activations")  # fmt: skip
-LOWERINGS = ("inductor", "aot_eager", "eager")
-CAPTURE = ("on", "off")
-EXPERTS = ("auto", "slices", "grouped", "off")
-ATTENTION = ("auto", "dense")
+_CHOICES = {
+    "lowering": ("inductor", "aot_eager", "eager"),
+    "capture": ("on", "off"),
+    "experts": ("auto", "slices", "grouped", "off"),
+    "attention": ("auto", "dense"),
+}
+_WHOLE_NUMBERS = {
+    "min_bytes": (0, "bytes"), "keep_last": (0, "tensors"), "buffers": (1, "buffers"),
+    "device_budget": (0, "bytes"), "host_budget": (0, "bytes"),
+}  # fmt: skip
 TIERS = ("off", "host", "disk")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where activations wait for backward: `fastpack.offload`, and `fastpack.offload.<name>` for the others.
+    """Where activations wait for backward: `fastpack.offload` for the tier, `fastpack.offload.<name>` for the rest.
 
     tier: "off"; "host", the host's memory, from an accelerator; or "disk", unlinked files in `directory`, from the CPU
-    or an accelerator. directory: "" is the system's temporary one. min_bytes: tensors of fewer bytes are kept.
-    keep_last: so many of the tensors that a graph computes are kept, the first that backward needs. buffers: how many
-    tensors may be on their way or just used at a time; 1 waits for every copy. device_budget: bytes; move no more than
-    brings the peak that is predicted for the graph under it. host_budget: bytes of host memory, at most.
+    or an accelerator. directory: "" is the system's temporary directory. min_bytes: smaller tensors are kept.
+    keep_last: the number of computed tensors to keep, those that backward needs first. buffers: the number of tensors
+    that may be in flight or in use at a time; 1 waits for every copy. device_budget: bytes; the graph's predicted peak
+    is brought below it, and no further. host_budget: the most bytes of host memory.
     """
 
     tier: str = "off"
@@ -44,15 +50,12 @@ class Offload:
         values = {key.removeprefix("offload").removeprefix(".") or "tier": value for key, value in given.items()}
         if values.get("tier", "off") not in TIERS:
             raise ValueError(f"{PREFIX}offload is {values['tier']!r}; choices: {', '.join(TIERS)}")
-        for name, low in (("min_bytes", 0), ("keep_last", 0), ("buffers", 1), ("device_budget", 0), ("host_budget", 0)):
+        for name, (low, unit) in _WHOLE_NUMBERS.items():
             value = values.get(name, low)
             may_be_none = name.endswith("_budget")
             if not (type(value) is int and value >= low) and not (value is None and may_be_none):
-                unit = "buffers" if name == "buffers" else "tensors" if name == "keep_last" else "bytes"
-                none = ", or None" if may_be_none else ""
-                raise ValueError(
-                    f"{PREFIX}offload.{name} is {value!r}; it takes a whole number of {unit} from {low}{none}"
-                )
+                takes = f"a whole number of {unit} from {low}{', or None' * may_be_none}"
+                raise ValueError(f"{PREFIX}offload.{name} is {value!r}; it takes {takes}")
         directory = values.get("directory", "")
         if not isinstance(directory, (str, os.PathLike)):
             raise ValueError(f"{PREFIX}offload.directory is {directory!r}; it takes a path")
@@ -67,14 +70,14 @@ class Offload:
 class Options:
     """The backend's options, as given in `torch.compile(..., options={"fastpack.<name>": value})`.
 
-    passes: names of the passes to run, in the pipeline's own order. lowering: what compiles the result. capture: "off"
-    leaves questions that the program asks of its batch to Dynamo, which breaks the graph at most of them. experts:
-    how far loops over experts are rewritten: "slices" asks for the tokens of all experts at once, "grouped" runs the
-    loop as one program where that is proved, "auto" does the second and else the first, "off" neither. attention:
-    "auto" has attention compute what the batch's mask allows, "dense" leaves it alone. offload: see `Offload`. verify:
-    run each pass's input and output on the example inputs and compare (slow; for debugging). strict: raise where a pass
-    fails, instead of going on with the graph as it was. mode: `torch.compile`'s, for Inductor; as an option because
-    `torch.compile` does not take `mode` and `options` together. inductor: every option without prefix.
+    passes: the passes to run, in the pipeline's own order. lowering: the compiler of the result. capture: "off" leaves
+    the program's reads of its batch to Dynamo, which breaks the graph at most of them. experts: how loops over experts
+    are rewritten: "slices" reads the tokens of all experts at once, "grouped" runs the loop as one program if that is
+    proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
+    pairs that the batch's mask allows, "dense" leaves attention alone. offload: see `Offload`. verify: run each pass's
+    input and output on the example inputs and compare (slow; for debugging). strict: raise if a pass fails, instead of
+    continuing with its input. mode: `torch.compile`'s, for Inductor; an option because `torch.compile` does not take
+    `mode` and `options` together. inductor: every option without prefix.
     """
 
     passes: tuple[str, ...] = PASSES
@@ -90,14 +93,14 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-        """Check the options of a `torch.compile` call; raises `ValueError` that names the key, value and choices."""
+        """Check the options of a `torch.compile` call; raises `ValueError` with the key, the value and the choices."""
         given = dict(given or {})
         own = {key: given.pop(key) for key in list(given) if str(key).startswith(PREFIX)}
         known = [PREFIX + option.name for option in fields(cls) if option.name != "inductor"]
         known += [f"{PREFIX}offload.{option.name}" for option in fields(Offload) if option.name != "tier"]
         for key in own:
             if key not in known:
-                raise ValueError(_unknown(key, known))
+                raise ValueError(f"unknown option {key!r}; choices: {', '.join(known)}{_nearest(key, known)}")
         values = {key.removeprefix(PREFIX): value for key, value in own.items()}
         offload = {key: values.pop(key) for key in list(values) if key.split(".")[0] == "offload"}
         if offload:
@@ -105,9 +108,7 @@ class Options:
         for name in ("verify", "strict"):
             if name in values and not isinstance(values[name], bool):
                 raise ValueError(f"{PREFIX}{name} is {values[name]!r}; it takes True or False")
-        if "lowering" in values and values["lowering"] not in LOWERINGS:
-            raise ValueError(f"{PREFIX}lowering is {values['lowering']!r}; choices: {', '.join(LOWERINGS)}")
-        for name, choices in (("capture", CAPTURE), ("experts", EXPERTS), ("attention", ATTENTION)):
+        for name, choices in _CHOICES.items():
             if name in values and values[name] not in choices:
                 raise ValueError(f"{PREFIX}{name} is {values[name]!r}; choices: {', '.join(choices)}")
         if "passes" in values:
@@ -115,9 +116,8 @@ class Options:
         if mode is not None and values.setdefault("mode", mode) != mode:
             raise ValueError(f"mode is {mode!r}, and {PREFIX}mode is {values['mode']!r}; give one")
         if "mode" in values and values["mode"] not in MODES:
-            raise ValueError(
-                f"mode is {values['mode']!r}; choices: {', '.join(MODES)}{_nearest(values['mode'], MODES)}"
-            )
+            mode = values["mode"]
+            raise ValueError(f"mode is {mode!r}; choices: {', '.join(MODES)}{_nearest(mode, MODES)}")
         options = cls(**values, inductor=given)
         if options.offload.tier != "off" and options.lowering == "eager":
             raise ValueError(
@@ -126,7 +126,7 @@ class Options:
             )
         if options.lowering != "inductor" and (given or options.mode):
             what = ", ".join(map(repr, given)) or f"mode={options.mode!r}"
-            raise ValueError(f'{what} goes to Inductor, but {PREFIX}lowering is "{options.lowering}"; leave one out')
+            raise ValueError(f'{what} goes to Inductor, but {PREFIX}lowering is "{options.lowering}"; omit one of them')
         _check_inductor(given)
         return options
 
@@ -153,10 +153,6 @@ def _passes(value: Any) -> tuple[str, ...]:
         if name not in PASSES:
             raise ValueError(f"{PREFIX}passes holds {name!r}; choices: {', '.join(PASSES)}{_nearest(name, PASSES)}")
     return tuple(name for name in PASSES if name in value)
-
-
-def _unknown(key: str, known: list[str]) -> str:
-    return f"unknown option {key!r}; choices: {', '.join(known)}{_nearest(key, known)}"
 
 
 def _nearest(name: Any, known: list[str] | tuple[str, ...]) -> str:

@@ -1,8 +1,8 @@
-"""What the environment asks of the passes, without a change to the program: for finding the pass that breaks it.
+"""Limits on passes from the environment, to find the pass that breaks a program without changing the program.
 
-FXPASSES_PASSES=a,b: of the passes that the program asks for, run these alone; none where it is empty.
+FXPASSES_PASSES=a,b: run only these of the program's passes; none if it is empty.
 FXPASSES_GRAPHS=n: run passes on the first n graphs that the process compiles, and leave the others as captured.
-FXPASSES_CHANGES=pass:n: of the changes that a pass would make in the process, let it make the first n.
+FXPASSES_CHANGES=pass:n: let a pass make only the first n of its changes in the process.
 `fxpasses bisect` sets them.
 """
 
@@ -14,15 +14,15 @@ PASSES = "FXPASSES_PASSES"
 GRAPHS = "FXPASSES_GRAPHS"
 CHANGES = "FXPASSES_CHANGES"
 
-_compiled = 0  # graphs so far: Dynamo calls the backend once for each, and there is nothing else to count them by
-_changes: dict[str, int] = {}  # by pass: how many it asked for so far
+_compiled = 0  # graphs so far: Dynamo calls the backend once for each, and offers no other count
+_changes: dict[str, int] = {}  # by pass: the number of changes that it requested so far
 
 
-def passes(asked_for: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
-    """The passes for the next graph; raises `ValueError` for a name or number in the environment that is none."""
+def passes(requested: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """The passes for the next graph; raises `ValueError` for an unknown name or a wrong number in the environment."""
     global _compiled
     _compiled += 1
-    chosen = asked_for
+    chosen = requested
     given = os.environ.get(PASSES)
     if given is not None:
         names = [name.strip() for name in given.split(",") if name.strip()]
@@ -40,7 +40,7 @@ def passes(asked_for: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...
 
 
 def allows_change(name: str) -> bool:
-    """Count a change that the pass `name` is about to make: whether it may; `ValueError` as in `passes`."""
+    """Count a change that the pass `name` is about to make, and say whether it may; `ValueError` as in `passes`."""
     _changes[name] = _changes.get(name, 0) + 1
     given = os.environ.get(CHANGES)
     if given is None:

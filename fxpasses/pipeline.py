@@ -1,4 +1,4 @@
-"""Run passes over a copy of a graph: in order, timed, checked, and each dropped alone if it fails."""
+"""Runs passes over copies of a graph: in order, timed and checked. A pass that fails is dropped alone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Context:
-    """What a pass may know besides the graph, and where it leaves what does not fit in it.
+    """A pass's input besides the graph, and its output besides the graph.
 
     example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
-    shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass cut one out; draft:
-    what it was built from. discharged: the numbers of the branches (`graph/speculation.py`) that passes have proved.
-    pass_name: of the pass that it is for.
+    shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass extracted one;
+    draft: its source. discharged: the numbers of the branches (`graph/speculation.py`) that passes have proved.
+    pass_name: of the pass that gets this context.
     """
 
     options: Options
@@ -43,29 +43,29 @@ class Context:
     pass_name: str = ""
     draft: Draft | None = None
     discharged: set[int] = field(default_factory=set)
-    _asked: dict[Node, bool] = field(default_factory=dict)
+    _requested: dict[Node, bool] = field(default_factory=dict)
 
     def may_change(self, node: Node) -> bool:
-        """Whether the pass may make the change that it knows by `node`; to be asked before each, once or more often.
+        """Whether the pass may make the change that it identifies by `node`; to be called before each, also repeatedly.
 
-        False only where FXPASSES_CHANGES leaves changes out, to find the one that is wrong.
+        False only where FXPASSES_CHANGES excludes changes, to find a wrong one.
         """
-        if node not in self._asked:
-            self._asked[node] = overrides.allows_change(self.pass_name)
-        return self._asked[node]
+        if node not in self._requested:
+            self._requested[node] = overrides.allows_change(self.pass_name)
+        return self._requested[node]
 
     def aliases(self, graph: Graph) -> AliasAnalysis:
         return AliasAnalysis(graph, self.fake_mode, self.shared_inputs)
 
     @property
-    def changes_asked_for(self) -> int:
-        return len(self._asked)
+    def requested_changes(self) -> int:
+        return len(self._requested)
 
 
 class Pass(Protocol):
-    """A rewrite of a torch-level graph, in place. Refusing is not an error; raising means a defect of the pass.
+    """A rewrite of a torch-level graph, in place. A refusal is not an error; an exception is a defect of the pass.
 
-    exact: whether results are equal bit for bit, or else up to the rounding of their dtype.
+    exact: whether results stay equal bit for bit, or else up to the rounding of their dtype.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Pass(Protocol):
 class Result:
     """The graph after all passes, the examples for its placeholders, the prologue, and a report for each pass.
 
-    discharged: what passes have proved (`Context`), but for those that were dropped, changed or not.
+    discharged: see `Context`; without the proofs of passes that were dropped.
     """
 
     gm: GraphModule
@@ -98,9 +98,9 @@ def run_passes(
 ) -> Result:
     """Run `passes` in order, each on a copy. `original` is not changed.
 
-    A pass that raises is dropped with one warning, and the next one starts from the graph before it; with
-    `options.strict` the error is raised as `PassError`. `after_pass(report, result, failure)` is called after each
-    pass, with the graph as it is then, and the error where the pass was dropped.
+    A pass that raises is dropped with one warning, and the next one starts from its input; with `options.strict` the
+    error is raised as `PassError`. `after_pass(report, result, failure)` is called after each pass, with the current
+    graph, and with the error if the pass was dropped.
     """
     result = Result(original, list(example_inputs))
     for graph_pass in passes:
@@ -122,7 +122,7 @@ def run_passes(
             after_pass(Report(graph_pass.name), result, dropped(graph_pass.name, error, options.strict))
             continue
         report.seconds = time.perf_counter() - started
-        report.asked = context.changes_asked_for
+        report.asked = context.requested_changes
         log.info("%s (%.3f s)", report, report.seconds)
         result.reports.append(report)
         discharged = frozenset(context.discharged)
@@ -139,7 +139,7 @@ def _context(gm: GraphModule, result: Result, options: Options, name: str) -> Co
     fakes = [node.meta.get("example_value") for node in placeholders]
     fake_mode = next((fake.fake_mode for fake in fakes if isinstance(fake, torch._subclasses.FakeTensor)), None)
     if fake_mode is None:
-        return None  # a graph without tensors, or one that Dynamo did not make: nothing for these passes
+        return None  # a graph without tensors, or not from Dynamo: passes have nothing to do
     shared = _inputs_that_share_memory(placeholders, result.example_inputs)
     inputs, discharged = list(result.example_inputs), set(result.discharged)
     return Context(options, inputs, fake_mode, shared, result.program, name, result.draft, discharged)
@@ -164,11 +164,11 @@ def _verify(graph_pass: Pass, before: Result, after: GraphModule, context: Conte
 
 
 def dropped(name: str, error: Exception, strict: bool, instead: str = "the graph as it was") -> str:
-    """What becomes of a pass that failed: an error with `strict`, else one warning; returns the failure in words."""
+    """Report a pass that failed: by an error with `strict`, else by one warning. Returns a text for the failure."""
     if strict:
         raise PassError(f"the pass {name} failed: {error}") from error
     log.debug("the pass %s failed", name, exc_info=error)
     failure = f"{type(error).__name__}: {error}"
-    text = f"the pass {name} failed and was left out ({failure}). Training goes on with {instead}. "
+    text = f"the pass {name} failed and was dropped ({failure}). Training continues with {instead}. "
     warn_once(name, text + 'Please report this, with the error that options={"fastpack.strict": True} raises.', 3)
     return failure

@@ -1,4 +1,4 @@
-"""The program of a prologue, as data: what a pass cuts out of a graph, and the runtime computes once per batch."""
+"""The program of a prologue, as data: passes extract it from a graph, and the runtime runs it once per batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 
 @dataclass(frozen=True)
 class Check:
-    """An assertion on host numbers: outputs `left` and `right` of the host program, or constants, compared.
+    """An assertion that compares `left` and `right`, outputs of the host program or constants.
 
-    comparison: "==", "<=", ... or "" where `left` itself must hold. left_text, right_text: the operands in words.
+    comparison: "==", "<=", ... or "" if `left` itself must hold. left_text, right_text: the operands for a message.
     """
 
     comparison: str
@@ -29,8 +29,8 @@ class Check:
 class Output:
     """A position among the outputs of a program's host or device graph.
 
-    dimension: the size of the tensor there along it, instead of the tensor. as_dtype: the number there as a CPU tensor
-    of no dimensions. as_int: the bool there as 0 or 1.
+    dimension: take the tensor's size along it, instead of the tensor. as_dtype: convert the number to a CPU tensor
+    without dimensions. as_int: convert the bool to 0 or 1.
     """
 
     side: str
@@ -44,17 +44,17 @@ class Output:
 class Program:
     """A prologue in two parts.
 
-    host: a graph on CPU tensors and integers. `host_inputs` are positions among the main graph's inputs; tensors that
-    lie on another device are copied to the host first, all of one device in one transfer.
-    device: a graph of what lies on an accelerator; on the CPU, of large tensors that a compiler is worth its time for;
-    or None. Its inputs are the main graph's inputs at `device_inputs`, and then the outputs of the host graph at
-    `imports`, tensors among them copied to the device given there.
-    Fake values of what a graph takes and returns are in the nodes' `meta["example_value"]`.
-    outputs: where each extra input of the main graph comes from. checks: evaluated after the host part.
+    host: a graph on CPU tensors and integers. `host_inputs` are positions among the main graph's inputs; tensors on
+    another device are copied to the host first, all of one device in one transfer.
+    device: a graph on an accelerator's tensors, or on large CPU tensors that are worth compiling, or None. Its inputs
+    are the main graph's inputs at `device_inputs`, followed by the outputs of the host graph at `imports`; tensors
+    among these are copied to the device given there.
+    The fake values of a graph's inputs and outputs are in the nodes' `meta["example_value"]`.
+    outputs: the origin of each extra input of the main graph. checks: evaluated after the host part.
     roots: positions of the tensor inputs on which any output depends.
-    written: positions of integer inputs that the main graph writes to; where one shares memory with a root, the program
-    is not valid.
-    on_accelerator: whether the device graph runs there. worth_compiling: whether a compiler saves much on it.
+    written: positions of integer inputs that the main graph writes to; if one shares memory with a root, the program is
+    not valid.
+    on_accelerator: whether the device graph runs on one. worth_compiling: whether compiling it saves much.
     """
 
     host: GraphModule
@@ -78,6 +78,6 @@ class Program:
 
 
 def _code(module: GraphModule | None) -> str:
-    """The code of a graph and of the graphs that it calls."""
+    """The code of a graph and of its submodules."""
     modules = () if module is None else module.modules()
     return "\n".join(part.code for part in modules if isinstance(part, GraphModule))

@@ -1,4 +1,4 @@
-"""What a pass says about its work: what it changed, and for every near miss a typed reason."""
+"""A pass's report on its work: its changes, and a typed reason for every near miss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class Reason(enum.Enum):
-    """Why something was left alone. The value is the sentence shown to a person."""
+    """Why something was left alone. The value is the text for a person."""
 
     PARAMETER = "depends on a parameter"
     ACTIVATION = "depends on a floating-point input or an activation"
@@ -17,18 +17,18 @@ class Reason(enum.Enum):
     WRITTEN_BY_LAYER = "a layer writes to it"
     READ_BEFORE_WRITE = "it is read before it has its final value"
     ESCAPES = "it is returned from the graph together with something that shares its memory"
-    HIGHER_ORDER = "it comes out of, or lies in, the body of a higher-order operator"
+    HIGHER_ORDER = "it is in the body of a higher-order operator, or comes from one"
     UNKNOWN_OPERATOR = "an operator's effects are not known"
     COLLECTIVE = "other ranks take part in it"
     TOO_LARGE = "it is large and used once"
     NOT_ALIKE = "the experts are not known to be one program on different rows"
-    QUERIES_DIFFER = "its queries are not known to ask one routing"
+    QUERIES_DIFFER = "its queries are not known to read one routing"
     SMALL = "it is small"
     DROPOUT = "it drops weights at random"
     WEIGHTS_USED = "its weights are returned, or used elsewhere"
     SCORES_CHANGED = "its scores are not those of a known masked attention"
-    NOT_BY_HEADS = "its tensors are not those of attention by heads"
-    SELECTIVE = "a checkpoint around it chooses by operator what it keeps"
+    NOT_BY_HEADS = "its tensors do not have the layout of multi-head attention"
+    SELECTIVE = "a checkpoint around it selects by operator what to save"
     NEEDED_SOON = "backward needs it at once"
     WITHIN_BUDGET = "the device has room for it"
     HOST_BUDGET = "the host's budget is used up"
@@ -36,23 +36,23 @@ class Reason(enum.Enum):
     RETURNED = "the graph returns it, or a view of it"
     SHARED_MEMORY = "it shares memory with another saved tensor in a way that cannot be rebuilt"
     UNKNOWN_SIZE = "its size is known only when the program runs"
-    WRONG_DEVICE = "moving it from where it lies frees nothing"
+    WRONG_DEVICE = "moving it from its device frees nothing"
     STRIDES_MAY_CHANGE = "it has four dimensions and convolutions are near, for which a compiler changes strides"
     REPLAYED = "CUDA graphs replay the step, and a replay would not wait for copies"
     UNSUPPORTED_VALUE = "its kind of value cannot be an input of a graph"
     NOT_BY_ROWS = "its rows are not known to be computed one by one"
-    MASK_NEEDED = "more than plans and the attentions that follow them needs it"
-    NOT_BOOL = "it is no mask of bools"
-    NOT_ON_CPU = "it, or what it is made of, does not lie on the CPU"
-    LEFT_OUT = "FXPASSES_CHANGES leaves it out"
+    MASK_NEEDED = "not only plans and attention by plans use it"
+    NOT_BOOL = "it is not a bool mask"
+    NOT_ON_CPU = "it, or one of its operands, is not on the CPU"
+    LEFT_OUT = "FXPASSES_CHANGES excludes it"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that a pass could have done and did not.
+    """One rewrite that a pass considered and refused.
 
-    subject: the node's name; reason: the kind of obstacle; text: the obstacle itself; where: `file:line`, or "".
-    module: the path of the subject's module, which tells equal names in different bodies apart; "" where not known.
+    subject: the node's name; reason: the kind of refusal; text: its details; where: `file:line`, or "". module: the
+    path of the subject's module, which distinguishes equal names in different bodies; "" if unknown.
     """
 
     subject: str
@@ -71,9 +71,9 @@ class Refusal:
 class Transfer:
     """A tensor that forward moves off the device and backward brings back.
 
-    name: of the node, as backward calls it; bytes: for the sizes that were traced. Positions are those of nodes:
-    offloaded_at of the one in forward after which the copy out starts, reloaded_at of the one in backward before which
-    the copy back starts, needed_at of the first one in backward that takes the tensor. to: "host" or "disk".
+    name: of the node in backward; bytes: for the traced sizes. Positions are those of nodes: after `offloaded_at` in
+    forward the copy out starts, before `reloaded_at` in backward the copy back starts, and `needed_at` is the tensor's
+    first user in backward. to: "host" or "disk".
     """
 
     name: str
@@ -88,8 +88,8 @@ class Transfer:
 class Report:
     """The outcome of one pass on one graph.
 
-    summary: one line for a person; "" where nothing changed. figures: counts by name (bytes where the name says so).
-    seconds: time that the pass took. asked: how many changes it asked for, which is what FXPASSES_CHANGES counts.
+    summary: one line for a person; "" if nothing changed. figures: counts by name (bytes where the name says so).
+    seconds: the time of the pass. asked: the number of changes that it requested, as FXPASSES_CHANGES counts them.
     transfers: activations that leave the device between forward and backward.
     """
 
@@ -110,4 +110,4 @@ class Report:
         return "\n".join(lines)
 
 
-OnReport = Callable[[Report], None]  # gets the reports of what runs after the passes over the captured graph
+OnReport = Callable[[Report], None]  # gets the reports of passes after those on the captured graph

@@ -1,11 +1,11 @@
-"""The order in which a forward graph returns what it saves for backward, as AOTAutograd's runtime slices it.
+"""The order in which a forward graph returns its saved values, as AOTAutograd's runtime slices them.
 
     forward returns  its outputs, tensors, tensors saved without a version check, objects, sizes
     backward takes   sizes, tensors, tensors saved without a version check, objects, gradients, ...
 
-PyTorch's partitioners put the states of random number generators behind all but the sizes: a checkpoint has to draw the
-same numbers twice. Where a graph has a DTensor, its `DeviceMesh` is saved as well, an object before a tensor then, and
-the first call of forward fails: "expected all tensors_saved_with_vc_check to be Tensors".
+PyTorch's partitioners put the states of random number generators last before the sizes: a checkpoint must draw the same
+numbers twice. If a graph has a DTensor, its `DeviceMesh` is saved too, so an object precedes a tensor, and the first
+call of forward fails: "expected all tensors_saved_with_vc_check to be Tensors".
 
 Private name, checked on torch 2.11 and 2.13: the node's meta `saved_tensor_with_no_vc_check`.
 """
@@ -24,7 +24,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def may_save_objects(gm: GraphModule) -> bool:
-    """Whether a graph that Dynamo captured has objects among its values: by themselves, or within, as a DTensor has."""
+    """Whether a graph that Dynamo captured has objects among its values, or inside them, as in a DTensor."""
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             for value in pytree.tree_leaves(node.meta.get("example_value")):
@@ -34,9 +34,9 @@ def may_save_objects(gm: GraphModule) -> bool:
 
 
 def order_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> bool:
-    """Bring what `forward` returns after its first `outputs` results, and `backward` takes, into AOTAutograd's order.
+    """Put the results of `forward` after the first `outputs` ones, which `backward` takes, in AOTAutograd's order.
 
-    Within a kind the order stays. Returns whether anything moved; graphs in the right order are not touched.
+    Values of one kind keep their order. Returns whether anything moved; graphs in the right order are not touched.
     """
     output = forward.graph.output_node()
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def order_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> bo
         return False
     positions = [*range(outputs), *(outputs + number for number in order)]
     output.args = (tuple(returned[position] for position in positions),)
-    described = output.meta.get("desc")  # PyTorch's words for each output
+    described = output.meta.get("desc")  # PyTorch's description of each output
     if isinstance(described, (list, tuple)) and len(described) == len(returned):
         output.meta["desc"] = [described[position] for position in positions]
     _reorder_placeholders(backward, kinds, order)
@@ -57,7 +57,7 @@ def order_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> bo
 
 
 def _reorder_placeholders(backward: GraphModule, kinds: list[int], order: list[int]) -> None:
-    """Backward takes what is saved in forward's order, but for the sizes, which come first."""
+    """Backward takes saved values in forward's order, except that sizes come first."""
 
     def sizes_first(numbers: list[int]) -> list[int]:
         return sorted(numbers, key=lambda number: kinds[number] != _SIZE)

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Numbers formatted for a person."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare a graph before and after a pass, by running both on the example inputs."""
+"""Compares a graph before and after a pass, by running both on the example inputs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def compare(
     inputs: Sequence[Any],
     exact: bool = True,
 ) -> str:
-    """The first difference in outputs, written inputs or gradients, in words; "" where there is none.
+    """A text for the first difference in outputs, written inputs or gradients; "" if there is none.
 
-    exact: whether the last bit counts; else what counts is more than rounding, measured by each tensor's largest value.
+    exact: whether the last bit counts; otherwise a difference exceeds rounding, relative to a tensor's largest value.
 
-    `inputs` are those of the captured graph, real values; where they are fake (a graph that was split after capture)
-    nothing can be run, and nothing is compared; nor where the graph issues collectives, which the other ranks would not
-    answer. Random numbers start from the same state in both runs.
+    inputs: those of the captured graph, with real values. Nothing runs, and nothing is compared, if they are fake (in a
+    graph that was split after capture) or if the graph issues collectives, which the other ranks would not answer. Both
+    runs draw the same random numbers.
     """
     if communicates(before) or any(isinstance(value, torch._subclasses.FakeTensor) for value in inputs):
         return ""
@@ -46,7 +46,7 @@ def compare(
 
 
 def _rounding(tensor: torch.Tensor) -> float:
-    """What sums of some thousand parts may differ by if they are added up in another order."""
+    """A bound on the difference of sums of some thousand terms in another order."""
     if not tensor.dtype.is_floating_point or not tensor.numel():
         return 0.0
     return 64 * torch.finfo(tensor.dtype).eps * tensor.abs().nan_to_num(0, 0, 0).max().item()

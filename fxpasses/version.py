@@ -1,3 +1,3 @@
-"""The version of the package, which keys of caches and records hold."""
+"""The version of the package, which is part of cache keys and records."""
 
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph import effects
-from fxpasses.graph.calls import OperatorCall, operator_of
+from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.effects import leaves, storage_key
 
 # Higher-order operators that only run the operator that they are given.
@@ -67,7 +67,7 @@ def written_operands(node: Node, owner: torch.nn.Module | None = None) -> list[N
     name = call.name
     if "." in name:
         return node.all_input_nodes
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem" or call.argument("inplace")
+    in_place = is_in_place(name) or call.argument("inplace")
     return _nodes_in([call.kwargs.get("out"), node.args[:1] if in_place else ()])
 
 

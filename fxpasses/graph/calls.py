@@ -103,6 +103,12 @@ def argument(node: Node, parameter: str, default: Any = None) -> Any:
     return OperatorCall.of(node).argument(parameter, default)
 
 
+def is_in_place(name: str) -> bool:
+    """Whether a function or method of this name, such as `add_`, `iadd` or `setitem`, writes to its first operand."""
+    name = _canonical(name)
+    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+
+
 @functools.lru_cache(maxsize=4096)
 def _name(target: Any) -> str:
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):

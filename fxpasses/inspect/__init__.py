@@ -1,7 +1,7 @@
-"""See what the passes did: record what is compiled, compare the graphs, and show it.
+"""Shows what the passes did: records compilations, compares the graphs, and reports the differences.
 
-`record()` and `FXPASSES_RECORD` collect; `load` reads a file; `report` shows a record on a terminal, `page` as one HTML
-file. docs/inspect.md describes the data model and the command line.
+`record()` and `FXPASSES_RECORD` collect records; `load` reads a file; `report` shows a record on a terminal, `page` as
+one HTML file. docs/inspect.md describes the data model and the command line.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from fxpasses.inspect.changes import diff
     from fxpasses.inspect.html import page
     from fxpasses.inspect.model import Graph as GraphRecord
-    from fxpasses.inspect.recording import Record, Watch, load, record, watch
+    from fxpasses.inspect.recording import Record, load, observe, record
     from fxpasses.inspect.text import report
 
-__all__ = ["GraphRecord", "Record", "Watch", "diff", "load", "page", "record", "report", "watch"]
+__all__ = ["GraphRecord", "Record", "diff", "load", "observe", "page", "record", "report"]
 
-# Imported when asked for: the backend needs `watch` alone, and `fxpasses --help` must not wait for torch.
+# Imported on first use: the backend needs `observe` alone, and `fxpasses --help` must not wait for torch.
 _HOMES = {
     "GraphRecord": ("model", "Graph"),
     "diff": ("changes", "diff"),
     "page": ("html", "page"),
     "report": ("text", "report"),
-    **{name: ("recording", name) for name in ("Record", "Watch", "load", "record", "watch")},
+    **{name: ("recording", name) for name in ("Record", "load", "observe", "record")},
 }
 
 

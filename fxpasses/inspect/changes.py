@@ -1,9 +1,9 @@
-"""What changed between two stages of a graph, in kinds, insensitive to names, numbers and order.
+"""The changes between two stages of a graph, by kind and independent of names, numbers and order.
 
-A node of "before" is matched with one of "after" (see `fxpasses.inspect.matching`), or it is *removed* or *moved to the
-prologue*; a node of "after" without counterpart is *added*. Of a matched pair it is told whether it is *rewired* (takes
-other nodes or constants), *moved* (to another body, or out of one) or has *changed metadata* (shape, stride, dtype,
-device, symbols). Placeholders and outputs of bodies are matched and not told: the call says the same.
+A node of "before" is matched with a node of "after" (see `fxpasses.inspect.matching`), or it is *removed* or *moved to
+the prologue*; a node of "after" without counterpart is *added*. A matched pair may be *rewired* (it takes other nodes
+or constants), *moved* (to another body, or out of one) or have *changed metadata* (shape, stride, dtype, device,
+symbols). Placeholders and outputs of bodies are matched but not reported, as the call shows the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SYMBOL = re.compile(r"[suz][a-z]*\d+")
 
 
 class Kind(enum.Enum):
-    """The kinds of change. The value is what a person reads."""
+    """The kinds of change. The value is the text for a person."""
 
     REMOVED = "removed"
     PROLOGUE = "moved to the prologue"
@@ -40,9 +40,9 @@ MARKS = {
 
 @dataclass(slots=True)
 class Change:
-    """One change of one node. before, after: (path of the region, name), None on the side where there is none.
+    """One change of one node. before, after: (path of the region, name), None on a side without the node.
 
-    detail: what about it, with names of nodes replaced by what they do; the same words in equal layers.
+    detail: a text that names operators instead of nodes, so that identical layers have the same text.
     """
 
     kind: Kind
@@ -58,9 +58,9 @@ class Change:
 
 @dataclass
 class Diff:
-    """All changes, in the order of the graph. matches: nodes of "before" to their counterparts.
+    """All changes, in graph order. matches: nodes of "before" to their counterparts.
 
-    to_prologue: nodes of "before" to those of the prologue that compute the same; several may go to one.
+    to_prologue: nodes of "before" to the prologue's nodes that compute the same; several may map to one.
     """
 
     changes: list[Change] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Diff:
 
 
 def diff(before: Stage, after: Stage, flows: tuple[Dataflow, Dataflow] | None = None) -> Diff:
-    """The changes from one stage to another: of one graph, or of two records' graphs. flows: theirs, if at hand."""
+    """The changes from one stage to another, of one graph or of two records' graphs. flows: of the stages, if known."""
     return _Diff(*(flows or (Dataflow(before), Dataflow(after))), after).run()
 
 
@@ -104,7 +104,7 @@ class _Diff:
             else:
                 self._gone(number, prologue)
         for other, number in enumerate(self.back):
-            if number < 0 and other not in computed and not self._is_told(other, places):
+            if number < 0 and other not in computed and not self._is_reported(other, places):
                 self._add(Kind.ADDED, None, other, self._what(other))
         return self.found
 
@@ -153,9 +153,10 @@ class _Diff:
     # Moved to the prologue
 
     def _moved_to_prologue(self) -> dict[int, int]:
-        """Nodes without counterpart to the node of the prologue that computes the same, or to `_AS_CHECK`.
+        """Maps nodes without counterpart to the prologue's node that computes the same, or to `_AS_CHECK`.
 
-        By value; where a pass wrote it in another way (in place, on another device), by operator and source line.
+        Nodes correspond by value or, if a pass spelled them otherwise (in place, on another device), by operator and
+        source line.
         """
         values: dict[Any, int] = {}
         places: dict[Any, list[int]] = {}
@@ -165,7 +166,7 @@ class _Diff:
                 places.setdefault(_made_at(self.after.nodes[other]), []).append(other)
         checks = " ".join(self.stage.checks)
         found: dict[int, int] = {}
-        seen: dict[Any, int] = {}  # how many of one operator and line so far in one layer
+        seen: dict[Any, int] = {}  # the number of nodes of one operator and line so far in one layer
         left = [n for n in range(len(self.before)) if self.to[n] < 0 and not self.before.in_prologue[n]]
         for number in left:
             node = self.before.nodes[number]
@@ -180,15 +181,15 @@ class _Diff:
                 found[number] = places[made_at][min(position, len(places[made_at]) - 1)]
             elif node.is_assertion and node.source is not None and f"(at {node.source})" in checks:
                 found[number] = _AS_CHECK
-        for number in reversed(left):  # what only fed these went with them: a comparison, a body's operand
+        for number in reversed(left):  # nodes that fed only these went with them: a comparison, a body's operand
             users = self.before.users[number]
             is_input = self.before.nodes[number].op == "placeholder" and not self.before.is_border(number)
             if number not in found and not is_input and users and all(user in found for user in users):
                 found[number] = found[users[0]]
         return found
 
-    def _is_told(self, other: int, places: set[Any]) -> bool:
-        """Whether a new node belongs to a move to the prologue that is told already."""
+    def _is_reported(self, other: int, places: set[Any]) -> bool:
+        """Whether a new node belongs to a move to the prologue that is reported already."""
         node = self.after.nodes[other]
         return self.after.in_prologue[other] and (node.op in ("placeholder", "output") or _made_at(node) in places)
 
@@ -201,16 +202,16 @@ class _Diff:
         parts = []
         if (old.op, old.target) != (new.op, new.target):
             parts.append(f"{old.target} → {new.target}")
-        if len(old.args) != len(new.args):  # operands of a call came and went
+        if len(old.args) != len(new.args):  # operands of a call were added or removed
             parts += self._operands(number, other)
         else:
-            told = [
+            arguments = [
                 text
                 for position, (one, two) in enumerate(zip(old.args, new.args, strict=True))
                 for text in self._argument(number, other, one, two, str(position))
             ]
-            # One operand more before the others, and one less, is no change of all that stand in between.
-            parts += self._operands(number, other) if bodies_of(old) and len(told) > 2 else told
+            # One operand added and another removed shifts the operands in between, but does not change them.
+            parts += self._operands(number, other) if bodies_of(old) and len(arguments) > 2 else arguments
         for name in dict.fromkeys([*old.kwargs, *new.kwargs]):
             parts += self._argument(number, other, old.kwargs.get(name), new.kwargs.get(name), name)
         return ", ".join(parts)
@@ -247,7 +248,7 @@ class _Diff:
         number, other = self.before.origin(number), self.after.origin(other)
         if self.to[number] == other:
             return True
-        # Two nodes that compute the same from the same, and with which the same is done, are one as good as the other.
+        # Nodes with equal values and equal uses are interchangeable.
         return (
             self.to[number] >= 0
             and self.back[other] >= 0
@@ -256,20 +257,18 @@ class _Diff:
         )
 
     def _operands(self, number: int, other: int) -> Iterator[str]:
-        """`−mask −item +packed_0` for a call whose number of operands changed, in words for what they do."""
-        old = [
-            self.before.number[self.before.region[number], name] for name in references(self.before.nodes[number].args)
-        ]
-        new = [self.after.number[self.after.region[other], name] for name in references(self.after.nodes[other].args)]
+        """`−mask −item +packed_0` for a call whose number of operands changed."""
+        old = self.before.numbers(number, references(self.before.nodes[number].args))
+        new = self.after.numbers(other, references(self.after.nodes[other].args))
         kept = {self.to[n] for n in old}
-        gone = [self._word(self.before, n) for n in old if self.to[n] not in new]
-        come = [self._word(self.after, n) for n in new if n not in kept]
-        words = [f"−{word}" for word in dict.fromkeys(gone)] + [f"+{word}" for word in dict.fromkeys(come)]
-        yield "operands: " + (" ".join(words) or "others, or in another order")
+        removed = dict.fromkeys(self._label(self.before, n) for n in old if self.to[n] not in new)
+        added = dict.fromkeys(self._label(self.after, n) for n in new if n not in kept)
+        labels = [f"−{label}" for label in removed] + [f"+{label}" for label in added]
+        yield "operands: " + (" ".join(labels) or "others, or in another order")
 
     def _text(self, graph: Dataflow, number: int, value: Any) -> str:
         if isinstance(value, dict) and "node" in value:
-            return self._word(graph, graph.number[graph.region[number], value["node"]])
+            return self._label(graph, graph.number[graph.region[number], value["node"]])
         if isinstance(value, dict) and "constant" in value:
             return str(value["constant"])
         if isinstance(value, dict) and "slice" in value:
@@ -280,8 +279,8 @@ class _Diff:
             return f"[{', '.join(self._text(graph, number, item) for item in value)}]"
         return repr(value)
 
-    def _word(self, graph: Dataflow, number: int) -> str:
-        """A node in words that are the same in equal layers: an input's name, else what the node does."""
+    def _label(self, graph: Dataflow, number: int) -> str:
+        """A label of a node that identical layers share: an input's name, or else the operator."""
         node = graph.nodes[graph.origin(number)]
         if node.op == "placeholder":
             return re.sub(r"\b\d+\b", "*", input_name(node))
@@ -312,13 +311,13 @@ class _Diff:
                 yield f"{name} {getattr(old, name)} → {getattr(new, name)}"
 
     def _same_expression(self, old: str, new: str) -> bool:
-        """Whether two expressions are equal up to the names of symbols, which are learned on the way."""
+        """Whether two expressions are equal up to the names of symbols, which are matched on the way."""
         if old == new and not _SYMBOL.search(old):
             return True
         if _SYMBOL.fullmatch(old) and _SYMBOL.fullmatch(new):
             return self.symbols.setdefault(old, new) == new
         tokens = [self.symbols.get(token, token) for token in _TOKEN.findall(old)]
-        return sorted(tokens) == sorted(_TOKEN.findall(new))  # sorted: SymPy writes a sum in the order of the names
+        return sorted(tokens) == sorted(_TOKEN.findall(new))  # sorted: SymPy orders a sum by its names
 
 
 _AS_CHECK = -1
@@ -329,27 +328,28 @@ def _made_at(node: Node) -> Any:
 
 
 def input_name(node: Node) -> str:
-    """`lengths` for Dynamo's `L['lengths']`, `layers.0.weight` for a parameter, the node's target where it has none."""
+    """`lengths` for Dynamo's `L['lengths']`, `layers.0.weight` for a parameter, else the node's target."""
     name = re.sub(r"^[LG]\['(\w+)'\]", r"\1", node.source_name)
     name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
     return name.removeprefix("self.") or node.target
 
 
 def _matched_regions(before: Dataflow, after: Dataflow, to: list[int]) -> dict[str, str]:
-    """The bodies of "before" to those of "after": the bodies of a matched call, in order."""
+    """Maps the bodies of "before" to those of "after": the bodies of a matched call, in order."""
     found = {path: path for path in before.regions if not before.regions[path].call and path in after.regions}
-    later: dict[tuple[str, str], list[str]] = {}
-    for path, region in after.regions.items():
-        later.setdefault((region.parent, region.call), []).append(path)
-    earlier: dict[tuple[str, str], list[str]] = {}
-    for path, region in before.regions.items():
-        if region.call:
-            earlier.setdefault((region.parent, region.call), []).append(path)
-    for (parent, call), paths in earlier.items():
-        number = before.number.get((parent, call), -1)
-        other = to[number] if number >= 0 else -1
+    later = _by_call(after)
+    for call, paths in _by_call(before).items():
+        other = to[before.number[call]] if call in before.number else -1
         if other >= 0:
             found.update(zip(paths, later.get(after.key(other), []), strict=False))
+    return found
+
+
+def _by_call(graph: Dataflow) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for path, region in graph.regions.items():
+        if region.call:
+            found.setdefault((region.parent, region.call), []).append(path)
     return found
 
 
@@ -358,6 +358,6 @@ def _place(region: str) -> str:
 
 
 def type_text(value: TensorValue) -> str:
-    """`float32[16, u0]`, with the device where it is not the CPU."""
+    """`float32[16, u0]`, with the device if it is not the CPU."""
     device = "" if value.device == "cpu" else f" on {value.device}"
     return f"{value.dtype}[{', '.join(map(str, value.shape))}]{device}"

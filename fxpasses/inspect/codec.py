@@ -1,7 +1,7 @@
 """Records as JSON Lines: the run on the first line, one compiled graph on each further line.
 
-A line a graph makes writing incremental: a program that is killed leaves a file that can be read. Reading takes the
-file for data: nothing is executed, every field is checked, and what a newer minor writer added is ignored.
+With one graph per line, writing is incremental: a program that is killed leaves a readable file. Reading treats the
+file as data: it executes nothing, checks every field, and ignores fields that a newer writer of this version added.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 from fxpasses.inspect import model
 from fxpasses.inspect.model import SCHEMA, VERSION, Graph, Run
-from fxpasses.report import Reason, Refusal, Report
+from fxpasses.report import Reason
 
 
 class RecordError(ValueError):
-    """A file that is not a record, or one that this version cannot read. The message is one line for a person."""
+    """A file that is not a record, or that this version cannot read. The message is one line for a person."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherReason:
-    """A reason that another version of fxpasses gave; has what the members of `Reason` have."""
+    """A reason of another version of fxpasses, with the attributes of `Reason`'s members."""
 
     name: str
     value: str
@@ -49,7 +49,7 @@ def dumps(value: Any) -> str:
 
 
 def write(run: Run, path: str | Path) -> None:
-    """Write a whole record; an existing file is replaced only when all is written."""
+    """Write a whole record; an existing file is replaced once the record is complete."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8", newline="\n") as file:
@@ -58,7 +58,7 @@ def write(run: Run, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Run:
-    """Read a record; raises `RecordError`. A last line that was cut off by a crash is left out."""
+    """Read a record; raises `RecordError`. A last line that a crash cut off is ignored."""
     try:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:  # a crash may cut a letter
             return parse(lines, str(path))
@@ -67,7 +67,7 @@ def read(path: str | Path) -> Run:
 
 
 def parse(lines: Iterable[str], name: str = "record") -> Run:
-    """A record of its lines, one after the other: only one graph's JSON is in memory at a time."""
+    """A record from its lines, read one by one: only one graph's JSON is in memory at a time."""
     run: Run | None = None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -75,7 +75,7 @@ def parse(lines: Iterable[str], name: str = "record") -> Run:
         try:
             found = json.loads(_harmless(line), parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            if run is not None and not line.endswith("\n"):  # the writer was stopped in the middle of it
+            if run is not None and not line.endswith("\n"):  # the writer was interrupted
                 break
             raise RecordError(f"{name}:{number}: is not JSON: {error}") from error
         if run is None:
@@ -107,7 +107,7 @@ def _graph(found: Any, where: str) -> Graph:
 
 
 def to_json(value: Any) -> Any:
-    """A value of the model as JSON values; fields that have their default are left out."""
+    """A value of the model as JSON values, without fields that have their default."""
     if isinstance(value, (Reason, OtherReason)):
         return {"name": value.name, "value": value.value}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -149,7 +149,7 @@ _ESCAPE = re.compile(r"\\(u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|.)", re.IGN
 
 
 def _harmless(line: str) -> str:
-    """JSON without control characters but tab and newline: what is shown on a terminal must not command it."""
+    """JSON without control characters other than tab and newline, which could control the terminal that shows it."""
     line = _CONTROLS.sub("\ufffd", line)
     return _ESCAPE.sub(lambda m: "\\ufffd" if len(m[1]) > 1 or m[1] in "bfr" else m[0], line) if "\\" in line else line
 
@@ -159,7 +159,7 @@ def _no_constant(text: str) -> Any:
 
 
 def _value(hint: Any, given: Any, where: str) -> Any:
-    """`given` as the type that the model declares; raises `RecordError` that says where it is not."""
+    """`given` as the type that the model declares; raises a `RecordError` with its place if it is of another type."""
     if hint is Any:
         return given
     if hint is Reason:
@@ -207,7 +207,7 @@ def _reason(given: Any, where: str) -> Any:
 
 
 def _check_references(graph: Graph, where: str) -> None:
-    """Every stage has unique names, and refers to what exists: what reads a record may rely on it."""
+    """Check that names are unique in every stage and refer to nodes that exist; readers of a record rely on this."""
     if not graph.stages or graph.stages[0].regions is None:
         raise RecordError(f"{where}: the first stage has no graph")
     for stage in graph.stages:
@@ -221,13 +221,10 @@ def _check_references(graph: Graph, where: str) -> None:
             for node in region.nodes:
                 missing = next((name for name in model.inputs_of(node) if name not in names), None)
                 if missing is not None:
-                    raise RecordError(f"{where}: {node.name!r} takes {missing!r}, which does not stand before it")
+                    raise RecordError(f"{where}: {node.name!r} takes {missing!r}, which does not precede it")
                 if node.name in names:
                     raise RecordError(f"{where}: two nodes of {region.path!r} are called {node.name!r}")
                 names.add(node.name)
             parent = regions.get(region.parent)
             if region.call and (parent is None or all(node.name != region.call for node in parent.nodes)):
-                raise RecordError(f"{where}: {region.path!r} is run by {region.call!r}, which is not there")
-
-
-__all__ = ["OtherReason", "RecordError", "Refusal", "Report", "dumps", "graph_line", "header", "parse", "read", "write"]
+                raise RecordError(f"{where}: {region.path!r} is run by {region.call!r}, which is missing")

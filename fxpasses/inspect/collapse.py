@@ -1,4 +1,4 @@
-"""Equal changes told once: "layers 0–27: the same change ×28"."""
+"""Identical changes reported once: "layers 0–27: the same changes ×28"."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 @dataclass
 class Group:
-    """Changes that are the same but for the layer they are in. module: the path, with the layer's number as `*`.
+    """Changes that differ in their layer alone. module: the path, with the layer's number as `*`.
 
-    results: to how many nodes of the prologue they went together, for `Kind.PROLOGUE`.
+    results: for `Kind.PROLOGUE`, the number of the prologue's nodes that they became.
     """
 
     kind: Kind
@@ -33,7 +33,7 @@ class Group:
 
 @dataclass
 class Section:
-    """Groups that concern the same layers. layers: their numbers, empty for what lies outside of layers."""
+    """Groups in the same layers. layers: their numbers, empty outside layers."""
 
     layers: list[int]
     groups: list[Group] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Section:
 
 
 def collapse(found: Diff, before: Stage, after: Stage) -> list[Section]:
-    """The changes in sections of equal layers, in the order of the graph; borders of bodies are left out."""
+    """The changes in sections of identical layers, in graph order, without those at the borders of bodies."""
     layers = [layers_of(before), layers_of(after)]
     groups: dict[tuple[object, ...], Group] = {}
     for change in found.changes:
@@ -78,7 +78,7 @@ def collapse(found: Diff, before: Stage, after: Stage) -> list[Section]:
 
 @dataclass(frozen=True)
 class Line:
-    """The groups of one kind, module and source line: what a face shows in one row."""
+    """The groups of one kind, module and source line, which a report shows in one row."""
 
     kind: Kind
     source: str
@@ -89,7 +89,7 @@ class Line:
 
 
 def lines_of(section: Section) -> list[Line]:
-    """The rows of a section, those of one module together."""
+    """The rows of a section, grouped by module."""
     merged: dict[tuple[object, ...], list[Group]] = {}
     for group in section.groups:
         own = group.detail if _tells_apart(group) else ""
@@ -98,13 +98,13 @@ def lines_of(section: Section) -> list[Line]:
     lines = []
     for groups in merged.values():
         first = groups[0]
-        words: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for group in groups:
-            words[group.target] = words.get(group.target, 0) + len(group.changes)
-        what = ", ".join(_times(word, count, layers) for word, count in words.items())
+            counts[group.target] += len(group.changes)
+        what = ", ".join(_times(target, count, layers) for target, count in counts.items())
         results = sum(group.results for group in groups)
         if first.kind is Kind.PROLOGUE:
-            if results < sum(words.values()):
+            if results < counts.total():
                 what += f" → {results} once a batch" if results else " → asserted once a batch"
         elif first.detail and _tells_apart(first):
             what += f": {first.detail}"
@@ -114,45 +114,45 @@ def lines_of(section: Section) -> list[Line]:
     return sorted(lines, key=lambda line: (modules.index(line.module), _ORDER.index(line.kind)))
 
 
-# Of a module first what was gained; sizes that changed follow from the rest.
+# Within a module, improvements come first, and changed sizes, which follow from the rest, last.
 _ORDER = (Kind.PROLOGUE, Kind.ADDED, Kind.REMOVED, Kind.REWIRED, Kind.MOVED, Kind.METADATA)
 
 
 def _tells_apart(group: Group) -> bool:
-    """Whether the detail says more than which operators came or went: of an added operator it is the type alone."""
+    """Whether the detail says more than the operators' names; an added operator's detail is only its type."""
     if group.kind is Kind.ADDED:
         return group.detail.endswith("from the prologue")
     return group.kind is not Kind.PROLOGUE
 
 
-def _times(word: str, count: int, layers: int) -> str:
-    """`add ×2` for twice in each layer; the number of layers is in the title."""
+def _times(target: str, count: int, layers: int) -> str:
+    """`add ×2` for two in each layer; the number of layers is in the title."""
     each = count / layers
     if each == 1:
-        return word
-    return f"{word} ×{int(each)}" if each.is_integer() else f"{word} ×{count} in all"
+        return target
+    return f"{target} ×{int(each)}" if each.is_integer() else f"{target} ×{count} in all"
 
 
 def _without_numbers(detail: str) -> str:
-    """Symbols in the order in which they occur: each layer has its own `u20`, `u42`, …"""
+    """Numbers symbols in order of occurrence: each layer has its own `u20`, `u42`, …"""
     names: dict[str, str] = {}
     return _SYMBOL.sub(lambda match: names.setdefault(match[0], f"#{len(names)}"), detail)
 
 
 def is_border(change: Change) -> bool:
-    """Whether the change concerns a placeholder or output of a body, which the call tells as well."""
+    """Whether the change is of a body's placeholder or output, which the change of the call covers."""
     region, _ = change.before or change.after or (MAIN, "")
     return region != MAIN and change.op in ("placeholder", "output")
 
 
 def layer_of(module: str, region: str, layers: dict[str, int]) -> int | None:
-    """The number of the layer that a node belongs to: that of its module, else that of its body."""
+    """The number of a node's layer: its module's, or else its body's."""
     found = _INDEX.search(module)
     return int(found[0]) if found else layers.get(region)
 
 
 def layers_of(stage: Stage) -> dict[str, int]:
-    """Bodies to the number of the layer that most of their modules name; else to their position among the bodies."""
+    """Maps bodies to the layer number that most of their modules name, or else to their position among bodies."""
     found: dict[str, int] = {}
     position = 0
     for region in stage.regions or ():

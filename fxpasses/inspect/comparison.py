@@ -1,4 +1,4 @@
-"""Two records side by side: which graph of one is which of the other, and what differs between them."""
+"""Compares two records: matches their graphs, and finds the differences of each pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpasses.inspect.whynot import near_misses
 
 @dataclass
 class GraphComparison:
-    """One graph in both records, or in one. reasons_gone, reasons_new: near misses that only one of them has."""
+    """One graph in both records, or in one. reasons_gone, reasons_new: near misses that only one record has."""
 
     before: Graph | None
     after: Graph | None
@@ -29,13 +29,13 @@ class GraphComparison:
 
 
 def compare(before: Run, after: Run, stage: str = "") -> list[GraphComparison]:
-    """Graphs with equal compile ids are compared, at the stage of that name, or at the last."""
+    """Compare the graphs with equal compile ids, at the stage named `stage`, or at the last one."""
     earlier, later = _by_key(before), _by_key(after)
     return [_compare(earlier.get(key), later.get(key), stage) for key in dict.fromkeys([*earlier, *later])]
 
 
 def _by_key(run: Run) -> dict[str, Graph]:
-    """The graphs that stayed: of several attempts at one compilation the last."""
+    """The graphs by compile id; of several attempts at one compilation, the last."""
     return {graph.compile_id or f"#{number}": graph for number, graph in enumerate(run.graphs)}
 
 
@@ -52,7 +52,7 @@ def _compare(before: Graph | None, after: Graph | None, stage: str) -> GraphComp
 
 
 def _stage(graph: Graph, name: str) -> Stage:
-    """The stage of that name, or the last graph before it if it changed nothing; the last of all for ""."""
+    """The graph at the stage `name`, which may be an earlier stage's if that changed nothing; the last one for ""."""
     found = graph.captured
     for stage in graph.stages:
         found = stage if stage.regions is not None else found

@@ -1,4 +1,4 @@
-"""Two records on a terminal."""
+"""Shows a comparison of two records on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxpasses.units import duration, size
 
 
 def run_differences(before: Run, after: Run) -> str:
-    """Versions and options that differ, a line each; "" where none do."""
+    """Versions and options that differ, one per line."""
     rows = [
         (key, before.versions.get(key, "–"), after.versions.get(key, "–"))
         for key in dict.fromkeys([*before.versions, *after.versions])
@@ -26,7 +26,7 @@ def run_differences(before: Run, after: Run) -> str:
 
 
 def comparison_report(found: GraphComparison, style: Style) -> str:
-    """One graph: its figures in both records, what changed, and reasons that came and went."""
+    """One graph: its figures in both records, the changes, and the reasons that only one record has."""
     graph = found.before or found.after
     assert graph is not None
     title = style.bold(f"graph {name(graph)}") + f"  {graph.function}"

@@ -1,10 +1,10 @@
 """A stage as one dataflow graph over the nodes of all its regions, for the diff.
 
-The border of a body is no border for data: a body's placeholder takes the operand of the call, and the call computes
-what the body's nodes compute. The prologue's placeholders take the inputs of the main graph.
+Data flows across the borders of bodies: a body's placeholder takes the operand of the call, and the call computes what
+the body's nodes compute. The prologue's placeholders take the inputs of the main graph.
 
-Colours are as in colour refinement (Weisfeiler and Leman): `value` is refined from a node's inputs to the inputs of the
-graph, `use` from its users to the outputs. Names and numbers of nodes and symbols enter neither.
+Colours are those of colour refinement (Weisfeiler and Leman): `value` is refined from a node's inputs up to the graph's
+inputs, `use` from its users down to the outputs. Neither depends on names and numbers of nodes and symbols.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _OPERAND = ("operand",)
 
 
 class Dataflow:
-    """Nodes are numbered in a topological order, those of a body before its call; lists are indexed by these numbers.
+    """Nodes are numbered in a topological order, a body's before its call; lists are indexed by these numbers.
 
     outside_in: the numbers in a topological order that has a call before the nodes of its body.
-    label: a hash of what a node does, with its constants and without the nodes it takes. inputs: what it takes, by
-    position. results: for a call, the outputs of its bodies. users: who takes it, a call among those of its body's
-    output. operator: what it does, without constants. place: where it comes from.
+    label: a hash of a node's operator and constants, without its inputs. inputs: the nodes that it takes, by position.
+    results: for a call, the outputs of its bodies. users: the nodes that take it; a call is a user of its body's
+    output. operator: the operator without constants. place: the module and source line.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -55,8 +55,8 @@ class Dataflow:
         self.place = [(node.module, str(node.source) if node.source else "") for node in self.nodes]
         self.value = self._values(self.label)
         self.use = self._uses(self.label)
-        told_apart = [hash(parts) for parts in zip(self.label, self.place, self.value, self.use, strict=True)]
-        self.fine = list(zip(self._values(told_apart), self._uses(told_apart), strict=True))
+        refined = [hash(parts) for parts in zip(self.label, self.place, self.value, self.use, strict=True)]
+        self.fine = list(zip(self._values(refined), self._uses(refined), strict=True))
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -70,17 +70,17 @@ class Dataflow:
         return [self.number[self.region[number], name] for name in names]
 
     def origin(self, number: int) -> int:
-        """What a body's placeholder takes, through all bodies around it; another node itself."""
+        """The node that a body's placeholder takes, through all enclosing bodies; any other node itself."""
         while self._is_operand[number]:
             number = self.inputs[number][0]
         return number
 
     def is_border(self, number: int) -> bool:
-        """A body's placeholder or output: it says nothing that the call and the body's nodes do not say."""
+        """Whether a node is a body's placeholder or output, which the call and the body's nodes cover."""
         return bool(self.regions[self.region[number]].call) and self.nodes[number].op in ("placeholder", "output")
 
     def _add_region(self, region: Region, operands: list[int | None]) -> int | None:
-        """Add a region's nodes, each body's before the call that runs it; returns the number of the output."""
+        """Add a region's nodes, each body's before its call; returns the number of the output."""
         placeholders = 0
         children = {child.path: child for child in self._children.get(region.path, ()) if child.call}
         output = None
@@ -124,7 +124,7 @@ class Dataflow:
         return ("placeholder", node.source_name or position), []
 
     def _operands(self, call: Node, path: str) -> list[int | None]:
-        """What a body's placeholders take: what follows the bodies in the call's arguments, lists flattened."""
+        """The operands of a body's placeholders: the call's arguments after the bodies, with lists flattened."""
         last = max(i for i, argument in enumerate(call.args) if isinstance(argument, dict) and "body" in argument)
         return [
             self.number[path, item["node"]] if isinstance(item, dict) and "node" in item else None
@@ -132,7 +132,7 @@ class Dataflow:
         ]
 
     def _pattern(self, value: Any, path: str, taken: list[int]) -> Any:
-        """An argument with the nodes in it cut out; they are appended to `taken`."""
+        """An argument without its nodes, which are appended to `taken`."""
         if isinstance(value, list):
             return tuple(self._pattern(item, path, taken) for item in value)
         if not isinstance(value, dict):
@@ -148,11 +148,11 @@ class Dataflow:
 
     def _values(self, labels: list[int]) -> list[int]:
         colours: list[int] = []
-        inside: dict[str, int] = {}  # the colours of all nodes of a region, in no order: some have no users
+        inside: dict[str, int] = {}  # the colours of all nodes of a region, unordered: some nodes have no users
         for number, taken in enumerate(self.inputs):
             bodies = tuple(inside.get(path, 0) for path in bodies_of(self.nodes[number]))
             results = tuple(colours[i] for i in self.results[number])
-            # An operand is the value that it takes, inside a body, in the prologue and outside.
+            # An operand has the colour of the value that it takes, across the borders of bodies and prologue.
             same = self._is_operand[number]
             inputs = tuple(colours[i] for i in taken)
             colours.append(inputs[0] if same else hash((labels[number], inputs, results, bodies)))

@@ -1,6 +1,6 @@
-"""A region of a graph as a drawing: DOT, and SVG where Graphviz is installed.
+"""Draws a part of a graph: as DOT, and as SVG if Graphviz is installed.
 
-Drawn is a node with what lies within a few steps of it, as whole graphs of models make drawings that nobody can read.
+A drawing has a node and its neighbourhood within a few steps, as drawings of a model's whole graph are unreadable.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _COLORS = {
     Kind.REMOVED: "#b3261e", Kind.PROLOGUE: "#00696f", Kind.ADDED: "#1a6b2d", Kind.REWIRED: "#8a5200",
     Kind.MOVED: "#7a2a8c", Kind.METADATA: "#2c4bb8",
 }  # fmt: skip
-_SECONDS = 30  # Graphviz can take for ever on a graph that is not laid out in layers
+_SECONDS = 30  # on some graphs Graphviz does not terminate in practice
 
 
 class DrawingError(ValueError):
-    """A node that is not there, or no Graphviz. One line for a person."""
+    """A node does not exist, or Graphviz fails. One line for a person."""
 
 
 def dot(stage: Stage, around: str, steps: int = 2, before: Stage | None = None) -> str:
@@ -74,6 +74,6 @@ def _attributes(graph: Dataflow, number: int, kind: Kind | None, centre: list[in
 
 
 def _quoted(text: str) -> str:
-    """A DOT string: a record's names are text and never syntax."""
+    """A DOT string, in which a record's names cannot be syntax."""
     clean = re.sub(r"[\x00-\x09\x0b-\x1f]", " ", text).replace("\\", "\\\\").replace('"', '\\"')
     return '"' + clean.replace("\n", "\\n") + '"'

@@ -1,19 +1,19 @@
-"""What a stage costs, counted on its nodes: before and after a pass, and what runs once per batch instead.
+"""The cost of a stage, counted on its nodes: of the step before and after a pass, and of the prologue.
 
-Bytes and FLOPs are estimates for the sizes that were traced, of an eager forward run of the graph: without backward,
-without what autograd keeps for it, and without the fusion that a compiler does.
+Bytes and FLOPs are estimates for the traced sizes of an eager forward run of the graph: without backward, without the
+tensors that autograd saves, and without a compiler's fusion.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.ledger import unbacked_in
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import MAIN, Graph, Stage
 
-# Nodes of a prologue carry no metadata that would tell; these are the operators that read numbers there.
+# A prologue's nodes lack the metadata that identifies host reads; these operators read numbers there.
 _READS = frozenset(
     {"item", "tolist", "nonzero", "masked_select", "unique", "unique_consecutive", "_local_scalar_dense"}
 )
@@ -21,13 +21,13 @@ _READS = frozenset(
 
 @dataclass
 class Figures:
-    """Counts of one stage. nodes, operators: with those of bodies; `operators` are the nodes that call something.
+    """Counts of one stage, bodies included. operators: the nodes that call something.
 
-    host_reads: nodes at which the host waits for data. data_dependent: tensors whose size only the data tells.
-    assertions: nodes that check a number. inputs_from_prologue: placeholders that the prologue fills. prologue_nodes:
-    operators that run once per batch; prologue_reads: host reads among them. flops: of one forward run;
-    products of unknown size count as 0. bytes_moved: read and written by operators that
-    make new memory. peak_bytes: the largest sum of live memory, inputs included.
+    host_reads: nodes at which the host waits for data. data_dependent: tensors whose size depends on data. assertions:
+    nodes that check a number. inputs_from_prologue: placeholders that the prologue fills. prologue_nodes: operators
+    that run once per batch; prologue_reads: host reads among them. flops: of one forward run; products of unknown size
+    count as 0. bytes_moved: read and written by operators that allocate memory. peak_bytes: the largest sum of live
+    memory, inputs included.
     """
 
     nodes: int = 0
@@ -42,13 +42,8 @@ class Figures:
     bytes_moved: int = 0
     peak_bytes: int = 0
 
-    def __add__(self, other: Figures) -> Figures:
-        total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Figures(**total | {"peak_bytes": max(self.peak_bytes, other.peak_bytes)})
-
 
 def figures(stage: Stage, graph: Dataflow | None = None) -> Figures:
-    """The figures of one stage."""
     graph = graph or Dataflow(stage)
     found = Figures(peak_bytes=max((point.bytes for point in timeline(graph)), default=0))
     has_prologue = any(graph.in_prologue)
@@ -71,7 +66,7 @@ def figures(stage: Stage, graph: Dataflow | None = None) -> Figures:
 
 
 def _bytes_moved(graph: Dataflow, number: int) -> int:
-    """What an operator reads and writes; nothing for a view, whose memory is that of an input."""
+    """The bytes that an operator reads and writes; none for a view, which shares an input's memory."""
     inputs = [value for source in dict.fromkeys(graph.inputs[number]) for value in graph.nodes[source].values]
     outputs = graph.nodes[number].values
     shared = {value.storage for value in inputs}
@@ -88,8 +83,8 @@ def before_and_after(graph: Graph) -> tuple[Figures, Figures]:
 def saved_before_and_after(graph: Graph) -> tuple[int | None, int | None]:
     """Bytes that wait on the device for backward: without transfers off the device, and with them.
 
-    The first is None where nothing is transferred: the captured graph is never partitioned, so what it would have
-    saved is not known. Both are None where this graph was not partitioned in this process.
+    The first is None if nothing is transferred: the captured graph is never partitioned, so its saved tensors are
+    unknown. Both are None if this graph was not partitioned in this process.
     """
     if graph.partition is None:
         return None, None

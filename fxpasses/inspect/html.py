@@ -1,8 +1,8 @@
 """A record as one HTML page that opens from disk without a network.
 
-The page is the files of `assets/` put together with the data as JSON. Its script builds everything as text, so
-that a name in a record is never markup, and a content security policy forbids every request. `page_data` is what the
-script is given; docs/inspect.md names the fields.
+The page combines the files of `assets/` with the data as JSON. Its script builds everything as text, so that a name in
+a record is never markup, and a content security policy forbids every request. `page_data` is the script's input;
+docs/inspect.md names the fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpasses.inspect.figures import figures
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.readable import call_text
-from fxpasses.inspect.summary import facts
+from fxpasses.inspect.summary import facts, header
 from fxpasses.inspect.text import figure_rows, left_alone, saved_rows
 from fxpasses.inspect.whynot import near_misses
 
@@ -27,7 +27,7 @@ _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # for JSON i
 
 
 def page(run: Run) -> str:
-    """The page's text, UTF-8. A graph of 20,000 nodes makes some megabytes."""
+    """The page's text, UTF-8; some megabytes for a graph of 20,000 nodes."""
     parts = {name: (files("fxpasses.inspect") / "assets" / name).read_text("utf-8") for name in _FILES}
     text = parts["page.html"]
     for name in _FILES[1:]:
@@ -39,12 +39,9 @@ _FILES = ("page.html", "page.css", "table.js", "views.js", "memory.js", "page.js
 
 
 def page_data(run: Run) -> dict[str, Any]:
-    """What the page shows, with every node once."""
+    """The page's data, with every node once."""
     return {
-        "program": run.program,
-        "started": run.started,
-        "versions": run.versions,
-        "rank": run.rank,
+        **header(run),
         "kinds": [{"key": kind.name.lower(), "name": kind.value, "mark": MARKS[kind]} for kind in Kind],
         "graphs": [_graph(graph) for graph in run.graphs],
     }
@@ -67,7 +64,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
 
 
 class _Table:
-    """The nodes of a stage in the order in which they stand, a call before what runs inside it."""
+    """The nodes of a stage in program order, a call before the nodes of its body."""
 
     def __init__(self, flow: Dataflow, stage: Stage) -> None:
         self.flow = flow
@@ -105,7 +102,7 @@ class _Table:
 
 
 def _step(stages: list[Stage], tables: list[_Table], number: int) -> dict[str, Any]:
-    """One pass: the pairs of rows, the changes of rows, and the changes in sections of equal layers."""
+    """One pass: the pairs of rows, the changes of rows, and the changes in sections of identical layers."""
     before, after = stages[number - 1], stages[number]
     old, new = tables[number - 1].row, tables[number].row
     found = diff(before, after, (tables[number - 1].flow, tables[number].flow))

@@ -1,8 +1,8 @@
-"""The ledger of unbacked symbols: who binds each, who uses it, what is asserted of it, and which are orphans.
+"""The ledger of unbacked symbols: the binders, users and assertions of each, and which are orphans.
 
-An unbacked symbol (`u0`) stands for a number that only the running program knows, such as the result of `.item()`. A
-compiler needs the node that binds it before every use; one that is used and bound nowhere is how a wrong rewrite often
-shows first.
+An unbacked symbol (`u0`) is a number that only the running program knows, such as the result of `.item()`. A compiler
+needs the node that binds it before every use. A symbol that is used and never bound is often the first sign of a wrong
+rewrite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNBACKED = re.compile(r"\b(?:u|zuf)\d+\b")
 class Account:
     """One symbol. binders, users, assertions: names of nodes (`region: name` outside the main graph).
 
-    users take a number that depends on it; tensors: how many have it in their size.
+    users: nodes that take a number that depends on the symbol. tensors: the number of tensors with it in their size.
     """
 
     symbol: str
@@ -31,7 +31,7 @@ class Account:
 
     @property
     def problem(self) -> str:
-        """What is wrong with it, or ""."""
+        """A text for what is wrong with the symbol, or ""."""
         if not self.binders:
             return "orphan: used, and bound nowhere"
         return "" if self.users or self.assertions or self.tensors else "bound, and never used"
@@ -43,7 +43,7 @@ def unbacked_in(expression: int | str) -> set[str]:
 
 
 def ledger(stage: Stage, graph: Dataflow | None = None) -> list[Account]:
-    """An account of every unbacked symbol outside the prologue, in the order of the graph."""
+    """An account of every unbacked symbol outside the prologue, in graph order."""
     graph = graph or Dataflow(stage)
     accounts: dict[str, Account] = {}
 
@@ -60,7 +60,7 @@ def ledger(stage: Stage, graph: Dataflow | None = None) -> list[Account]:
         for symbol in node.binds:
             account(symbol).binders.append(label)
         if node.op == "placeholder" and region == MAIN:
-            for symbol in sorted(in_scalar | in_sizes):  # an input brings the sizes that it has
+            for symbol in sorted(in_scalar | in_sizes):  # an input binds its sizes
                 account(symbol).binders.append(label)
             continue
         if graph.is_border(number):

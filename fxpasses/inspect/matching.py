@@ -1,16 +1,16 @@
-"""Which node of one graph is which of another: by what it computes, then by its neighbours, then by where it was made.
+"""Matches the nodes of two graphs: by what they compute, then by their neighbours, then by their source line.
 
-Each step pairs only what the steps before left, from the surest evidence to the weakest:
+Each step pairs nodes that earlier steps left, from the strongest evidence to the weakest:
 
-0. the inputs of the graph, by what Dynamo calls them;
-1. equal colours in both directions: the node computes the same from the same, and the same is done with it;
-2. the same operator on inputs that are pairs (what lies below what is unchanged);
-3. the same operator at the same position of users that are a pair (what lies above);
+0. the inputs of the graph, by Dynamo's names for them;
+1. equal colours in both directions: equal values with equal uses;
+2. the same operator on matched inputs (below an unchanged part);
+3. the same operator at the same position of matched users (above an unchanged part);
 4. the same operator, module and source line, in order; then the same without its constants; then another operator
-   that takes the same at the same line.
+   with the same inputs at the same line.
 
-Names break ties between candidates that are otherwise equal, and decide nothing else. Every step takes time linear in
-the graph (up to the sorting of users): 20,000 nodes take about a second.
+Names only break ties between otherwise equal candidates. Every step takes time linear in the graph (except for sorting
+users): 20,000 nodes take about a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.model import bodies_of
 
-_ROUNDS = 4  # a round pairs what the one before made certain; chains of dependent changes are short
+_ROUNDS = 4  # a round builds on the pairs of the one before; chains of dependent changes are short
 
 
 def match(before: Dataflow, after: Dataflow) -> list[int]:
@@ -70,12 +70,12 @@ class _Matcher:
         self._neighbours()
 
     def _sweep(self, *keys: Callable[[Dataflow, int], Hashable]) -> None:
-        """One pass over all nodes for each key: a surer key pairs all it can before a weaker one takes candidates."""
+        """One pass over all nodes for each key, so that a stronger key pairs all it can before a weaker one."""
         for key in keys:
             self._pair(key)
 
     def _pair(self, key: Callable[[Dataflow, int], Hashable]) -> int:
-        """Pair nodes with equal keys. In topological order: a key may speak of what the inputs were paired with."""
+        """Pair nodes with equal keys, in topological order, as a key may depend on the counterparts of inputs."""
         waiting: dict[Hashable, deque[int]] = {}
         for number in self.after.outside_in:
             if self.back[number] < 0:
@@ -93,7 +93,7 @@ class _Matcher:
         return paired
 
     def _neighbours(self) -> None:
-        """Spread what is known along the edges, down and up, until nothing is added."""
+        """Propagate pairs along the edges, down and up, until there are no new ones."""
         region = self._mapped_region
         for _ in range(_ROUNDS):
             paired = self._pair(self._below(lambda g, i: (region(g, i), g.place[i], g.nodes[i].name)))
@@ -141,7 +141,7 @@ class _Matcher:
         self.regions.update(zip(*bodies, strict=False))
 
     def _replaced(self, graph: Dataflow, number: int) -> Hashable:
-        """Another operator that takes the same at the same line, as when a pass puts one in the place of another."""
+        """The key of another operator with the same inputs at the same line, as when a pass replaces an operator."""
         inputs = self._mapped_inputs(graph, number)
         known = (
             graph.nodes[number].op.startswith("call") and graph.place[number][1] and inputs and inputs[0] is not None
@@ -149,11 +149,11 @@ class _Matcher:
         return (inputs, graph.place[number], self._mapped_region(graph, number)) if known else None
 
     def _mapped_region(self, graph: Dataflow, number: int) -> str | None:
-        """The region as a path of `after`; None where the call that runs it has no counterpart yet."""
+        """The region as a path of `after`; None if its call has no counterpart yet."""
         return graph.region[number] if graph is self.after else self.regions.get(graph.region[number])
 
     def _mapped_inputs(self, graph: Dataflow, number: int) -> tuple[Any, ...]:
-        """The inputs as numbers of `after`; `(None,)` where one has no counterpart."""
+        """The inputs as numbers of `after`; `(None,)` if one has no counterpart."""
         inputs = graph.inputs[number]
         if graph is self.after:
             return inputs
@@ -166,7 +166,7 @@ def _colour(graph: Dataflow, number: int) -> Hashable:
 
 
 def _input(graph: Dataflow, number: int) -> Hashable:
-    """An input of the whole graph: its label is the expression by which Dynamo found it, or its position."""
+    """The key of an input of the whole graph: its label, which is Dynamo's expression for it, or its position."""
     return graph.label[number] if graph.nodes[number].op == "placeholder" and not graph.inputs[number] else None
 
 
@@ -175,14 +175,14 @@ def _sided_label(graph: Dataflow, number: int) -> Hashable:
 
 
 def _unless_operand(graph: Dataflow, number: int, evidence: Hashable) -> Hashable:
-    """The operator with some evidence; a body's operands are told apart by their neighbours alone."""
+    """The operator and some evidence; None for a body's operands, which only neighbours distinguish."""
     if evidence is None or (graph.nodes[number].op == "placeholder" and graph.inputs[number]):
         return None
     return _sided_label(graph, number), evidence
 
 
 def _unless_input(graph: Dataflow, number: int, evidence: Hashable) -> Hashable:
-    """The operator without its constants, with some evidence; inputs of a graph are not taken for one another."""
+    """The operator without its constants, and some evidence; None for inputs of a graph, which are never swapped."""
     if evidence is None or graph.nodes[number].op == "placeholder":
         return None
     return graph.operator[number], graph.in_prologue[number], evidence

@@ -1,4 +1,4 @@
-"""The memory timeline of a graph: how many bytes are live at each node, in the order in which the nodes stand."""
+"""The memory timeline of a graph: the bytes that are live at each node, in program order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxpasses.inspect.dataflow import Dataflow
 
 @dataclass(slots=True)
 class Point:
-    """After node `key`: bytes live, bytes that it made, and whether it made any of unknown size."""
+    """After node `key`: bytes live, bytes that it allocated, and whether any have an unknown size."""
 
     key: tuple[str, str]
     bytes: int
@@ -18,9 +18,9 @@ class Point:
 
 
 def timeline(graph: Dataflow) -> list[Point]:
-    """An eager forward run: memory is freed after its last use; inputs live throughout, as their owner keeps them.
+    """The timeline of an eager forward run: memory is freed after its last use, except that of inputs.
 
-    Tensors that share a storage count once. Bodies are run in place. The prologue's own memory is left out.
+    Tensors that share a storage count once. Bodies run inline. The prologue's own memory does not count.
     """
     size: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""A recorded graph made smaller for as long as it fails: fewer results, and inputs in the place of what computes them.
+"""Reduces a recorded graph while it still fails: fewer results, and inputs in place of the nodes that compute them.
 
-A candidate counts only if `fails` says so, so the edits may be bold: what an edit breaks is not taken. Chunks of nodes
-are tried from large to small, as in delta debugging (Zeller and Hildebrandt, "Simplifying and Isolating
+A candidate counts only if `fails` confirms it, so edits need not be correct: a broken candidate is discarded. Chunks of
+nodes are tried from large to small, as in delta debugging (Zeller and Hildebrandt, "Simplifying and Isolating
 Failure-Inducing Input", 2002).
 """
 
@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from fxpasses.graph.calls import is_in_place
 from fxpasses.inspect.model import MAIN, Graph, Node, Region, bodies_of, inputs_of
 
 
 def minimise(graph: Graph, fails: Callable[[Graph], bool], suspects: Iterable[str] = ()) -> Graph:
-    """The smallest graph found that still fails: only its captured stage, and only its main graph and bodies.
+    """The smallest graph found that still fails, with its main graph and bodies as captured.
 
-    fails: whether a graph does; it returns False once time is up. suspects: names of nodes of the main graph at which
-    the failure may show: tried first as the only results. Returns `graph` itself where nothing smaller fails.
+    fails: whether a graph fails; it returns False once time is up. suspects: names of nodes of the main graph at which
+    the failure may show, which are tried first as the only results. Returns `graph` itself if nothing smaller fails.
     """
     regions = [region for region in graph.captured.regions or () if not region.in_prologue]
     search = _Search(graph, regions, fails)
@@ -28,11 +29,11 @@ def minimise(graph: Graph, fails: Callable[[Graph], bool], suspects: Iterable[st
     search.earlier_result()
     search.fewer_results()
     size = -1
-    while size != search.size:  # what one kind of edit removes may free another
+    while size != search.size:  # one kind of edit may enable the other
         size = search.size
         search.fewer_nodes(MAIN, _as_inputs)
         for region in list(search.regions):
-            search.fewer_nodes(region.path, _passed_over)
+            search.fewer_nodes(region.path, _bypassed)
     return search.graph
 
 
@@ -45,14 +46,14 @@ class _Search:
 
     @property
     def size(self) -> int:
-        """The number of nodes: inputs count less than what computes something."""
+        """The number of nodes, where inputs weigh less than operators."""
         return sum(1 if node.op == "placeholder" else 3 for region in self.regions for node in region.nodes)
 
     def main(self) -> Region:
         return next(region for region in self.regions if region.path == MAIN)
 
     def take(self, regions: list[Region]) -> bool | None:
-        """Whether a candidate fails: it is the graph from then on. None for one that is not smaller."""
+        """Whether a candidate fails, and so becomes the graph. None if it is not smaller."""
         tried = _Search(self.graph, _pruned(regions), self.fails)
         key = hash(repr(tried.regions))
         if tried.size >= self.size:
@@ -73,13 +74,13 @@ class _Search:
         return self.take([replace(main, nodes=nodes) if region is main else region for region in self.regions])
 
     def earlier_result(self) -> None:
-        """One result alone, the earliest that fails, by bisection."""
+        """Keep one result alone, the earliest that fails, by bisection."""
         names = [node.name for node in self.main().nodes if node.op.startswith("call") and node.values]
         low, high = 0, len(names)
         while low < high:
             middle = (low + high) // 2
-            gone = all(node.name != names[middle] for node in self.main().nodes)  # what fails does not need it
-            # None: not smaller than what fails, so further up.
+            gone = all(node.name != names[middle] for node in self.main().nodes)  # the failure does not need it
+            # None: not smaller than the graph, so the search goes further up.
             if not gone and self.try_results([{"node": names[middle]}]) is not False:
                 high = middle
             else:
@@ -100,7 +101,7 @@ class _Search:
             node.name
             for region in self.regions
             if region.path == path
-            for node in reversed(region.nodes)  # cut late, and all that is above it goes as well
+            for node in reversed(region.nodes)  # a cut at a late node removes everything above it
             if node.op.startswith("call") and len(node.values) == 1 and not bodies_of(node)
         ]
         for chunk in _chunks(len(names)):
@@ -121,7 +122,7 @@ def _chunks(count: int) -> Iterator[range]:
 
 
 def _as_inputs(nodes: list[Node], chosen: set[str]) -> list[Node]:
-    """The chosen nodes as inputs of the graph, of the same shape and type, with memory of their own."""
+    """Replace the chosen nodes by inputs of the graph, of the same shape and type, with memory of their own."""
     fresh = 1 + max((value.storage or 0 for node in nodes for value in node.values), default=0)
     inputs, rest = [], []
     for node in nodes:
@@ -135,8 +136,8 @@ def _as_inputs(nodes: list[Node], chosen: set[str]) -> list[Node]:
     return inputs + rest
 
 
-def _passed_over(nodes: list[Node], chosen: set[str]) -> list[Node]:
-    """Without the chosen nodes that take something of the shape and type that they make: its users take that."""
+def _bypassed(nodes: list[Node], chosen: set[str]) -> list[Node]:
+    """Remove the chosen nodes that have an input of their own shape and type; their users take that input."""
     kinds = {node.name: (node.values[0].shape, node.values[0].dtype) for node in nodes if len(node.values) == 1}
     instead: dict[str, str] = {}
     kept = []
@@ -159,11 +160,11 @@ def _renamed(value: Any, names: dict[str, str]) -> Any:
     return value
 
 
-# What nobody needs any more
+# Dead code
 
 
 def _pruned(regions: list[Region]) -> list[Region]:
-    """Without what no result needs, outer regions first: a body goes with its call, an operand with its last use."""
+    """Remove dead nodes, outer regions first: a body goes with its call, an operand with its last use."""
     found = {region.path: region for region in regions}
     while True:
         before = sum(len(region.nodes) for region in found.values())
@@ -183,7 +184,7 @@ def _pruned(regions: list[Region]) -> list[Region]:
 
 
 def _drop_operands(found: dict[str, Region], region: Region, parent: Region, live: set[str]) -> None:
-    """Take a body's unused placeholders from it and from its call, where these agree one by one."""
+    """Remove a body's unused placeholders, and the call's operands, where these correspond one to one."""
     call = next(node for node in parent.nodes if node.name == region.call)
     given = [node for node in region.nodes if node.op == "placeholder"]
     bodies = bodies_of(call)
@@ -198,7 +199,7 @@ def _drop_operands(found: dict[str, Region], region: Region, parent: Region, liv
 
 
 def _live(nodes: list[Node]) -> set[str]:
-    """What the results need; what writes to that; and what is asserted of numbers that stay."""
+    """The nodes that results need, the nodes that write to their memory, and assertions on live numbers."""
     by_name = {node.name: node for node in nodes}
     live: set[str] = set()
 
@@ -219,25 +220,21 @@ def _live(nodes: list[Node]) -> set[str]:
         size = len(live)
         memory = {value.storage for name in live for value in by_name[name].values} - {None}
         for node in nodes:
-            written = by_name.get(next(iter(inputs_of(node)), "")) if _writes(node) else None
+            writes = node.op.startswith("call") and is_in_place(node.short_target)
+            written = by_name.get(next(iter(inputs_of(node)), "")) if writes else None
             if written is not None and memory & {value.storage for value in written.values}:
                 need(node.name)
     for node in nodes:
-        if node.is_assertion and all(name in live for name in _measured(node, by_name)):
+        if node.is_assertion and live.issuperset(_checked(node, by_name)):
             need(node.name)
     return live
 
 
-def _writes(node: Node) -> bool:
-    name = node.short_target
-    return node.op.startswith("call") and (name == "setitem" or (name.endswith("_") and not name.endswith("__")))
-
-
-def _measured(node: Node, by_name: dict[str, Node]) -> Iterator[str]:
-    """The nodes from which an assertion has its numbers."""
+def _checked(node: Node, by_name: dict[str, Node]) -> Iterator[str]:
+    """The nodes whose numbers an assertion checks."""
     for name in inputs_of(node):
         taken = by_name.get(name)
         if taken is None or taken.values or taken.binds or taken.op == "placeholder":
             yield name
         else:
-            yield from _measured(taken, by_name)
+            yield from _checked(taken, by_name)

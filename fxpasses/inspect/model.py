@@ -2,9 +2,9 @@
 
     Run → Graph (one compilation) → Stage (as captured, then after each pass) → Region (a graph or a body) → Node
 
-Everything below is JSON once written (`fxpasses.inspect.codec`), and docs/inspect.md describes it field by field. What
-the other modules of this package compute (diff, figures, ledger, pages) they compute from these values alone, so that a
-record read from a file and one in memory are the same thing.
+Everything below becomes JSON in a file (`fxpasses.inspect.codec`), and docs/inspect.md describes each field. The other
+modules of this package compute everything (diff, figures, ledger, pages) from these values alone, so a record that was
+read from a file is equivalent to one in memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ASSERTIONS = ("_check", "_assert", "sym_constrain_range")
 
 @dataclass(slots=True)
 class TensorValue:
-    """What is known of a tensor. Sizes and strides are integers, or expressions in symbols (`"u0 + 1"`) as text.
+    """The properties of a tensor. Sizes and strides are integers, or symbolic expressions (`"u0 + 1"`) as text.
 
-    bytes: for the sizes that were traced; None where a size is known only when the program runs.
-    storage: tensors of a graph with the same number share memory.
+    bytes: for the traced sizes; None if a size is known only at run time. storage: tensors of a graph with the same
+    number share memory.
     """
 
     shape: list[int | str]
@@ -45,7 +45,7 @@ class TensorValue:
 
 @dataclass(slots=True)
 class Source:
-    """Where the user's program made a node: the innermost frame that is known."""
+    """Where the user's program made a node: the innermost known frame."""
 
     file: str
     line: int
@@ -62,10 +62,10 @@ class Node:
 
     args, kwargs: JSON values in which `{"node": name}` refers to a node of the region, `{"slice": [a, b, c]}` is a
     slice, `{"body": path}` a region, `{"dict": [[key, value], …]}` a dictionary and `{"constant": text}` anything else.
-    values: the tensors of the result (several for a tuple). scalar: a number's expression, for a number.
-    binds: unbacked symbols that this node gives their value. host_read: whether the host waits here for a device.
-    flops: an estimate for the traced sizes, None where there is no formula. source_name: Dynamo's expression for an
-    input (`L['lengths']`). data: a small integer input's elements, kept only with FXPASSES_RECORD_VALUES=1.
+    values: the tensors of the result (several for a tuple). scalar: the expression of a number. binds: unbacked symbols
+    that this node binds. host_read: whether the host waits here for a device. flops: an estimate for the traced sizes,
+    None without a formula. source_name: Dynamo's expression for an input (`L['lengths']`). data: a small integer
+    input's elements, recorded only with FXPASSES_RECORD_VALUES=1.
     """
 
     name: str
@@ -98,8 +98,8 @@ class Node:
 class Region:
     """A graph. path: "main", "main/wrap_body_0" for the body that a call in "main" runs, "prologue/host".
 
-    call: the name of the node in the enclosing region that runs a body; "" for "main" and the prologue's parts.
-    inputs: for the prologue, what each placeholder is: the position of one of main's placeholders, or -1.
+    call: the node in the enclosing region that runs a body; "" for "main" and the prologue's parts.
+    inputs: for the prologue, the position among main's placeholders of each placeholder, or -1.
     """
 
     path: str
@@ -118,11 +118,12 @@ class Region:
 
 @dataclass(slots=True)
 class Stage:
-    """A graph at one moment: as captured, or after a pass.
+    """A graph as captured, or after a pass.
 
-    regions: None where the pass changed nothing: the graph is that of the stage before. checks: assertions that are
-    evaluated with the prologue, in words. failure: why the pass was left out, if it was. seconds: the pass took them.
-    partitioned: the pass worked on forward and backward, which AOTAutograd made; its report names nodes of those.
+    regions: None if the pass changed nothing, so that the graph is that of the stage before. checks: texts of the
+    assertions that are evaluated with the prologue. failure: why the pass was dropped, if it was. seconds: the time of
+    the pass. partitioned: whether the pass worked on AOTAutograd's forward and backward graphs, whose nodes its report
+    names.
     """
 
     name: str
@@ -136,10 +137,10 @@ class Stage:
 
 @dataclass(slots=True)
 class Saved:
-    """A tensor that forward keeps for backward. bytes: None where the size is not known.
+    """A tensor that forward keeps for backward. bytes: None if the size is unknown.
 
-    is_input: an input of forward, such as a parameter: it is there anyway. Positions are those of nodes: made_at in
-    forward; needed_at and freed_at in backward, where it is taken first and last. where, module: of what made it.
+    is_input: whether it is an input of forward, such as a parameter, which exists anyway. made_at: the position of its
+    node in forward; needed_at, freed_at: those of its first and last user in backward. where, module: of its node.
     """
 
     name: str
@@ -154,7 +155,7 @@ class Saved:
 
 @dataclass(slots=True)
 class Partition:
-    """What AOTAutograd made of a graph: FLOPs of each node of forward and of backward, and what is kept in between."""
+    """AOTAutograd's forward and backward graphs: the FLOPs of each node, and the saved tensors."""
 
     forward: list[int]
     backward: list[int]
@@ -162,18 +163,20 @@ class Partition:
 
     @property
     def saved_bytes(self) -> int:
-        """What is kept in memory that would otherwise be free: without inputs."""
+        """Memory of saved tensors that would otherwise be free; inputs do not count."""
         return sum(saved.bytes or 0 for saved in self.saved if not saved.is_input)
 
 
 @dataclass(slots=True)
 class Graph:
-    """One compilation. compile_id: Dynamo's `frame/recompilation`, or "" outside Dynamo; frame and recompile: its
-    parts. rank: of the process, None where there is one process. compile_seconds: time that the lowering took.
-    outcome: "rewritten", "captured" (compiled as it was captured), "uncompiled" (it runs so, or raised an error) or
-    "retraced" (given up: Dynamo traced the program again, and another graph follows); "" if unknown.
-    symbols: the value that each backed symbol had when it was traced. partition: what AOTAutograd made of the graph
-    after the passes; None where it was not asked, or nobody was told (the eager lowering, inference, a warm cache).
+    """One compilation.
+
+    compile_id: Dynamo's `frame/recompilation`, or "" outside Dynamo; frame, recompile: its parts. rank: of the process,
+    None for a single process. outcome: "rewritten", "captured" (compiled as captured), "uncompiled" (it runs
+    uncompiled, or raised an error) or "retraced" (given up: Dynamo traced the frame again, and another graph follows);
+    "" if unknown. compile_seconds: the time of the lowering. symbols: the traced value of each backed symbol.
+    partition: AOTAutograd's graphs after the passes; None if there are none or they were not observed (the eager
+    lowering, inference, a warm cache).
     """
 
     compile_id: str = ""
@@ -190,12 +193,12 @@ class Graph:
 
     @property
     def reports(self) -> list[Report]:
-        """What each pass said, in order; a pass that failed said nothing."""
+        """The reports of the passes, in order; a pass that failed has none."""
         return [stage.report for stage in self.stages if stage.report is not None]
 
     @property
     def nodes(self) -> int:
-        """The number of nodes as captured, those of bodies among them."""
+        """The number of nodes as captured, bodies included."""
         return sum(len(region.nodes) for region in self.captured.regions or ())
 
     @property
@@ -218,8 +221,10 @@ class Graph:
 
 @dataclass(slots=True)
 class Run:
-    """What one process compiled. started: UTC, ISO 8601. versions: of python, torch and fxpasses. attention: what
-    `fxpasses.attention_stats()` counted meanwhile; empty where nothing was, or in a record of a whole process.
+    """The compilations of one process.
+
+    started: UTC, ISO 8601. versions: of python, torch and fxpasses. attention: the counts of
+    `fxpasses.attention_stats()` during the record; empty if there are none, or in a record of a whole process.
     """
 
     started: str = ""
@@ -231,13 +236,13 @@ class Run:
     graphs: list[Graph] = field(default_factory=list)
 
     @property
-    def attention_in_words(self) -> str:
-        """How many pairs of tokens attention computed, and FLOPs, of how many; "" where that is not known."""
+    def attention_text(self) -> str:
+        """The share of pairs and FLOPs that attention computed; "" if unknown."""
         return str(AttentionStats(**self.attention))
 
 
 def short_name(target: str) -> str:
-    """The last part of a qualified name, for an operator's overload that of the operator."""
+    """The last part of a qualified name; for an operator's overload, the operator's name."""
     parts = target.split(".")
     return parts[3] if target.startswith("torch.ops.") and len(parts) == 5 else parts[-1]
 

@@ -1,7 +1,7 @@
-"""What forward keeps for backward: read from the two graphs that AOTAutograd makes of one, while a record is open.
+"""The tensors that forward keeps for backward, read from AOTAutograd's two graphs while a record is open.
 
-Private name, checked on torch 2.11 and 2.13: `torch._functorch._aot_autograd.graph_compile._log_fw_bw_graphs`, which is
-called with the two graphs whenever a graph is partitioned. Where it is missing, or the graph comes from a cache and is
+Private name, checked on torch 2.11 and 2.13: `torch._functorch._aot_autograd.graph_compile._log_fw_bw_graphs`, which
+PyTorch calls with the two graphs whenever it partitions a graph. If it is missing, or a graph comes from a cache and is
 not partitioned, nothing is known.
 """
 
@@ -24,11 +24,11 @@ from fxpasses.graph.symbols import bytes_of
 from fxpasses.inspect.model import Partition, Saved
 
 MODULE, NAME = "torch._functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs"
-_listening = threading.local()  # compilation stays in its thread, and other threads compile for others
+_listening = threading.local()  # a compilation stays in one thread
 
 
 class Listener:
-    """Collects what is partitioned in this thread between `start` and `stop`; the last graph counts."""
+    """Collects the last partition in this thread between `start` and `stop`."""
 
     def __init__(self) -> None:
         self.found: Partition | None = None
@@ -41,13 +41,13 @@ class Listener:
     def stop(self) -> None:
         _listening.to = None
 
-    def hear(self, forward: Any, backward: Any) -> None:
+    def receive(self, forward: Any, backward: Any) -> None:
         if isinstance(forward, GraphModule) and isinstance(backward, GraphModule):
             self.found = partition(forward, backward)
 
 
 def partition(forward: GraphModule, backward: GraphModule) -> Partition:
-    """The two graphs' FLOPs by node, and the tensors that backward takes from forward, each memory once."""
+    """The two graphs' FLOPs by node, and the tensors that backward takes from forward, each storage once."""
     positions = {node.name: number for number, node in enumerate(forward.graph.nodes)}
     nodes = {node.name: node for node in forward.graph.nodes}
     uses = {node: number for number, node in enumerate(backward.graph.nodes)}
@@ -83,7 +83,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _install() -> None:
-    """Once per process, and only in one that records."""
+    """Patch PyTorch, once per process, and only if it records."""
     module: Any = importlib.import_module(MODULE)
     original = getattr(module, NAME, None)
     if original is None or hasattr(original, "_fxpasses_listens"):
@@ -93,8 +93,8 @@ def _install() -> None:
     def listening(*args: Any, **kwargs: Any) -> Any:
         listener = getattr(_listening, "to", None)
         if listener is not None and len(args) >= 2:
-            with contextlib.suppress(Exception):  # it only observes
-                listener.hear(args[0], args[1])
+            with contextlib.suppress(Exception):  # observing must not stop a compilation
+                listener.receive(args[0], args[1])
         return original(*args, **kwargs)
 
     listening._fxpasses_listens = True  # type: ignore[attr-defined]

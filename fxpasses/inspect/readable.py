@@ -1,4 +1,4 @@
-"""A stage as text that reads like the program: one node a line, with its type and source line."""
+"""A stage as text that reads like the program: one node per line, with its type and source line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fxpasses.inspect.model import Node, Stage
 
 
 def readable(stage: Stage) -> str:
-    """All regions of a stage, one after the other."""
     lines: list[str] = []
     for region in stage.regions or ():
         lines += [f"# {region.path}" + (f", run by {region.call}" if region.call else ""), ""]
@@ -42,7 +41,7 @@ def call_text(node: Node) -> str:
 
 
 def argument_text(value: Any) -> str:
-    """An argument as Python would write it."""
+    """An argument in Python's syntax."""
     if isinstance(value, list):
         return f"[{', '.join(map(argument_text, value))}]"
     if not isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""Record what the backend compiles: while a `record()` is open, or for a whole process into a file.
+"""Records what the backend compiles: while a `record()` is open, or for a whole process into a file.
 
     with fxpasses.inspect.record() as record:
         step()
     print(record)
 
 `FXPASSES_RECORD=folder` in the environment does the same without a change to the program: each process writes
-`folder/record-<pid>.jsonl`, with its rank in the name where there are several. Where neither is the case, a compilation
-costs one look at a list and one at the environment.
+`folder/record-<pid>.jsonl`, with its rank in the name if there are several. Otherwise recording costs a compilation one
+look at a list and one at the environment.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Record(Run):
         for number, graph in enumerate(self.graphs):
             lines.append(f"graph {number}: {graph.nodes} nodes")
             lines += [f"  {line}" for report in graph.reports for line in str(report).splitlines()]
-        return "\n".join([*lines, *filter(None, [self.attention_in_words])]) or "no graph was compiled"
+        return "\n".join([*lines, *filter(None, [self.attention_text])]) or "no graph was compiled"
 
 
-# Open records; Dynamo calls the backend from inside the user's step, so there is no argument to hand one down.
+# Open records. Dynamo calls the backend from inside the user's step, so no argument can pass one on.
 _open: list[Record] = []
 
 
@@ -88,7 +88,7 @@ def record() -> Iterator[Record]:
 
 
 def load(path: str | Path) -> Record:
-    """Read a file that `Record.save` or `FXPASSES_RECORD` wrote; raises `codec.RecordError` where it is none.
+    """Read a file from `Record.save` or `FXPASSES_RECORD`; raises `codec.RecordError` for any other file.
 
     A record is data: reading executes nothing, and every field is checked.
     """
@@ -100,68 +100,61 @@ def new_record() -> Record:
     return Record(
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         program=" ".join(sys.argv),
-        versions={
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "fxpasses": __version__,
-        },
+        versions={"python": sys.version.split()[0], "torch": torch.__version__, "fxpasses": __version__},
         rank=_rank(),
         pid=os.getpid(),
     )
 
 
 def _rank() -> int | None:
-    """The process's rank: `torch.distributed`'s, or that of the launcher's environment; None for a single process."""
+    """The process's rank, by `torch.distributed` or the launcher's environment; None for a single process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     given = os.environ.get("RANK", "")
     return int(given) if given.isdecimal() else None
 
 
-class Watch:
-    """Follows one compilation. This one does nothing: it is handed out where nobody wants to know."""
+class Observer:
+    """Observes one compilation. This class does nothing; it serves where nothing is recorded."""
 
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
-        """Note a pass: its report, and the graph after it if it changed something; or why it was left out."""
+        """Record a pass: its report, and the graph after it if it changed something; or why it was dropped."""
 
     def after_partition(self, report: Report) -> None:
-        """Note a pass on the forward and backward graphs that the lowering made of the result."""
+        """Record a pass on the forward and backward graphs that AOTAutograd made of the result."""
 
     def lowering(self) -> None:
-        """Start the clock of what compiles the result."""
+        """Start to time the compilation of the result."""
 
     def finish(self, outcome: str) -> None:
-        """Hand the graph on to whoever wants it. See `model.Graph` for outcomes."""
+        """Add the graph to open records and files. See `model.Graph` for outcomes."""
 
 
-_NOBODY = Watch()
-
-
-def watch(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Watch:
-    """What follows the compilation of `gm`; it never fails, and is never the reason that something else does."""
+def observe(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Observer:
+    """An observer of the compilation of `gm`. It never raises."""
     if not _open and not os.environ.get(FOLDER) and not _structured_trace_is_on():
-        return _NOBODY
+        return Observer()
     recorder = _Recorder()
     recorder.capture(gm, example_inputs, options)
     return recorder
 
 
-def _observing(note: Callable[..., None]) -> Callable[..., None]:
-    """If what only observes fails, the user's program goes on, with one warning."""
+def _observing(method: Callable[..., None]) -> Callable[..., None]:
+    """Turn a failure to record into one warning: the user's program continues."""
 
-    @functools.wraps(note)
+    @functools.wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
-            note(*args, **kwargs)
+            method(*args, **kwargs)
         except Exception as error:
             log.debug("recording failed", exc_info=error)
-            text = f"recording a graph failed, and it is left out ({type(error).__name__}: {error})"
+            text = f"recording a graph failed, and the record lacks it ({type(error).__name__}: {error})"
             warn_once("recording", text, stacklevel=3)
 
     return guarded
 
 
-class _Recorder(Watch):
+class _Recorder(Observer):
     def __init__(self) -> None:
         from fxpasses.inspect.partition import Listener
 
@@ -201,7 +194,7 @@ class _Recorder(Watch):
 
     @_observing
     def after_partition(self, report: Report) -> None:
-        # Without regions: these graphs are not versions of the captured one, and no difference to it says anything.
+        # Without regions: these graphs are not versions of the captured graph, so a diff with it would be meaningless.
         self.graph.stages.append(Stage(report.pass_name, report=report, seconds=report.seconds, partitioned=True))
 
     @_observing
@@ -215,10 +208,10 @@ class _Recorder(Watch):
 
         self.listener.stop()
         in_pieces = any(stage.name == ddp_buckets.NAME for stage in self.graph.stages)
-        self.graph.partition = None if in_pieces else self.listener.found  # which heard of the last piece
+        self.graph.partition = None if in_pieces else self.listener.found  # of pieces, it found the last one alone
         self.graph.compile_seconds = time.perf_counter() - self.started if self.started else 0.0
         self.graph.outcome = outcome
-        if not self.graph.stages or self.graph.stages[0].name != CAPTURED:  # that failed, and a warning said so
+        if not self.graph.stages or self.graph.stages[0].name != CAPTURED:  # `capture` failed, with a warning
             return
         for opened in _open:
             opened.graphs.append(self.graph)
@@ -228,10 +221,10 @@ class _Recorder(Watch):
 
 
 def _structured_trace_is_on() -> bool:
-    """Whether `TORCH_TRACE` asks for artefacts.
+    """Whether `TORCH_TRACE` requests artefacts.
 
-    Private name, checked on torch 2.13: `torch._logging._internal.trace_log`. Its own handler is there from the start,
-    with `root_dir` None where nobody asked for a trace.
+    Private name, checked on torch 2.13: `torch._logging._internal.trace_log`. Its own handler always exists, with
+    `root_dir` None where no trace is requested.
     """
     trace_log = getattr(torch._logging._internal, "trace_log", None)
     return any(getattr(handler, "root_dir", None) is not None for handler in getattr(trace_log, "handlers", ()))
@@ -250,7 +243,7 @@ def _plain(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in options.items()}
 
 
-# The process's own file: a run for its header, made when the first graph is compiled, and again in a forked process.
+# The process's own file, made when the first graph is compiled, and again in a forked process.
 _file: Path | None = None
 _file_pid = 0
 
@@ -266,13 +259,13 @@ def _append_to_file(graph: Graph) -> None:
         rank = f"rank{run.rank}-" if run.rank is not None else ""
         _file, _file_pid = _unused(Path(folder), f"record-{rank}{run.pid}"), run.pid
         text = codec.header(run) + "\n"
-    # One write of whole lines: a reader, or a crash, sees a prefix of the file that ends with a graph or in one.
+    # One write of whole lines: a reader, or a crash, sees a prefix of the file with at most one incomplete graph.
     with open(_file, "a", encoding="utf-8") as file:
         file.write(f"{text}{codec.graph_line(graph)}\n")
 
 
 def _unused(folder: Path, name: str) -> Path:
-    """A path that no earlier process with the same number has taken."""
+    """A path that no earlier process with the same id has taken."""
     folder.mkdir(parents=True, exist_ok=True)
     path, number = folder / f"{name}.jsonl", 1
     while path.exists():

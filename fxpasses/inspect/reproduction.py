@@ -1,7 +1,7 @@
-"""A recorded graph as a Python file that runs: the captured program, its inputs, and a comparison with eager mode.
+"""Writes a recorded graph as a Python program: the captured graph, its inputs, and a comparison with eager mode.
 
-A record is data and may come from anyone, so what is written is checked: names are identifiers, operators are those of
-torch, operator, math and builtins, and constants are written by `repr`.
+A record is data and may come from anyone, so everything written is checked: names are identifiers, operators are those
+of torch, operator, math and builtins, and constants are written by `repr`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|meta)(:\d+)?")
 _CHECKPOINT = "torch.ops.higher_order.tag_activation_checkpoint"
 _FORBIDDEN = frozenset({"eval", "exec", "compile", "open", "__import__", "input", "breakpoint", "system", "load"})
 
-_HEAD = '''"""A graph of {origin}, as it was captured; written by `fxpasses bisect`.
+_HEAD = '''"""A captured graph of {origin}; written by `fxpasses bisect`.
 
     python {file}
 
@@ -71,25 +71,25 @@ DISAGREE = "eager mode and the passes disagree"
 
 
 class CannotReproduce(ValueError):
-    """What in a graph cannot be written as a program."""
+    """A part of a graph that cannot be written as a program, which the message names."""
 
 
 def reproduction(
     graph: Graph, passes: list[str], file: str = "reproduction.py", environment: Mapping[str, str] | None = None
 ) -> str:
-    """The text of the file; raises `CannotReproduce`. `environment` is set before anything is compiled."""
+    """The text of the file, which sets `environment` before it compiles anything; raises `CannotReproduce`."""
     regions = {region.path: region for region in graph.captured.regions or ()}
     inputs = [node for node in regions[MAIN].nodes if node.op == "placeholder"]
     has_data = any(node.data is not None for node in inputs)
     data = (
-        "Small integer inputs are those of the run; the other inputs are random."
+        "Small integer inputs have the values of the run; the other inputs are random."
         if has_data
-        else "The inputs are random: the record holds no data, and integers may need values that make sense."
+        else "The inputs are random: the record holds no data, and integers may need meaningful values."
     )
     origin = re.sub(r"[^\w .:/-]", "", graph.function) or "a program"
     settings = "".join(f"\nos.environ[{name!r}] = {value!r}" for name, value in (environment or {}).items())
-    words = ", ".join(passes) or "(none)"
-    parts = [_HEAD.format(origin=origin, file=file, passes=words, data=data, environment=settings)]
+    listed = ", ".join(passes) or "(none)"
+    parts = [_HEAD.format(origin=origin, file=file, passes=listed, data=data, environment=settings)]
     for path in sorted(regions, key=lambda path: -path.count("/")):
         if not regions[path].in_prologue:
             parts.append(_function(regions[path], graph))
@@ -110,7 +110,7 @@ def _function(region: Region, graph: Graph) -> str:
             if len(node.args) != _SUBSCRIPTS.get(node.target, len(node.args)):
                 raise CannotReproduce(f"the arguments of {node.name!r}")
             place = f"  # {node.source}" if node.source and _plain(str(node.source)) else ""
-            if node.target == "_operator.setitem":  # as a call, with a slice, it would break the graph
+            if node.target == "_operator.setitem":  # a call with a slice would break the graph
                 target, index, value = node.args
                 lines.append(f"{_argument(target)}[{_index(index)}] = {_argument(value)}{place}")
             else:
@@ -159,7 +159,7 @@ def _argument(value: Any) -> str:
 
 
 def _index(value: Any) -> str:
-    """What stands in square brackets."""
+    """An index within square brackets."""
     if isinstance(value, list):
         return ", ".join(map(_index, value)) + "," * (len(value) == 1) if value else "()"
     if isinstance(value, dict) and "slice" in value:
@@ -181,7 +181,7 @@ def _constant(text: str) -> str:
 
 
 def _input(node: Node, graph: Graph) -> str:
-    """An expression for an input; of its recorded elements where there are some."""
+    """An expression for an input, with its recorded elements if there are any."""
     if not node.values:
         known = node.data if node.data is not None else graph.symbols.get(node.scalar)
         if isinstance(known, (bool, int, float)):
@@ -226,7 +226,7 @@ def _name(name: str) -> str:
 
 
 def _body(path: str) -> str:
-    # Not the name alone: Dynamo takes a global function that is called as its own bodies are for one of them.
+    # With a prefix: Dynamo would take a global function with the name of one of its own bodies for that body.
     return _name("inside_" + re.sub(r"\W", "_", path.removeprefix(f"{MAIN}/")))
 
 

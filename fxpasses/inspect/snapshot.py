@@ -1,10 +1,9 @@
-"""From FX graphs to the data model: what a graph looks like now, as plain values.
+"""Converts FX graphs to the data model: a graph's present state, as plain values.
 
-A snapshot holds no tensor, no fake tensor and no module, so a record keeps nothing of a model alive, and what a pass
-does later to the graph or to the symbols' expressions does not show in it.
+A snapshot holds no tensor, fake tensor or module, so a record keeps nothing of a model alive, and later changes of the
+graph or of symbols' expressions do not affect it.
 
-Private names, checked on torch 2.13: `FakeTensor.untyped_storage()._cdata` (which tensors share memory),
-`torch.fx.node._get_qualified_name`, `SymInt.node.expr` and `.hint`.
+Private names, checked on torch 2.13: `torch.fx.node._get_qualified_name`, `SymInt.node.expr` and `.hint`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch.fx import Node as FxNode
 from torch.fx.node import _get_qualified_name
 from torch.utils import _pytree as pytree
 
+from fxpasses.graph.aliases import storages_of
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.host_copies import copy_read_by, is_copy_to_host, is_read_by_items
 from fxpasses.graph.provenance import module_of, source
@@ -42,12 +42,10 @@ def snapshot(gm: GraphModule) -> list[Region]:
 
 
 def snapshot_prologue(program: Program) -> tuple[list[Region], list[str]]:
-    """The regions of a prologue, and the assertions that are evaluated with it, in words."""
+    """The regions of a prologue, and the texts of the assertions that are evaluated with it."""
     regions = []
-    for side, gm, inputs in (
-        ("host", program.host, program.host_inputs),
-        ("device", program.device, program.device_inputs),
-    ):
+    sides = (("host", program.host, program.host_inputs), ("device", program.device, program.device_inputs))
+    for side, gm, inputs in sides:
         if gm is None:
             continue
         region = next(_Snapshot().regions(gm, f"{PROLOGUE}/{side}", ""))
@@ -66,8 +64,8 @@ def check_text(check: Check) -> str:
 def where_from(gm: GraphModule) -> str:
     """The outermost line of the user's program that the graph comes from: `file.py:12 in forward (Model)`.
 
-    "" if unknown. Lines of decorators, which only hand their arguments on, are passed over. The class is the one that
-    the line stands in; failing that the class of the outermost module that is known and not one of PyTorch's.
+    "" if unknown. Lines of decorators that only pass their arguments on do not count. The class is the one around the
+    line, or else the class of the outermost known module that is not PyTorch's.
     """
     place = owner = ""
     for node in gm.graph.nodes:
@@ -86,7 +84,7 @@ def where_from(gm: GraphModule) -> str:
 
 
 def _class_around(file: str, line: int) -> str:
-    """The name of the class whose method holds a line, read from the file's indentation; "" for none."""
+    """The name of the class whose method contains a line, by the file's indentation; "" for none."""
     lines = linecache.getlines(file)[:line]
     inner = len(lines[-1]) - len(lines[-1].lstrip()) if lines else 0
     for text in reversed(lines):
@@ -121,7 +119,7 @@ class _Snapshot:
 
     def regions(self, gm: GraphModule, path: str, call: str) -> Iterator[Region]:
         bodies = _body_paths(gm, path)
-        references = {reference for reference, _ in bodies}  # not nodes of the model: a call names its body
+        references = {reference for reference, _ in bodies}  # not nodes of the record: a call names its body
         yield Region(path, [self._node(n, bodies) for n in gm.graph.nodes if n not in references], call)
         for (reference, user), body_path in bodies.items():
             yield from self.regions(getattr(gm, str(reference.target)), body_path, user.name)
@@ -154,18 +152,14 @@ class _Snapshot:
         return taken
 
     def _tensor(self, tensor: torch.Tensor) -> TensorValue:
-        strided = tensor.layout is torch.strided
-        try:
-            storage = self.storages.setdefault(tensor.untyped_storage()._cdata, len(self.storages)) if strided else None
-        except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
-            storage = None
+        storages = storages_of(tensor)  # none for a tensor without a storage of its own
         return TensorValue(
             shape=[_size(size) for size in tensor.shape],
-            stride=[_size(step) for step in tensor.stride()] if strided else [],
+            stride=[_size(step) for step in tensor.stride()] if tensor.layout is torch.strided else [],
             dtype=str(tensor.dtype).removeprefix("torch."),
             device=str(tensor.device),
             bytes=bytes_of(tensor),
-            storage=storage,
+            storage=self.storages.setdefault(storages[0], len(self.storages)) if storages else None,
             requires_grad=tensor.requires_grad,
         )
 
@@ -182,7 +176,7 @@ def _body_paths(gm: GraphModule, path: str) -> dict[tuple[FxNode, FxNode], str]:
 
 
 def _value_of(node: FxNode) -> Any:
-    """Dynamo calls it `example_value`, AOTAutograd `val`."""
+    """The example of a node, which Dynamo calls `example_value` and AOTAutograd `val`."""
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 
@@ -241,9 +235,9 @@ def _source(node: FxNode) -> Source | None:
 
 
 def _is_host_read(node: FxNode, taken: Node) -> bool:
-    """A number read from a tensor, a size that only the data tells, or a copy of a device tensor to the host.
+    """Whether a node reads a number from a tensor, makes a data-dependent size, or copies a device tensor to the host.
 
-    A copy to the host of which numbers are read is one wait, however many they are.
+    A copy to the host is one wait, however many numbers are read from it.
     """
     if taken.binds:
         return taken.op.startswith("call") and taken.short_target != "getitem" and copy_read_by(node) is None
@@ -256,14 +250,12 @@ def _is_host_read(node: FxNode, taken: Node) -> bool:
 
 
 def input_data(example_inputs: Sequence[Any], limit: int = 64) -> list[Any]:
-    """The elements of each small integer or bool input, and plain numbers, for reproductions; None for the others."""
-    found: list[Any] = []
-    for value in example_inputs:
-        if isinstance(value, (bool, int, float)):
-            found.append(value)
-        elif isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor):
+    """The elements of each small integer or bool input, and plain numbers, for reproductions; None for other inputs."""
+
+    def data(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor):
             small = value.numel() <= limit and not value.dtype.is_floating_point and not value.dtype.is_complex
-            found.append(value.tolist() if small else None)
-        else:
-            found.append(None)
-    return found
+            return value.tolist() if small else None
+        return value if isinstance(value, (bool, int, float)) else None
+
+    return [data(value) for value in example_inputs]

@@ -1,4 +1,4 @@
-"""What the faces show of a record, as JSON values: figures, changes in sections, reasons, symbols."""
+"""A record's contents as JSON values, for all reports: figures, changes in sections, reasons, symbols."""
 
 from __future__ import annotations
 
@@ -18,25 +18,22 @@ from fxpasses.report import Report
 
 def summary(run: Run) -> dict[str, Any]:
     """The whole record; docs/inspect.md names the fields."""
-    return {
-        "started": run.started,
-        "program": run.program,
-        "versions": run.versions,
-        "rank": run.rank,
-        "attention": run.attention,
-        "graphs": [graph_summary(graph) for graph in run.graphs],
-    }
+    return {**header(run), "attention": run.attention, "graphs": [_graph(graph) for graph in run.graphs]}
 
 
-def graph_summary(graph: Graph) -> dict[str, Any]:
+def header(run: Run) -> dict[str, Any]:
+    return {"started": run.started, "program": run.program, "versions": run.versions, "rank": run.rank}
+
+
+def _graph(graph: Graph) -> dict[str, Any]:
     return {
         **facts(graph, figures(graph.captured), figures(graph.final), Dataflow(graph.final)),
-        "changes": {after.name: changes(before, after) for before, after in graph.steps()},
+        "changes": {after.name: _changes(before, after) for before, after in graph.steps()},
     }
 
 
 def facts(graph: Graph, before: Figures, after: Figures, final: Dataflow) -> dict[str, Any]:
-    """All but the changes. before, after: the graph's figures; final: the dataflow of its last stage."""
+    """Everything except the changes. before, after: the graph's figures; final: the dataflow of its last stage."""
     return {
         "compile_id": graph.compile_id,
         "function": graph.function,
@@ -52,8 +49,7 @@ def facts(graph: Graph, before: Figures, after: Figures, final: Dataflow) -> dic
     }
 
 
-def changes(before: Stage, after: Stage) -> list[dict[str, Any]]:
-    """The sections of equal layers between two stages."""
+def _changes(before: Stage, after: Stage) -> list[dict[str, Any]]:
     return [section_json(section) for section in collapse(diff(before, after), before, after)]
 
 
@@ -91,6 +87,6 @@ def section_json(section: Section) -> dict[str, Any]:
 
 
 def taken(report: Report) -> list[str]:
-    """What a pass says that it changed, equal lines of several layers once."""
+    """The changes in a pass's report, with identical lines of several layers once."""
     times = Counter(report.changes)
     return [f"{change} (×{count})" if count > 1 else change for change, count in times.items()]

@@ -1,4 +1,4 @@
-"""The terminal face: what changed, what was left alone and why, and the figures, in 80 columns."""
+"""Shows a record on a terminal: the changes, the refusals with their reasons, and the figures, in 80 columns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -29,12 +30,12 @@ _OUTCOMES = {
     "uncompiled": "not compiled",
     "retraced": "given up, and traced again",
 }
-_MOST_ROWS = 8  # of one section; a model's layers differ in few lines, and the whole is a flag away
+_MOST_ROWS = 8  # of one section; --all shows the rest
 
 
 @dataclass(frozen=True)
 class Style:
-    """How to write: with colours or without, how wide, and whether to leave nothing out."""
+    """The style of a report: with colours or without, its width, and whether to omit nothing."""
 
     color: bool = False
     width: int = 80
@@ -42,7 +43,7 @@ class Style:
 
     @classmethod
     def of(cls, stream: TextIO, everything: bool = False) -> Style:
-        """Colours on a terminal alone, unless NO_COLOR is set; in a file or a pipe 80 columns without."""
+        """Colours on a terminal only, unless NO_COLOR is set; 80 columns without colours in a file or a pipe."""
         terminal = stream.isatty()
         color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         width = min(shutil.get_terminal_size().columns, 120) if terminal else 80
@@ -59,7 +60,7 @@ class Style:
 
 
 def report(run: Run, style: Style | None = None) -> str:
-    """Everything about a record, graph by graph."""
+    """The report on a record, graph by graph."""
     style = style or Style.of(sys.stdout)
     parts = [_heading(run, style)]
     graphs = list(run.graphs)
@@ -76,7 +77,7 @@ def _heading(run: Run, style: Style) -> str:
         return "no graph was compiled with the backend fastpack"
     count = f"{len(run.graphs)} graph{'s' * (len(run.graphs) != 1)}"
     heading = f"{style.bold(count)}{rank}" + style.faint(f"  {versions}" if versions else "")
-    return "\n".join(filter(None, [heading, run.attention_in_words]))
+    return "\n".join(filter(None, [heading, run.attention_text]))
 
 
 def _overview(graphs: list[Graph], style: Style) -> str:
@@ -101,12 +102,15 @@ def name(graph: Graph, number: int = 0) -> str:
     return graph.compile_id or str(number)
 
 
-def graph_report(graph: Graph, style: Style) -> str:
-    """One graph: what the passes say, the figures, what changed, what was left alone, and the symbols."""
+def title(graph: Graph, style: Style) -> str:
     recompiled = f", recompilation {graph.recompile}" if graph.recompile else ""
-    title = style.bold(f"graph {name(graph)}") + f"  {graph.function}{recompiled}"
-    outcome = _OUTCOMES.get(graph.outcome, "")
-    parts = [f"{title}  {style.faint(outcome)}".rstrip() + "\n" + passes(graph, style), _figures(graph, style)]
+    return style.bold(f"graph {name(graph)}") + f"  {graph.function}{recompiled}"
+
+
+def graph_report(graph: Graph, style: Style) -> str:
+    """One graph: the passes' summaries, the figures, the changes, the refusals, and the symbols."""
+    heading = f"{title(graph, style)}  {style.faint(_OUTCOMES.get(graph.outcome, ''))}".rstrip()
+    parts = [f"{heading}\n{passes(graph, style)}", _figures(graph, style)]
     for before, after in graph.steps():
         parts.append(changes(before, after, f"what {after.name} changed", style))
     parts += [why_not(near_misses(graph), style), _symbols(graph, style)]
@@ -114,13 +118,13 @@ def graph_report(graph: Graph, style: Style) -> str:
 
 
 def passes(graph: Graph, style: Style) -> str:
-    """A line for each pass: what it says it did, or why it was left out."""
+    """A line for each pass: its summary, or why it was dropped."""
     lines = []
     for stage in graph.stages[1:]:
         summary = stage.report.summary if stage.report else ""
         text = summary or "changed nothing"
         if stage.failure:
-            text = style.paint(f"failed and was left out: {stage.failure.splitlines()[0]}", "31")
+            text = style.paint(f"failed and was dropped: {stage.failure.splitlines()[0]}", "31")
         elif summary:
             text = style.paint(summary, "32")
         lines += _wrapped(f"{stage.name}: ", f"{text} {style.faint(f'({duration(stage.seconds)})')}", style)
@@ -131,13 +135,13 @@ def passes(graph: Graph, style: Style) -> str:
 
 
 def left_alone(misses: list[NearMiss]) -> str:
-    """One line; a host read of which two passes speak counts once."""
+    """One line; a host read that two passes refuse counts once."""
     number = sum(miss.count for miss in misses)
-    by_pass: dict[str, int] = {}
+    by_pass: Counter[str] = Counter()
     for miss in misses:
-        by_pass[miss.pass_name] = by_pass.get(miss.pass_name, 0) + miss.host_reads
+        by_pass[miss.pass_name] += miss.host_reads
     reads = max(by_pass.values())
-    what = f"{number} thing{'s' * (number > 1)} that a pass looked at"
+    what = f"{number} candidate{'s' * (number > 1)}"
     return f"{what}; {reads} host read{'s' * (reads > 1)} a step stay" if reads else what
 
 
@@ -165,7 +169,7 @@ def _figures(graph: Graph, style: Style) -> str:
 
 
 def figure_rows(before: Figures, after: Figures, checks: int = 0) -> list[list[str]]:
-    """Rows (what, before, after, once a batch) for what is not 0 throughout."""
+    """Rows (what, before, after, once a batch) for all figures that are not 0 throughout."""
     rows = []
     for field, (label, prologue) in _ROWS.items():
         values = [getattr(before, field), getattr(after, field)]
@@ -177,7 +181,7 @@ def figure_rows(before: Figures, after: Figures, checks: int = 0) -> list[list[s
 
 
 def saved_rows(graph: Graph) -> list[list[str]]:
-    """What waits on the device for backward; before the passes it is known of transfers alone."""
+    """Rows for the memory that waits for backward; its size before the passes is known only if they move tensors."""
     before, after = saved_before_and_after(graph)
     if after is None:
         return []
@@ -188,14 +192,14 @@ def saved_rows(graph: Graph) -> list[list[str]]:
 # Changes
 
 
-def changes(before: Stage, after: Stage, title: str, style: Style) -> str:
-    """What changed between two stages, equal layers together."""
+def changes(before: Stage, after: Stage, heading: str, style: Style) -> str:
+    """The changes between two stages, with identical layers together."""
     sections = collapse(diff(before, after), before, after)
-    return "\n".join([style.bold(title), section_lines(sections, style)]) if sections else ""
+    return "\n".join([style.bold(heading), section_lines(sections, style)]) if sections else ""
 
 
 def section_lines(sections: list[Section], style: Style) -> str:
-    """Changes in sections of equal layers, a row for each kind and source line."""
+    """Changes in sections of identical layers, a row for each kind and source line."""
     lines = []
     for section in sections:
         lines.append(f"  {section.title}")
@@ -214,7 +218,7 @@ def section_lines(sections: list[Section], style: Style) -> str:
 
 
 def _row(row: Line, width: int, style: Style) -> list[str]:
-    """`    ~ rewired    quickstart.py:14    matmul: argument 0: where → packed_0`, on as many lines as it needs."""
+    """`    ~ rewired    quickstart.py:14    matmul: argument 0: where → packed_0`, wrapped."""
     mark = f"    {MARKS[row.kind]} {row.kind.value.removeprefix('moved '):16} "
     first = f"{row.source:{width}}  " if width else ""
     lines = textwrap.wrap(row.what, style.width - len(mark) - len(first)) or [""]
@@ -229,7 +233,7 @@ def _row(row: Line, width: int, style: Style) -> list[str]:
 
 
 def why_not(misses: list[NearMiss], style: Style) -> str:
-    """What was left alone, why, and what that costs; "" where nothing was."""
+    """The refusals, with their reasons and costs; "" if there are none."""
     if not misses:
         return ""
     lines = [style.bold("left alone, and why")]
@@ -248,7 +252,7 @@ def why_not(misses: list[NearMiss], style: Style) -> str:
 
 
 def _symbols(graph: Graph, style: Style) -> str:
-    """What is wrong with symbols; with `everything`, the whole ledger of the last stage."""
+    """Orphaned symbols; with `everything`, the whole ledger of the last stage."""
     accounts = ledger(graph.final)
     shown = accounts if style.everything else [account for account in accounts if account.problem.startswith("orphan")]
     if not shown:

@@ -1,7 +1,7 @@
-"""Graphs before and after, and what changed, in PyTorch's structured trace: `TORCH_TRACE=folder`, read by `tlparse`.
+"""Adds graphs and reports to PyTorch's structured trace: `TORCH_TRACE=folder`, which `tlparse` reads.
 
 Private name, checked on torch 2.13: `torch._logging.trace_structured`, whose event "artifact" tlparse shows as a file
-of the compilation it belongs to.
+of its compilation.
 """
 
 from __future__ import annotations

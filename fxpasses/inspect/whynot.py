@@ -1,7 +1,8 @@
-"""Why not: what a pass could have done and did not, with the reason and what leaving it costs."""
+"""Near misses: rewrites that passes refused, with the reason and the cost of leaving the code alone."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from fxpasses.report import Reason, Refusal
 
 @dataclass
 class NearMiss:
-    """Refusals that say the same of equal layers. host_reads per run of the graph; bytes of the values concerned."""
+    """Refusals that identical layers share. host_reads: per run of the graph. bytes: of the values concerned."""
 
     graph: str
     pass_name: str
@@ -31,7 +32,7 @@ class NearMiss:
 
 
 def near_misses(graph: Graph) -> list[NearMiss]:
-    """The refusals of every pass on a graph, equal ones together, the most expensive first."""
+    """The refusals of every pass on a graph, with equal ones together, the most expensive first."""
     found: dict[tuple[str, ...], NearMiss] = {}
     before = graph.captured
     saved = {one.name: one.bytes or 0 for one in graph.partition.saved} if graph.partition is not None else {}
@@ -41,7 +42,7 @@ def near_misses(graph: Graph) -> list[NearMiss]:
         for refusal in stage.report.refusals if stage.report else ():
             node = _subject(refusal, nodes) if not stage.partitioned else None
             target = node.short_target if node is not None else refusal.subject
-            text = _in_words(refusal.text, nodes, before)
+            text = _readable(refusal.text, nodes, before)
             key = (stage.name, target, refusal.reason.name, text, refusal.where)
             miss = found.setdefault(
                 key,
@@ -67,13 +68,13 @@ def near_misses(graph: Graph) -> list[NearMiss]:
     return sorted(found.values(), key=lambda miss: (-miss.host_reads, -miss.bytes))
 
 
-def _in_words(text: str, nodes: dict[str, list[Node]], stage: Stage) -> str:
-    """The text with names of nodes replaced by what a person knows: an input's name, the module of a checkpoint.
+def _readable(text: str, nodes: dict[str, list[Node]], stage: Stage) -> str:
+    """The text with names of nodes replaced by names of the program: an input's, or the module of a checkpoint.
 
-    Layers lose their number, so that equal layers are told once.
+    Layers lose their number, so that identical layers are reported once.
     """
 
-    def words(match: re.Match[str]) -> str:
+    def describe(match: re.Match[str]) -> str:
         node = next(iter(nodes.get(match[1], [])), None)
         if node is not None and node.op == "placeholder":
             return f"`{input_name(node)}`"
@@ -83,18 +84,14 @@ def _in_words(text: str, nodes: dict[str, list[Node]], stage: Stage) -> str:
         place = f" of `{module}`" if module else f" at {node.source}" if node.source else ""
         return f"what the checkpoint{place} returns"
 
-    return re.sub(r"`(\w+)`", words, text)
+    return re.sub(r"`(\w+)`", describe, text)
 
 
 def _module_of_body(stage: Stage, path: str) -> str:
-    """The module that everything in a body belongs to."""
-    modules = [n.module.split(".") for region in stage.regions or () if region.path == path for n in region.nodes]
-    common: list[str] = []
-    for parts in zip(*(module for module in modules if module != [""]), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    """The innermost module that contains all of a body."""
+    nodes = (node for region in stage.regions or () if region.path == path for node in region.nodes)
+    levels = zip(*(node.module.split(".") for node in nodes if node.module), strict=False)
+    return ".".join(level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _any_layer(module: str) -> str:
@@ -110,9 +107,9 @@ def _by_name(stage: Stage) -> dict[str, list[Node]]:
 
 
 def _queries(merge: Node, stage: Stage) -> set[int]:
-    """The host reads, by identity, that give the rows of a loop over experts their size.
+    """The host reads, by identity, that determine how many rows the experts of a loop have.
 
-    merge: the node that merges one expert's rows; those of the other experts are made at the same line and module.
+    merge: the node that merges one expert's rows; the other experts' nodes have the same line and module.
     """
     for region in stage.regions or ():
         if not any(node is merge for node in region.nodes):
@@ -128,7 +125,7 @@ def _queries(merge: Node, stage: Stage) -> set[int]:
 
 
 def _subject(refusal: Refusal, nodes: dict[str, list[Node]]) -> Node | None:
-    """The node that a refusal speaks of: names repeat between bodies; module and source line tell which is meant."""
+    """The subject of a refusal. Bodies repeat names; module and source line determine which node is meant."""
     candidates = nodes.get(refusal.subject, [])
     candidates = [node for node in candidates if refusal.module in ("", node.module)] or candidates
     return next((node for node in candidates if str(node.source or "") == refusal.where), next(iter(candidates), None))

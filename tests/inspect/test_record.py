@@ -174,12 +174,12 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
         (lambda text: '{"a": 1}\n', "is not a record"),
         (lambda text: text.replace('"version":1', '"version":99'), "has version 99"),
         (lambda text: text.replace('"args":[{"node"', '"args":7,"x":[{"node"', 1), "is not of type list"),
-        (lambda text: text.replace('{"node":"l_lengths_"}', '{"node":"nobody"}'), "'nobody', which does not stand"),
+        (lambda text: text.replace('{"node":"l_lengths_"}', '{"node":"nobody"}'), "'nobody', which does not precede"),
         (lambda text: text.replace('{"node":"l_lengths_"}', '{"node":[]}'), "malformed"),
         (lambda text: text.replace('"frame":0', '"frame":"0"'), "frame: '0' is not of type int"),
         (lambda text: text.replace('"frame":0', '"frame":NaN'), "is not JSON"),
         (lambda text: text.replace('"frame":0', '"frame":' + "[" * 100_000), "is not JSON"),
-        (lambda text: text.replace('"call":"tag_activation_checkpoint"', '"call":"nobody"'), "'nobody', which is not"),
+        (lambda text: text.replace('"call":"tag_activation_checkpoint"', '"call":"nobody"'), "'nobody', which is"),
     ],
 )
 def test_what_is_no_record_is_refused_in_one_line(tmp_path, damage, message):

@@ -182,7 +182,7 @@ def test_a_loop_over_experts_that_stays_costs_its_queries():
     graph = recorded(loop, *given, passes=["group_experts"], experts="grouped").graphs[0]
     [miss] = near_misses(graph)
     assert (miss.kind, miss.host_reads, miss.bytes) == ("not_alike", 3, 0)
-    assert "left alone: 1 thing that a pass looked at; 3 host reads a step stay" in report(Run(graphs=[graph]), Style())
+    assert "left alone: 1 candidate; 3 host reads a step stay" in report(Run(graphs=[graph]), Style())
 
 
 def test_the_report_tells_a_newcomer_what_changed():

@@ -283,7 +283,7 @@ def test_a_failing_pass_leaves_the_plain_partition(monkeypatch):
         backend=fastpack_backend,
         options={"fastpack.lowering": "aot_eager", "fastpack.offload": "disk", "fastpack.offload.min_bytes": 0},
     )
-    with pytest.warns(UserWarning, match="offload_activations failed and was left out .*for the test"):
+    with pytest.warns(UserWarning, match="offload_activations failed and was dropped .*for the test"):
         loss = programs.one_step(program, torch.device("cpu"))
     assert_equal([loss.detach(), *(p.grad for p in program.parameters())], expected)
     assert fxpasses.offload_stats().tensors_out == 0

@@ -1,4 +1,4 @@
-"""The command `fxpasses`: see what the passes do to a program, compare, explain, and find the pass that breaks it."""
+"""The command `fxpasses`: shows what passes do to a program, compares, explains, and finds a pass that breaks it."""
 
 from fxpasses.inspect.cli.main import main
 

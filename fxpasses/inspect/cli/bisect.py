@@ -1,4 +1,4 @@
-"""`fxpasses bisect`: which pass, which graph and which change makes a check fail."""
+"""`fxpasses bisect`: finds the pass, the graph and the change that make a check fail."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def run(given: argparse.Namespace) -> int:
 
 @dataclass
 class _Check:
-    """The script, to be run under other passes. Every run that is asked for a record writes it to a fresh folder."""
+    """Runs the script under given limits. Every run writes its record to a folder of its own."""
 
     given: argparse.Namespace
     folder: Path
-    last: int = 0  # the number of the run that `graphs` speaks of
+    last: int = 0  # the number of the run that `graphs` reads
     done: dict[str, tuple[bool, int]] = field(default_factory=dict)  # by environment: whether it failed, and the run
 
     def fails(self, what: str, environment: Mapping[str, str]) -> bool:
-        """Run it; what was run before in the same environment is taken from there."""
+        """Run the script, or use the result of an earlier run in the same environment."""
         key = repr(sorted(environment.items()))
         if key not in self.done:
             self.last = len(self.done) + 1
@@ -90,7 +90,7 @@ class _Check:
         return code != 0
 
     def graphs(self) -> list[Graph]:
-        """What the last run compiled, in all its processes."""
+        """The graphs that the last run compiled, in all its processes."""
         return [graph for process in self.processes() for graph in process]
 
     def processes(self) -> list[list[Graph]]:
@@ -100,7 +100,7 @@ class _Check:
         return [list(record.graphs) for record in load_all(str(records))] if records.exists() else []
 
     def last_changed(self, culprit: str) -> tuple[Graph | None, int]:
-        """The last graph that a pass changed in the last run, and how many changes it asked for before that graph."""
+        """The last graph that a pass changed in the last run, and the number of changes it requested before."""
         found: Graph | None = None
         asked_before = 0
         for process in self.processes():
@@ -139,23 +139,23 @@ def _bisect(check: _Check, given: argparse.Namespace) -> int:
     environment = {PASSES: ",".join(chosen)}
     limit = _smallest_limit(check, environment, max(len(graphs), 1))
     if limit is None:
-        print(f"found: the pass {culprit}; no single graph could be told")
+        print(f"found: the pass {culprit}; no single graph could be determined")
         return 0
     environment[GRAPHS] = str(limit)
-    check.fails("once more, for the record", environment)
+    check.fails("again, for its record", environment)
     graph, asked_before = check.last_changed(culprit)
     found = _smallest_change(check, environment, culprit, graph, asked_before) if graph is not None else None
     if found is not None:
         environment = found.environment
-    _tell(culprit, chosen, environment, graph, found, given)
+    _print_culprit(culprit, chosen, environment, graph, found, given)
     return 0
 
 
 @dataclass
 class _Change:
-    """One change of a pass: the `number`-th of `of` that the pass makes in the graph.
+    """One change of a pass: the `number`-th of `of` in the graph.
 
-    failing, passing: the graph with it, and without. environment: what makes the pass go as far as this change.
+    failing, passing: the graph with the change, and without. environment: limits the pass to changes up to this one.
     """
 
     number: int
@@ -168,7 +168,7 @@ class _Change:
 def _smallest_change(
     check: _Check, environment: Mapping[str, str], culprit: str, graph: Graph, before: int
 ) -> _Change | None:
-    """The change within a graph that makes the check fail; None where the pass asks for none, or for too few."""
+    """The change within a graph that makes the check fail; None if the pass requests none, or not the wrong one."""
     from fxpasses.overrides import CHANGES
 
     report = next(stage.report for stage in graph.stages if stage.name == culprit)
@@ -184,7 +184,7 @@ def _smallest_change(
 
     failed, passing = tried(0)
     if failed:
-        print(f"it fails without these changes as well: what is wrong is something else that {culprit} does")
+        print(f"it fails without these changes as well: the cause is something else that {culprit} does")
         return None
     low, high = 0, asked
     failing: Graph | None = graph
@@ -207,7 +207,7 @@ def _smallest_limit(check: _Check, environment: Mapping[str, str], graphs: int) 
         return check.fails(what, {**environment, GRAPHS: str(limit)})
 
     high = graphs
-    if graphs > 1 and not fails(high):  # another number of graphs in each run: nothing can be told
+    if graphs > 1 and not fails(high):  # the number of graphs varies between runs
         return None
     low = 0  # without passes it does not fail
     while high - low > 1:
@@ -219,7 +219,7 @@ def _smallest_limit(check: _Check, environment: Mapping[str, str], graphs: int) 
     return high
 
 
-def _tell(
+def _print_culprit(
     culprit: str,
     passes: list[str],
     environment: Mapping[str, str],
@@ -246,11 +246,11 @@ def _tell(
             if after.name == culprit:
                 print(changes(before, after, f"what {culprit} changed in it", style))
     limits = {CHANGES: f"{culprit}:{found.number}"} if found is not None else {}
-    _write_reproduction(graph, passes, limits, _suspects(culprit, graph, found), given)
+    _Reproduction(graph, passes, limits, _suspects(culprit, graph, found), given).write()
 
 
 def _suspects(culprit: str, graph: Graph, found: _Change | None) -> list[str]:
-    """Nodes of the captured main graph that take something else since the wrong change: it shows there first."""
+    """Nodes of the captured main graph that the wrong change rewired, where it shows first."""
     from fxpasses.inspect.changes import Kind, diff
 
     if found is not None and found.failing is not None and found.passing is not None:
@@ -272,72 +272,80 @@ def _suspects(culprit: str, graph: Graph, found: _Change | None) -> list[str]:
 _MOST_SUSPECTS = 8
 
 
-def _write_reproduction(
-    graph: Graph, passes: list[str], environment: dict[str, str], suspects: list[str], given: argparse.Namespace
-) -> None:
-    from fxpasses.inspect.cli.trials import alone, outcome
-    from fxpasses.inspect.reproduction import CannotReproduce, reproduction
-    from fxpasses.overrides import PASSES
+@dataclass
+class _Reproduction:
+    """The program that reproduces the failure, with `environment` as its limits on passes."""
 
-    file = Path(given.output)
-    try:
-        text = reproduction(graph, passes, file.name, environment)
-    except CannotReproduce as error:
-        print(f"no reproduction was written: it cannot hold {error}")
-        return
-    file.write_text(text, encoding="utf-8")
-    printed = alone(given.output, given.timeout)
-    found = outcome(printed) if printed else "does not end in time"
-    if not printed:
-        told = "does not end in time"
-    elif found == "agree":
-        told = "does not fail by itself: what goes wrong needs more of the program"
-    elif outcome(alone(given.output, given.timeout, {PASSES: ""})) != "agree":
-        last = (printed.strip().splitlines() or ["no message"])[-1]
-        told = f"fails without the passes as well, and so shows something else: {last}"
-    else:
-        told = "fails as well, and passes without the passes" + _minimised(
-            text, found, graph, passes, environment, suspects, given
-        )
-    print(f"wrote {given.output}, which {told}")
+    graph: Graph
+    passes: list[str]
+    environment: dict[str, str]
+    suspects: list[str]
+    given: argparse.Namespace
 
+    def write(self) -> None:
+        from fxpasses.inspect.cli.trials import outcome
+        from fxpasses.inspect.reproduction import CannotReproduce
 
-def _minimised(
-    text: str,
-    wanted: str,
-    graph: Graph,
-    passes: list[str],
-    environment: dict[str, str],
-    suspects: list[str],
-    given: argparse.Namespace,
-) -> str:
-    """Write a smaller reproduction of the same failure, if there is one; what was done, in words."""
-    from fxpasses.inspect.cli.trials import Trials, alone, outcome
-    from fxpasses.inspect.minimise import minimise
-    from fxpasses.inspect.reproduction import CannotReproduce, reproduction
-    from fxpasses.overrides import PASSES
+        try:
+            text = self._text(self.graph, self.environment)
+        except CannotReproduce as error:
+            print(f"no reproduction was written: it cannot hold {error}")
+            return
+        printed = self._run(text)
+        found = outcome(printed)
+        if not printed:
+            result = "does not end in time"
+        elif found == "agree":
+            result = "does not fail by itself: the failure needs more of the program"
+        elif not self._passes_without():
+            last = (printed.strip().splitlines() or ["no message"])[-1]
+            result = f"fails without the passes as well, and so shows something else: {last}"
+        else:
+            result = f"fails as well, and passes without the passes{self._minimise(text, found)}"
+        print(f"wrote {self.given.output}, which {result}")
 
-    if given.minimise <= 0:
-        return ""
-    file = Path(given.output)
-    with Trials(given.minimise) as trials:
+    def _text(self, graph: Graph, environment: Mapping[str, str]) -> str:
+        from fxpasses.inspect.reproduction import reproduction
 
-        def fails(smaller: Graph, limits: dict[str, str] = environment) -> bool:
-            if trials.over:
-                return False
-            try:
-                return outcome(trials.run(reproduction(smaller, passes, file.name, limits))) == wanted
-            except CannotReproduce:
-                return False
+        return reproduction(graph, self.passes, Path(self.given.output).name, environment)
 
-        smallest = minimise(graph, fails, suspects)
-        if environment and fails(smallest, {}):  # in a smaller graph the pass makes fewer changes
-            environment = {}
-        stopped = ", when time was up" if trials.over else ""
-    file.write_text(reproduction(smallest, passes, file.name, environment), encoding="utf-8")
-    if outcome(alone(given.output, given.timeout)) != wanted or (
-        outcome(alone(given.output, given.timeout, {PASSES: ""})) != "agree"
-    ):
-        file.write_text(text, encoding="utf-8")
-        return f" (all {graph.nodes} nodes of the graph: no smaller one fails by itself)"
-    return f" ({smallest.nodes} of the graph's {graph.nodes} nodes, after {trials.count} trials{stopped})"
+    def _run(self, text: str) -> str:
+        """The output of the program; "" if it does not end in time."""
+        from fxpasses.inspect.cli.trials import alone
+
+        Path(self.given.output).write_text(text, encoding="utf-8")
+        return alone(self.given.output, self.given.timeout)
+
+    def _passes_without(self) -> bool:
+        from fxpasses.inspect.cli.trials import alone, outcome
+        from fxpasses.overrides import PASSES
+
+        return outcome(alone(self.given.output, self.given.timeout, {PASSES: ""})) == "agree"
+
+    def _minimise(self, text: str, wanted: str) -> str:
+        """Write a smaller program with the same failure, if there is one; returns a text that says so."""
+        from fxpasses.inspect.cli.trials import Trials, outcome
+        from fxpasses.inspect.minimise import minimise
+        from fxpasses.inspect.reproduction import CannotReproduce
+
+        if self.given.minimise <= 0:
+            return ""
+        environment = self.environment
+        with Trials(self.given.minimise) as trials:
+
+            def fails(smaller: Graph, limits: Mapping[str, str] = environment) -> bool:
+                if trials.over:
+                    return False
+                try:
+                    return outcome(trials.run(self._text(smaller, limits))) == wanted
+                except CannotReproduce:
+                    return False
+
+            smallest = minimise(self.graph, fails, self.suspects)
+            if environment and fails(smallest, {}):  # in a smaller graph the pass makes fewer changes
+                environment = {}
+            stopped = ", when time was up" if trials.over else ""
+        if outcome(self._run(self._text(smallest, environment))) != wanted or not self._passes_without():
+            Path(self.given.output).write_text(text, encoding="utf-8")
+            return f" (all {self.graph.nodes} nodes of the graph: no smaller one fails by itself)"
+        return f" ({smallest.nodes} of the graph's {self.graph.nodes} nodes, after {trials.count} trials{stopped})"

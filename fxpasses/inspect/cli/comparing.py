@@ -1,4 +1,4 @@
-"""`fxpasses diff`: what differs between two records."""
+"""`fxpasses diff`: shows the differences between two records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fxpasses doctor`: what works on this machine, and what would be switched off."""
+"""`fxpasses doctor`: shows what works on this machine, and what would be switched off."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ _OLDEST_TORCH = (2, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. state: "ok", "note" (nothing to do) or "off" (something does not work). text: what, and what to do."""
+    """One line. state: "ok", "note" (nothing to do) or "off" (does not work). text: details, and what to do."""
 
     subject: str
     state: str
     text: str
+
+    @classmethod
+    def of(cls, subject: str, works: object, text: str, without: str) -> Finding:
+        return cls(subject, "ok", text) if works else cls(subject, "off", without)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def findings() -> Iterator[Finding]:
-    """Everything that was looked at, in the order in which a person wants to know it."""
+    """All findings, in the order of the report."""
     yield from _versions()
     yield from _devices()
     yield from _capture()
@@ -65,9 +69,8 @@ def _versions() -> Iterator[Finding]:
 
     yield Finding("python", "ok", sys.version.split()[0])
     new_enough = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _OLDEST_TORCH
-    wanted = ".".join(map(str, _OLDEST_TORCH))
-    text = torch.__version__ + ("" if new_enough else f": fxpasses needs torch >= {wanted}")
-    yield Finding("torch", "ok" if new_enough else "off", text)
+    too_old = f"{torch.__version__}: fxpasses needs torch >= {'.'.join(map(str, _OLDEST_TORCH))}"
+    yield Finding.of("torch", new_enough, torch.__version__, too_old)
     yield Finding("fxpasses", "ok", fxpasses.__version__)
     for package in ("transformers", "accelerate"):
         try:
@@ -82,12 +85,9 @@ def _devices() -> Iterator[Finding]:
     if not torch.accelerator.is_available():
         yield Finding("devices", "note", "the CPU alone: host reads cost little here, and the passes save little time")
         return
-    kind = torch.accelerator.current_accelerator()
-    names = (
-        {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-        if torch.cuda.is_available()
-        else {str(kind)}
-    )
+    names = {str(torch.accelerator.current_accelerator())}
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     yield Finding("devices", "ok", f"{torch.accelerator.device_count()} × {', '.join(sorted(names))}")
 
 
@@ -98,33 +98,24 @@ def _capture() -> Iterator[Finding]:
     from fxpasses.capture.flags import KEEP_CONFIG
 
     known = "fastpack" in torch._dynamo.list_backends(exclude_tags=())
-    yield Finding(
-        "backend",
-        "ok" if known else "off",
-        'torch.compile(backend="fastpack") is known'
-        if known
-        else "torch does not find it: `pip install` fxpasses again",
-    )
-    kept = os.environ.get(KEEP_CONFIG) == "1"
-    yield Finding(
-        "capture flags",
-        "note" if kept else "ok",
-        f"{KEEP_CONFIG}=1 keeps Dynamo's: `.item()` breaks graphs, and little is hoisted" if kept
-        else "`.item()` and `nonzero` are captured once the backend is used",
-    )  # fmt: skip
+    without = "torch does not find it: `pip install` fxpasses again"
+    yield Finding.of("backend", known, 'torch.compile(backend="fastpack") is known', without)
+    if os.environ.get(KEEP_CONFIG) == "1":
+        text = f"{KEEP_CONFIG}=1 keeps Dynamo's: `.item()` breaks graphs, and little is hoisted"
+        yield Finding("capture flags", "note", text)
+    else:
+        yield Finding("capture flags", "ok", "`.item()` and `nonzero` are captured once the backend is used")
     try:
         DynamoNames.find()
         yield Finding("retracing", "ok", "frames that need a value while tracing are traced again with fewer flags")
     except MissingName as missing:
         yield Finding("retracing", "off", f"{missing}: such frames raise GuardOnDataDependentSymNode")
-    ids = hasattr(torch._guards, "CompileContext")
-    yield Finding(
-        "compile ids", "ok" if ids else "off", "records tell recompilations apart" if ids else "torch lacks them"
-    )
+    has_ids = hasattr(torch._guards, "CompileContext")
+    yield Finding.of("compile ids", has_ids, "records distinguish recompilations", "torch lacks them")
 
 
 def _interceptions() -> Iterator[Finding]:
-    """What is asked in place of Dynamo's methods while a frame is traced, in order."""
+    """The handlers that run in place of Dynamo's methods while a frame is traced, in order."""
     import torch
 
     from fxpasses.capture.interceptions import Row, off_in, table
@@ -138,22 +129,23 @@ def _interceptions() -> Iterator[Finding]:
     rows = table()
     off = off_in(rows)
     for site in dict.fromkeys(row.handler.site.name for row in rows):
-        asked = sorted((row for row in rows if row.handler.site.name == site), key=lambda row: row.handler.order)
-        is_as_checked = [describe(row) for row in asked] == [row.feature.value for row in asked]
-        state = "off" if any(row.missing for row in asked) else "ok" if is_as_checked else "note"
-        yield Finding(".".join(site.split(".")[-2:]), state, ", then ".join(map(describe, asked)))
+        handlers = sorted((row for row in rows if row.handler.site.name == site), key=lambda row: row.handler.order)
+        texts = [describe(row) for row in handlers]
+        is_as_checked = texts == [row.feature.value for row in handlers]
+        state = "off" if any(row.missing for row in handlers) else "ok" if is_as_checked else "note"
+        yield Finding(".".join(site.split(".")[-2:]), state, ", then ".join(texts))
 
 
 def _private_names() -> Iterator[Finding]:
-    """What is read of PyTorch under names that it does not promise, besides those of capture."""
+    """PyTorch's private names that the package uses outside capture."""
     from importlib import import_module
 
     from fxpasses.inspect import partition
 
     for subject, module, name, works, without in (
         (
-            "bytes saved", partition.MODULE, partition.NAME, "records know what is saved for backward",
-            "records do not know what is saved for backward",
+            "bytes saved", partition.MODULE, partition.NAME, "records have the tensors saved for backward",
+            "records lack the tensors saved for backward",
         ),
         ("structured trace", "torch._logging", "trace_structured", "tlparse shows our graphs", "it lacks ours"),
         ("offload", "torch._inductor.custom_graph_pass", "CustomPartitionerFn", "works", "fastpack.offload fails"),
@@ -162,8 +154,7 @@ def _private_names() -> Iterator[Finding]:
             found = hasattr(import_module(module), name)
         except ImportError:
             found = False
-        missing = f"{without}, as this torch has no {module}.{name}"
-        yield Finding(subject, "ok" if found else "off", works if found else missing)
+        yield Finding.of(subject, found, works, f"{without}, as this torch has no {module}.{name}")
 
 
 def _environment() -> Iterator[Finding]:
@@ -171,9 +162,9 @@ def _environment() -> Iterator[Finding]:
         if os.environ.get(name, "0") not in ("", "0"):
             yield Finding(name, "off", f"is {os.environ[name]}: nothing is compiled, so no pass runs")
     for name, effect in (
-        ("FXPASSES_PASSES", "these passes alone run"),
-        ("FXPASSES_GRAPHS", "passes run on so many graphs alone"),
-        ("FXPASSES_CHANGES", "a pass makes so many changes alone"),
+        ("FXPASSES_PASSES", "only these passes run"),
+        ("FXPASSES_GRAPHS", "passes run only on this many graphs"),
+        ("FXPASSES_CHANGES", "a pass makes only this many changes"),
         ("FXPASSES_RECORD", "each process writes a record there"),
         ("FXPASSES_RECORD_VALUES", "records hold the elements of small integer inputs"),
         ("TORCH_TRACE", "graphs and reports go into the structured trace"),
@@ -186,13 +177,9 @@ def _tools() -> Iterator[Finding]:
     import torch
 
     compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
-    yield Finding(
-        "C++ compiler",
-        "ok" if compiler else "off",
-        compiler or "none found: Inductor cannot compile for the CPU; install g++, or set fastpack.lowering",
-    )
+    without = "none found: Inductor cannot compile for the CPU; install g++, or set fastpack.lowering"
+    yield Finding.of("C++ compiler", compiler, compiler or "", without)
     if torch.cuda.is_available():
-        triton = torch.utils._triton.has_triton()
-        yield Finding("triton", "ok" if triton else "off", "works" if triton else "Inductor cannot compile for the GPU")
+        yield Finding.of("triton", torch.utils._triton.has_triton(), "works", "Inductor cannot compile for the GPU")
     dot = shutil.which("dot")
     yield Finding("graphviz", "ok" if dot else "note", dot or "not installed; needed for SVG drawings alone")

@@ -1,4 +1,4 @@
-"""`fxpasses draw`: a part of a recorded graph as DOT or SVG."""
+"""`fxpasses draw`: draws a part of a recorded graph as DOT or SVG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fxpasses explain`: what each pass took, what it left alone, and why."""
+"""`fxpasses explain`: shows what each pass changed, what it left alone, and why."""
 
 from __future__ import annotations
 
@@ -56,20 +56,16 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _explain_all(graphs: list[Graph], style: Style) -> Iterator[str]:
-    """Each graph; of a recompilation, or another rank, of which all the same is to be said, only that it is so."""
-    from fxpasses.inspect.text import name, passes
+    """Each graph; a recompilation or another rank with an identical explanation only refers to the first."""
+    from fxpasses.inspect.text import name, passes, title
 
-    told: dict[tuple[str, str], str] = {}
+    explained: dict[tuple[str, str], str] = {}
     for graph in graphs:
         rank = f", rank {graph.rank}" if graph.rank is not None else ""
-        recompiled = f", recompilation {graph.recompile}" if graph.recompile else ""
-        title = style.bold(f"graph {name(graph)}") + f"  {graph.function}{recompiled}{rank}"
-        explained = _explain(graph, style)
-        same = told.setdefault((graph.function, explained), f"graph {name(graph)}{rank}")
-        if same != f"graph {name(graph)}{rank}":
-            yield f"{title}\nthe same as {same}"
-        else:
-            yield f"{title}\n{passes(graph, style)}\n{explained}"
+        own, text = f"graph {name(graph)}{rank}", _explain(graph, style)
+        first = explained.setdefault((graph.function, text), own)
+        rest = f"the same as {first}" if first != own else f"{passes(graph, style)}\n{text}"
+        yield f"{title(graph, style)}{rank}\n{rest}"
 
 
 def _explain(graph: Graph, style: Style) -> str:

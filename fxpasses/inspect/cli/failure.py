@@ -1,4 +1,4 @@
-"""What a command has to say when it cannot go on, in one line."""
+"""Errors of the commands: one line each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Failure(Exception):
-    """What a person did not expect, in one line. code: the exit code."""
+    """An error to show to the user, in one line. code: the exit code."""
 
     def __init__(self, text: str, code: int = 2) -> None:
         super().__init__(text)
@@ -14,7 +14,7 @@ class Failure(Exception):
 
 
 def check_folder(*paths: str | None) -> None:
-    """Raise `Failure` for a file to be written in a folder that is not there: before a long run, and not after it."""
+    """Raise `Failure` if a file's folder does not exist: before a long run, and not after it."""
     for path in paths:
         folder = Path(path).parent if path else Path()
         if not folder.is_dir():

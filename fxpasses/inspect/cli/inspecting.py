@@ -1,4 +1,4 @@
-"""`fxpasses inspect`: run a program under a record, or take records that exist, and show them."""
+"""`fxpasses inspect`: runs a program under a record, or reads existing records, and shows them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
             code = 130
         except Failure:
             raise
-        except Exception:  # the user's program: its traceback is what they want to see, and the report all the same
+        except Exception:  # of the user's program: show its traceback, and the report as well
             traceback.print_exc()
             code = 1
     return code, record
@@ -105,7 +105,7 @@ def _check_is_there(script: str, module: bool) -> None:
             found = importlib.util.find_spec(script)
     except ModuleNotFoundError as error:
         if not error.name or not f"{script}.".startswith(f"{error.name}."):
-            raise  # it is there, and what it imports is not
+            raise  # the module exists, but not what it imports
         found = None
     if found is None:
         raise Failure(f"{script}: there is no such module; the current folder and the installed packages were searched")
@@ -132,7 +132,7 @@ def _show(record: Record, given: argparse.Namespace, count: int) -> None:
 
 
 def _numbered(path: str, record: Record, count: int) -> str:
-    """A file a record: `report-rank1.html` where there are several."""
+    """The file of one record: `report-rank1.html` if there are several."""
     if count == 1:
         return path
     own = f"rank{record.rank}" if record.rank is not None else str(record.pid)

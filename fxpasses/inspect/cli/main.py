@@ -1,4 +1,4 @@
-"""The arguments of the command `fxpasses`, its exit codes, and its errors: one line each, on standard error."""
+"""The command `fxpasses`: its arguments, exit codes, and errors, which are one line each on standard error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a log file in ASCII must not stop the report
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
         return 0
-    except OSError as error:  # of a file that a command writes; what a user's program raises, it shows itself
+    except OSError as error:  # of a file that a command writes; errors of a user's program are shown before
         print(f"fxpasses: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Records for the commands: a file, or all of a folder."""
+"""Loads records for the commands: one file, or all files of a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_all(path: str) -> list[Record]:
     for file in files:
         try:
             found.append(load(file))
-        except RecordError as error:  # one process that was killed at once must not hide the others
+        except RecordError as error:  # a process that was killed early must not hide the others
             print(f"fxpasses: left out: {' '.join(str(error).split())}", file=sys.stderr)
     if not found:
         raise Failure(f"{path}: holds no record that can be read")
@@ -30,5 +30,5 @@ def load_all(path: str) -> list[Record]:
 
 
 def load_one(path: str) -> Record:
-    """One record; of a folder that holds several, those of the first rank."""
+    """One record; the first rank's if a folder holds several."""
     return load_all(path)[0]

@@ -1,7 +1,7 @@
-"""Runs many small scripts one after the other: each in a fork of one process that has imported torch already.
+"""Runs many small scripts in sequence, each in a fork of one process that has already imported torch.
 
-`python -m fxpasses.inspect.cli.trials` is that process: a request a line on standard input, an answer a line. Without
-`os.fork` each script is a process of its own, which takes seconds longer.
+`python -m fxpasses.inspect.cli.trials` is that process: it reads a request per line and answers each with a line.
+Without `os.fork` each script is a process of its own, which takes seconds longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxpasses.inspect.reproduction import AGREE, DISAGREE
 
 
 def outcome(printed: str) -> str:
-    """What a reproduction's output says: "agree", "disagree", or the type of the error that ended it."""
+    """The outcome of a reproduction by its output: "agree", "disagree", or the type of the error that ended it."""
     if DISAGREE in printed:
         return "disagree"
     if AGREE in printed:
@@ -41,7 +41,7 @@ def alone(file: str, timeout: float | None, environment: dict[str, str] | None =
 
 
 class Trials:
-    """`run(text)` gives the output of a script; to be used in a `with` block."""
+    """Runs scripts within a `with` block, until `seconds` have passed."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -54,7 +54,7 @@ class Trials:
             command = [sys.executable, "-m", __name__]
             self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert self.server.stdout is not None
-            self.server.stdout.readline()  # it is ready, or could not start, and then no trial ends
+            self.server.stdout.readline()  # the server is ready, or could not start, and then no trial ends
         self.ends = time.monotonic() + self.seconds
         return self
 
@@ -83,7 +83,7 @@ class Trials:
             print(json.dumps([str(script), str(printed), left]), file=self.server.stdin, flush=True)
         except BrokenPipeError:
             return ""
-        if not self.server.stdout.readline():  # it has ended
+        if not self.server.stdout.readline():  # the server has ended
             return ""
         return printed.read_text(encoding="utf-8", errors="replace")
 
@@ -91,7 +91,7 @@ class Trials:
 def serve() -> None:
     import torch
 
-    # Much is imported, and made, when a process compiles for the first time: here, once, and not in each fork.
+    # The first compilation of a process imports and builds much: here once, and not in each fork.
     torch.compile(lambda x: x + 1, backend="fastpack", options={"fastpack.lowering": "eager"})(torch.ones(1))
     torch._dynamo.reset()
 
