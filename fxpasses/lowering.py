@@ -1,4 +1,4 @@
-"""What compiles the rewritten graph: Inductor, AOTAutograd alone, or nothing."""
+"""Compiles the rewritten graph: with Inductor, with AOTAutograd alone, or not at all."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def lower(
     salt: str,
     on_report: OnReport = lambda report: None,
 ) -> Compiled:
-    """Compile `gm`. `salt` tells programs apart that have the same graph but differ in what is known of its inputs.
+    """Compile `gm`.
 
-    `on_report` gets the reports of passes that work on the partitioned graphs, once all is compiled.
+    salt: distinguishes, in caches, programs with the same graph whose inputs have different known properties.
+    on_report: gets the reports of passes on the partitioned graphs, after compilation.
     """
     if options.lowering == "eager":
         return uncompiled(gm)
@@ -49,20 +50,20 @@ def lower(
     if partitioner is not None and partitioner.options is not None:
         for report in partitioner.reports:
             on_report(report)
-        if not partitioner.asked:
+        if not partitioner.called:
             on_report(Report(partitioner.name, summary=_FROM_CACHE if _cache_hits() > hits else _FOR_INFERENCE))
     return _as_in_eager_mode(gm, compiled) if spans_ranks() else compiled
 
 
 _FROM_CACHE = (
-    "its graphs come from PyTorch's cache, as this pass left them when they were compiled for these options: what it "
-    "chose is told by the process that compiled them, and what moves is counted by fxpasses.offload_stats()"
+    "its graphs come from PyTorch's cache, as this pass left them when they were compiled for these options: the "
+    "process that compiled them has the report, and fxpasses.offload_stats() counts the tensors that move"
 )
 _FOR_INFERENCE = "nothing is saved for backward: the graph was compiled for inference"
 
 
 def _cache_hits() -> int:
-    """How many graphs AOTAutograd found in its cache. Private name, checked on torch 2.11 and 2.13."""
+    """The number of graphs that AOTAutograd found in its cache. Private name, checked on torch 2.11 and 2.13."""
     return torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
 
 
@@ -70,9 +71,9 @@ def _cache_hits() -> int:
 def _partitioners(
     gm: GraphModule, examples: Sequence[Any], options: Options
 ) -> Iterator[tuple[CustomPartitionerFn | None, Partitioner | None]]:
-    """What partitions the joint graph, None where that is left to PyTorch; and which of it offloads.
+    """The partitioner of the joint graph (None: PyTorch's own), and the one that offloads, if any.
 
-    One calls the next: what orders and offloads, what keeps collectives, the user's or PyTorch's.
+    Partitioners nest: the one that orders and offloads, the one that keeps collectives, the user's or PyTorch's.
     """
     inner = _users_partitioner(options)
     if spans_ranks():
@@ -85,8 +86,8 @@ def _partitioners(
     from fxpasses.passes.offload.inputs import activations
 
     functorch: Any = torch._functorch.config
-    # A donated buffer is a saved tensor that backward may write over. Handles must not be: they are mapped files. And
-    # with donated buffers no backward can be run twice.
+    # Backward may overwrite a donated buffer, which is a saved tensor. It must not overwrite handles, which map files.
+    # And with donated buffers no backward can run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
         outer = Partitioner(options.offload if offloads else None, options.strict, activations(examples), inner)
         yield outer, outer
@@ -100,11 +101,11 @@ def _users_partitioner(options: Options) -> CustomPartitionerFn | None:
 
 
 def _as_in_eager_mode(gm: GraphModule, compiled: Compiled) -> Compiled:
-    """`compiled`, and `gm` itself where that would issue other collectives than eager mode."""
-    from fxpasses.collectives.asked_gradients import with_asked_gradients
+    """`compiled`, or `gm` itself where `compiled` would issue other collectives than eager mode."""
     from fxpasses.collectives.in_checkpoints import with_checkpoints_around
+    from fxpasses.collectives.requested_gradients import with_requested_gradients
 
-    return with_checkpoints_around(gm, with_asked_gradients(gm, compiled))
+    return with_checkpoints_around(gm, with_requested_gradients(gm, compiled))
 
 
 def _keeping_collectives(gm: GraphModule, inner: CustomPartitionerFn | None) -> CustomPartitionerFn:
@@ -136,7 +137,7 @@ def inductor(
     partitioner: CustomPartitionerFn | None = None,
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiled:
-    """Compile with Inductor under the user's options, and under `fixed`, which go before them."""
+    """Compile with Inductor under the user's options and `fixed`, which takes precedence."""
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
@@ -145,7 +146,7 @@ def inductor(
     if partitioner is not None:
         patches["custom_partitioner_fn"] = partitioner
     config: Any = torch.compiler.config
-    # PyTorch's caches do not look into our operators, whose gradients may change with the version.
+    # PyTorch's caches do not cover the code of this package's operators, whose gradients may change with its version.
     tag = ":".join([config.cache_key_tag, "fxpasses", __version__, salt])
     compile_graph: Any = compile_fx
     with config.patch(cache_key_tag=tag):

@@ -1,4 +1,4 @@
-"""What partitions a joint graph: PyTorch's partitioner, or the user's, and what this package does to its result.
+"""Partitions a joint graph with PyTorch's partitioner or the user's, then orders saved tensors and offloads.
 
 Private names, checked on torch 2.11 and 2.13: `torch._inductor.custom_graph_pass.CustomPartitionerFn`, whose `uuid` is
 part of the caches' keys, and `torch._functorch.partitioners.min_cut_rematerialization_partition`.
@@ -6,7 +6,6 @@ part of the caches' keys, and `torch._functorch.partitioners.min_cut_remateriali
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import inspect
@@ -22,6 +21,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
+from fxpasses.graph.copying import copy_graph
 from fxpasses.options import Offload
 from fxpasses.passes.offload.inputs import movable
 from fxpasses.passes.offload.saved import Partition
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class Partitioner(CustomPartitionerFn):
-    """Partitions a joint graph, puts what is saved in order, then offloads.
+    """Partitions a joint graph, orders the saved values, then offloads.
 
-    options: None to offload nothing. activations: positions of those inputs of the captured graph that may be moved.
-    inner: the partitioner to start from; None is PyTorch's. reports: of the pass, one for each partition. A pass that
-    fails leaves the plain partition, with one warning; with `strict` it raises `PassError`.
+    options: None to offload nothing. activations: positions of the captured graph's inputs that may be moved. inner:
+    the partitioner to call; None is PyTorch's. reports: one of the pass for each partition. If the pass fails, the
+    plain partition stays, with one warning; with `strict` it raises `PassError`.
     """
 
     name = NAME
@@ -53,12 +53,12 @@ class Partitioner(CustomPartitionerFn):
     ) -> None:
         self.options, self.strict, self.activations, self.inner = options, strict, activations, inner
         self.reports: list[Report] = []
-        self.asked = False  # whether anything was partitioned: not for inference, nor where a cache had the result
+        self.called = False  # for inference, and where a cache has the result, nothing is partitioned
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        self.asked = True
+        self.called = True
         partition: Callable[..., tuple[GraphModule, GraphModule]] = self.inner or min_cut_rematerialization_partition
         outputs = kwargs["num_fwd_outputs"]
         inputs = movable(gm, self.activations, outputs)
@@ -69,7 +69,7 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def _offload(self, options: Offload, partition: Partition) -> None:
-        plain = _graphs(partition.forward, partition.backward)
+        plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
         started = time.perf_counter()
         try:
             report = OffloadActivations(options, replayed=_replayed())(partition)
@@ -82,7 +82,7 @@ class Partitioner(CustomPartitionerFn):
         self.reports.append(report)
 
     def uuid(self) -> Any | None:
-        """For the caches of Inductor and AOTAutograd: options, our source, what is an activation, the inner one's."""
+        """For the caches of Inductor and AOTAutograd: options, this code, the activations, and the inner uuid."""
         inner = self.inner.uuid() if self.inner is not None else ""
         if inner is None:
             return None
@@ -90,21 +90,9 @@ class Partitioner(CustomPartitionerFn):
 
 
 def _replayed() -> bool:
-    """Whether Inductor is to run what it compiles now as CUDA graphs."""
+    """Whether Inductor will run the graph that it compiles now as a CUDA graph."""
     inductor: Any = torch._inductor.config
     return bool(inductor.triton.cudagraphs)
-
-
-def _graphs(*modules: GraphModule) -> tuple[Any, ...]:
-    """Copies of the graphs, with shared fake tensors, to go back to."""
-    copies = []
-    for module in modules:
-        new = type(module.graph)()
-        mapping: dict[Any, Any] = {}
-        returned = new.graph_copy(module.graph, mapping)
-        new.output(returned).meta = copy.copy(module.graph.output_node().meta)
-        copies.append(new)
-    return tuple(copies)
 
 
 @functools.lru_cache

@@ -1,16 +1,16 @@
-"""Each way of running a graph issues eager mode's collectives, forward and backward, in eager mode's order.
+"""Every way of running a graph issues eager mode's collectives, forward and backward, in eager mode's order.
 
-A rank sees its own batch. It decides alone which variant of a frame it runs, whether it breaks the graph, and whether
-it gives a frame up to eager mode; the k-th collective that it issues meets the k-th of the other ranks all the same. So
-what a compiler may do to a pure operator it may not do to a collective:
+Each rank sees its own batch. It decides alone which variant of a frame it runs, whether it breaks the graph, and
+whether it falls back to eager mode; still, its k-th collective meets the k-th of the other ranks. So a compiler may not
+treat a collective as a pure operator:
 
-- `partitioner.py`: AOTAutograd merges none, leaves none out, repeats none and moves none past another;
-- `recomputed.py`: a checkpoint's recomputation issues again what eager mode's does;
+- `partitioner.py`: AOTAutograd does not merge, omit, repeat or reorder collectives;
+- `recomputed.py`: a checkpoint's recomputation issues again the collectives that eager mode issues again;
 - `as_written.py`: so does a graph that runs uncompiled;
-- `in_checkpoints.py`: so does a compiled graph that a checkpoint of eager mode runs;
-- `asked_gradients.py`: backward issues none for a gradient that nobody asks for.
+- `in_checkpoints.py`: so does a compiled graph inside a checkpoint of eager mode;
+- `requested_gradients.py`: backward issues no collective for a gradient that the program does not request.
 
-`eager_sequences.py` finds out what eager mode does. Where its sequence cannot be kept, a graph runs uncompiled, and
-says so; where it is too late for that, the program gets an error. Passes know collectives by `graph/collectives.py`;
-`pipeline.py` leaves out a pass that changes what is issued.
+`eager_sequences.py` finds eager mode's sequence. A graph that cannot keep it runs uncompiled, with a warning; where it
+is too late for that, the program gets an error. Passes recognise collectives by `graph/collectives.py`; `pipeline.py`
+drops a pass that changes the sequence.
 """

@@ -1,15 +1,15 @@
-"""A captured graph run without a compiler, as eager mode runs the program: the same tensors saved at the same places.
+"""Runs a captured graph without a compiler, like eager mode: it saves the same tensors in the same places.
 
-Eager mode stops a checkpoint's recomputation at the last tensor that backward needs: no collective behind it is issued.
-Run as they are, Dynamo's operators recompute to the end, and hide from a checkpoint what a function of the user saves:
+Eager mode stops a checkpoint's recomputation at the last tensor that backward needs, and issues no collective after it.
+Dynamo's own operators recompute to the end, and hide from a checkpoint the tensors that a user's function saves:
 
     before:  out = tag_activation_checkpoint(body, x, use_reentrant=False)
              out = autograd_function_apply(forward, backward, x, saved_for_backward_idx=[0], ...)
     after:   out = run_checkpoint(body, x, use_reentrant=False)
              out = run_function(forward, backward, x, saved_for_backward_idx=[0], ...)
 
-Checked on torch 2.11 and 2.13: the first operator takes checkpoint's own keyword arguments, and `context_fn` stands in
-`body.meta["_checkpoint_context_fn"]`; the keyword arguments of the second that `run_function` names; and
+Checked on torch 2.11 and 2.13: the first operator takes checkpoint's own keyword arguments, and `context_fn` is in
+`body.meta["_checkpoint_context_fn"]`; the second operator's keyword arguments that `run_function` names; and
 `torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)`, the innermost hooks on saved tensors.
 """
 
@@ -30,32 +30,32 @@ FUNCTION = torch.ops.higher_order.autograd_function_apply
 
 
 def uncompiled(gm: GraphModule) -> Callable[..., Any]:
-    """What runs a captured graph without a compiler, and issues the collectives that eager mode issues."""
-    if not communicates(gm) or not any(_written_otherwise(region) for region in Region(gm).walk()):
+    """A callable that runs a captured graph without a compiler, and issues eager mode's collectives."""
+    if not communicates(gm) or not any(map(_replaceable, Region(gm).walk())):
         return gm.forward
     copy = copy_graph_module(gm)
     for region in Region(copy).walk():
-        for node in _written_otherwise(region):
+        for node in _replaceable(region):
             node.target = AS_WRITTEN[node.target]
         region.gm.recompile()
     return copy
 
 
-def _written_otherwise(region: Region) -> list[Node]:
+def _replaceable(region: Region) -> list[Node]:
     return [node for node in region.gm.graph.nodes if node.op == "call_function" and node.target in AS_WRITTEN]
 
 
 def is_in_checkpoint() -> bool:
-    """Whether a checkpoint of eager mode runs its body now, for the first time or again."""
+    """Whether a checkpoint of eager mode is running its body, for the first time or again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 def run_checkpoint(body: GraphModule, *operands: Any, run: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Run a captured checkpoint as `torch.utils.checkpoint` does; `run` stands in for the body."""
+    """Run a captured checkpoint as `torch.utils.checkpoint` does; `run` replaces the body."""
     if "_checkpoint_context_fn" in body.meta:
         options["context_fn"] = body.meta["_checkpoint_context_fn"]
-    if _has_transforms(body):  # stopped early, it would leave them open
+    if _has_transforms(body):  # an early stop would leave them open
         options["early_stop"] = False
     return checkpoint(run or body, *operands, **options)
 
@@ -69,7 +69,7 @@ def run_function(
     dirty_idx: Sequence[int] = (),
     **_: Any,
 ) -> Any:
-    """Run a captured `torch.autograd.Function`, which saves by `ctx.save_for_backward` what the user's did."""
+    """Run a captured `torch.autograd.Function`, saving the tensors of the user's by `ctx.save_for_backward`."""
 
     class Function(torch.autograd.Function):
         @staticmethod

@@ -1,8 +1,8 @@
-"""What eager mode issues for a captured graph, forward and backward, found out by running it on fake tensors.
+"""Eager mode's collectives for a captured graph, forward and backward, observed by running it on fake tensors.
 
-The joint graph of AOTAutograd shows the collectives of forward and those of the gradients. It does not show what a
-checkpoint's recomputation issues again: that is all up to the last tensor that backward needs, at the first tensor that
-it asks for. Autograd knows, so it is run: no data, and no other rank.
+AOTAutograd's joint graph shows the collectives of forward and of the gradients. It does not show those that a
+checkpoint's recomputation issues again: all up to the last tensor that backward needs, when backward needs the first.
+Autograd determines them, so it runs here, without data and without other ranks.
 
     forward:   all_gather, reduce_scatter
     backward:  (reduce_scatter)', again all_gather, (all_gather)'
@@ -32,7 +32,7 @@ from fxpasses.graph.regions import CHECKPOINT
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective. again: the place of the one in forward that a recomputation repeats; None for one of a gradient."""
+    """A collective. again: the position of the one in forward that it repeats; None for one of a gradient."""
 
     operator: str
     again: int | None = None
@@ -44,14 +44,16 @@ class Sequences:
     backward: list[Issued] = field(default_factory=list)
 
 
-def eager_sequences(gm: GraphModule, asked: Collection[int] | None = None, in_checkpoint: bool = False) -> Sequences:
+def eager_sequences(
+    gm: GraphModule, requested: Collection[int] | None = None, in_checkpoint: bool = False
+) -> Sequences:
     """The collectives of a graph that Dynamo captured, whose placeholders have fake examples.
 
-    asked: the places of the outputs that backward starts from; None for all. in_checkpoint: whether a checkpoint runs
-    the graph.
+    requested: the positions of the outputs that backward starts from; None for all. in_checkpoint: whether a checkpoint
+    runs the graph.
 
-    Raises what running it on these raises, and `OrderChanged` where two calls run one body. To be called before the
-    graph is lowered: AOTAutograd switches checkpoints' hooks off while it compiles.
+    Raises the errors of the run, and `OrderChanged` if two calls run one body. Call it before the graph is lowered:
+    AOTAutograd disables checkpoints' hooks while it compiles.
     """
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     fakes = [example for example in map(_local, examples) if isinstance(example, torch._subclasses.FakeTensor)]
@@ -65,7 +67,7 @@ def eager_sequences(gm: GraphModule, asked: Collection[int] | None = None, in_ch
         outputs = [
             output
             for place, output in enumerate(pytree.tree_leaves(results))
-            if isinstance(output, torch.Tensor) and output.requires_grad and (asked is None or place in asked)
+            if isinstance(output, torch.Tensor) and output.requires_grad and (requested is None or place in requested)
         ]
         log.is_backward = True
         if outputs:
@@ -75,9 +77,10 @@ def eager_sequences(gm: GraphModule, asked: Collection[int] | None = None, in_ch
 
 @contextlib.contextmanager
 def _as_in_eager_mode(fake_mode: Any) -> Iterator[None]:
-    """Gradients are noted, backward runs in this thread, and new symbols are of no interest to Dynamo.
+    """Record gradients, run backward in this thread, and hide new symbols from Dynamo.
 
-    Nor is any of it of interest to a checkpoint around the graph: only the innermost hooks on saved tensors are called.
+    Hooks that do nothing hide the run from a checkpoint around the graph: only the innermost hooks on saved tensors are
+    called.
     """
     ignore: Any = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
     with (
@@ -92,7 +95,7 @@ def _as_in_eager_mode(fake_mode: Any) -> Iterator[None]:
 
 
 class _Log(TorchDispatchMode):
-    """Notes the collectives that run, and for the node that an interpreter is at."""
+    """Records the collectives that run, and for which node of an interpreter."""
 
     def __init__(self, fake_mode: Any) -> None:
         super().__init__()
@@ -113,10 +116,10 @@ class _Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if is_collective(func):
-            self._note(str(func))
+            self._record(str(func))
         return func(*args, **(kwargs or {}))
 
-    def _note(self, operator: str) -> None:
+    def _record(self, operator: str) -> None:
         key = (self.node, self._count) if self.node is not None else None
         self._count += 1
         if self.is_backward:
@@ -129,7 +132,7 @@ class _Log(TorchDispatchMode):
 
 
 class _Recorder(Interpreter):
-    """Runs a graph, and tells the log where it is; also when a checkpoint runs its body again."""
+    """Runs a graph and keeps the log's current node, also while a checkpoint reruns its body."""
 
     def __init__(self, gm: GraphModule, log: _Log) -> None:
         super().__init__(gm)
@@ -155,7 +158,7 @@ class _Recorder(Interpreter):
 
 
 def _is_bound(result: Any) -> bool:
-    """Whether a number goes by the graph's symbol already: a checkpoint's policy has saved it from forward."""
+    """Whether a number already is the graph's symbol, as one that a checkpoint's policy has saved from forward."""
     return isinstance(result, torch.SymInt) and result.node._expr in result.node.shape_env.replacements
 
 

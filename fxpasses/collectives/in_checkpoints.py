@@ -1,10 +1,10 @@
-"""A compiled graph in a checkpoint of eager mode: recomputed to its end, where eager mode stops at what it needs.
+"""A checkpoint of eager mode recomputes a compiled graph to its end; it would stop eager code at the last need.
 
     checkpoint(compiled_block, x)        the block ends with y = x + all_reduce(h), and nothing of it is saved
     eager mode's recomputation:          ... up to the last saved tensor
-    of the compiled block:               ..., all_reduce(h)
+    the compiled block's:                ..., all_reduce(h)
 
-A graph for which that makes a difference runs uncompiled there. A checkpoint inside of what is compiled costs nothing.
+If this matters for a graph, the graph runs uncompiled there. A checkpoint inside a compiled graph costs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fxpasses.graph.collectives import communicates
 
 
 def with_checkpoints_around(gm: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, which was made of `gm`; `gm` itself in a checkpoint that would issue other collectives."""
+    """`compiled`, made of `gm`; or `gm` itself in a checkpoint that would issue other collectives."""
     if not communicates(gm):
         return compiled
     captured = uncompiled(gm)
@@ -37,7 +37,7 @@ def with_checkpoints_around(gm: GraphModule, compiled: Callable[..., Any]) -> Ca
             if differs:
                 warnings.warn(
                     "fxpasses: a graph with collectives runs uncompiled in a checkpoint, whose recomputation would "
-                    "issue more of them than in eager mode. Compile the checkpoint with what is in it.",
+                    "issue more of them than in eager mode. Compile the checkpoint together with its body.",
                     stacklevel=2,
                 )
         return captured(*inputs) if differs else compiled(*inputs)

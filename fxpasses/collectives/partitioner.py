@@ -1,25 +1,26 @@
-"""The partitioner for processes of several: a compiled graph issues the collectives of eager mode, in its order.
+"""The partitioner where several ranks run: a compiled graph issues eager mode's collectives, in eager mode's order.
 
-AOTAutograd's partitioners merge equal collectives (common subexpressions), leave out or repeat dead ones, and bring
-those of backward into another order. That is right where all ranks run the same graph. Here each rank may break or give
-up a frame alone, so the partitioner that runs inside is kept from it, and what it returns is checked:
+AOTAutograd's partitioners merge equal collectives (common subexpressions), omit or repeat dead ones, and reorder those
+of backward. That is correct if all ranks run the same graph. Here each rank may break or give up a frame alone, so this
+module prevents the inner partitioner from doing so, and checks its result:
 
     joint:     r0 = all_reduce(a); r1 = all_reduce(a); ...; s0 = all_reduce(grad)
     forward:   r0, r1                each once, in this order
-    backward:  s0                    and before it what a checkpoint's recomputation issues again (`eager_sequences.py`)
+    backward:  s0                    preceded by what a checkpoint's recomputation issues again (`eager_sequences.py`)
 
 Private names, checked on torch 2.11 and 2.13: `torch._inductor.custom_graph_pass.CustomPartitionerFn`;
 `torch._functorch.partitioners.min_cut_rematerialization_partition`; the marks `partitioner_tag` and `recompute` in a
 joint graph's `node.meta`, and placeholders called `tangents`; `torch._functorch.compile_utils.rand_ops`, the operators
-that CSE leaves alone. Without the last, graphs with collectives go without CSE.
+that CSE leaves alone. Without the last, graphs with collectives are compiled without CSE.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +32,13 @@ from torch.utils import _pytree as pytree
 
 from fxpasses.collectives.eager_sequences import Sequences
 from fxpasses.collectives.recomputed import Graphs, partition_with_repeats
+from fxpasses.graph.aliases import written_operands
 from fxpasses.graph.collectives import (
     KEY,
     OrderChanged,
     collectives_of,
     is_collective,
     is_wait,
-    issue_in_order,
     keys_of,
     may_communicate,
 )
@@ -45,9 +46,9 @@ from fxpasses.version import __version__
 
 
 class CollectivePartitioner(CustomPartitionerFn):
-    """Partitions a joint graph; raises `OrderChanged` where eager mode's sequence of collectives cannot be kept.
+    """Partitions a joint graph; raises `OrderChanged` if eager mode's sequence of collectives cannot be kept.
 
-    eager: what eager mode issues, for a graph with checkpoints. inner: the partitioner inside; None is PyTorch's.
+    eager: eager mode's sequences, for a graph with checkpoints. inner: the partitioner to call; None is PyTorch's.
     """
 
     def __init__(self, eager: Sequences | None, inner: CustomPartitionerFn | None = None) -> None:
@@ -69,7 +70,7 @@ class CollectivePartitioner(CustomPartitionerFn):
         forward = [node for node in collectives if node not in backward]
         gradients = [node for node in collectives if node in backward]
         for node in collectives:
-            _hold(node, node in backward)
+            _pin(node, node in backward)
         if any(_is_checkpointed(node) for node in forward):
             wanted = _eager_backward(self.eager, forward, gradients)
             graphs = partition_with_repeats(gm, wanted, partition)
@@ -87,7 +88,7 @@ class CollectivePartitioner(CustomPartitionerFn):
 
 
 def _eager_backward(eager: Sequences | None, forward: list[Node], gradients: list[Node]) -> list[int]:
-    """The keys of what backward issues, in eager mode's order; of forward's, those that it repeats."""
+    """The keys of the collectives that backward issues, in eager mode's order; repeats have their keys of forward."""
     if eager is None:
         raise OrderChanged("it is not known which collectives a checkpoint's recomputation issues")
     of_gradients = [issued.operator for issued in eager.backward if issued.again is None]
@@ -99,19 +100,19 @@ def _eager_backward(eager: Sequences | None, forward: list[Node], gradients: lis
 
 
 def _of_backward(graph: Graph, num_fwd_outputs: int) -> set[Node]:
-    """The collectives of backward: computed from a gradient, marked so, or written down among such nodes.
+    """The collectives of backward: computed from a gradient, marked as backward's, or placed among such nodes.
 
-    Raises `OrderChanged` for one that stands between forward and backward and may belong to either.
+    Raises `OrderChanged` for a collective between forward and backward that may belong to either.
     """
-    behind: set[Node] = set()
+    dependent: set[Node] = set()
     last_forward = first_backward = -1
     outputs = pytree.arg_tree_leaves(*graph.output_node().args)[:num_fwd_outputs]
     needed = _ancestors([output for output in outputs if isinstance(output, Node)])
     for place, node in enumerate(graph.nodes):
         mark = str(node.meta.get("partitioner_tag"))
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_tangent or mark.endswith("backward") or not behind.isdisjoint(node.all_input_nodes):
-            behind.add(node)
+        if is_tangent or mark.endswith("backward") or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
             if first_backward < 0 and node.op != "placeholder":
                 first_backward = place
         elif node in needed or mark.endswith("forward"):
@@ -119,9 +120,9 @@ def _of_backward(graph: Graph, num_fwd_outputs: int) -> set[Node]:
             last_forward = place
     found = set()
     for place, node in enumerate(graph.nodes):
-        if not is_collective(node.target) or node in needed or (place < last_forward and node not in behind):
+        if not is_collective(node.target) or node in needed or (place < last_forward and node not in dependent):
             continue
-        if node not in behind and not 0 <= first_backward < place:
+        if node not in dependent and not 0 <= first_backward < place:
             raise OrderChanged(f"`{node.name}` may belong to forward or to backward")
         found.add(node)
     return found
@@ -137,12 +138,12 @@ def _ancestors(nodes: list[Node]) -> set[Node]:
     return found
 
 
-def _hold(node: Node, is_backward: bool) -> None:
-    """Let a collective, and the wait for it, run in the one graph alone, where its result is dead too."""
+def _pin(node: Node, is_backward: bool) -> None:
+    """Keep a collective and the wait for it in one graph alone, even if its result is dead."""
     if _is_checkpointed(node):
         return  # backward may issue it again
-    for held in (node, *(user for user in node.users if is_wait(user))):
-        held.meta["partitioner_tag"] = "must_be_in_backward" if is_backward else "must_be_in_forward"
+    for pinned in (node, *(user for user in node.users if is_wait(user))):
+        pinned.meta["partitioner_tag"] = "must_be_in_backward" if is_backward else "must_be_in_forward"
 
 
 def _is_checkpointed(node: Node) -> bool:
@@ -153,8 +154,45 @@ def _put_in_order(gm: GraphModule, keys: Sequence[int], name: str) -> None:
     found = {node.meta.get(KEY): node for node in collectives_of(gm.graph)}
     if Counter(keys_of(gm.graph)) != Counter(keys):
         raise OrderChanged(f"the compiled {name} would issue other collectives than eager mode")
-    issue_in_order(gm.graph, [found[key] for key in keys])
+    _issue_in_order(gm.graph, [found[key] for key in keys])
     gm.recompile()
+
+
+def _issue_in_order(graph: Graph, wanted: Sequence[Node]) -> None:
+    """Reorder a graph, moving nodes only up and as few as possible, so that `wanted` run in this order.
+
+    Raises `OrderChanged` if one depends on a later one, or if a node would be moved over a write to memory.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    if all(order[one] < order[next_] for one, next_ in itertools.pairwise(wanted)):
+        return
+    last = max(order[node] for node in wanted)
+    if any(map(written_operands, list(graph.nodes)[:last])):
+        raise OrderChanged("a graph that writes to memory between its collectives cannot be reordered")
+    before = dict(zip(wanted[1:], wanted, strict=False))
+    placed = _sorted(graph.nodes, lambda node: [*node.all_input_nodes, *filter(None, [before.get(node)])])
+    cursor = placed[0]
+    for node in placed[1:]:
+        cursor.append(node)
+        cursor = node
+
+
+def _sorted(nodes: Iterable[Node], needs: Callable[[Node], list[Node]]) -> list[Node]:
+    """The nodes in their order, each after those that it needs; raises `OrderChanged` for a cycle."""
+    done: dict[Node, None] = {}
+    for first in nodes:
+        pending, open_ = [first], set[Node]()
+        while pending:
+            node = pending[-1]
+            missing = [] if node in done else [other for other in needs(node) if other not in done]
+            if not missing:
+                done[pending.pop()] = None
+                continue
+            if node in open_:
+                raise OrderChanged(f"`{node.name}` needs the result of a collective that has to follow it")
+            open_.add(node)
+            pending += missing
+    return list(done)
 
 
 _patching = threading.RLock()
@@ -162,7 +200,7 @@ _patching = threading.RLock()
 
 @contextlib.contextmanager
 def _unmerged(graph: Graph) -> Iterator[None]:
-    """Common subexpressions are merged inside, but for collectives, and for operators that are not PyTorch's own."""
+    """Merge no collectives inside as common subexpressions, nor operators that are not PyTorch's own."""
     kept = {node.target.overloadpacket for node in graph.nodes if may_communicate(node.target)}
     known: Any = getattr(compile_utils, "rand_ops", None)
     if not isinstance(known, list):

@@ -1,7 +1,7 @@
-"""Partition a joint graph so that backward issues again what eager mode issues again in a checkpoint's recomputation.
+"""Partitions a joint graph so that backward repeats the collectives that a checkpoint repeats in eager mode.
 
-A partitioner recomputes what backward needs the result of. Eager mode recomputes all up to the last tensor that
-backward needs: also what only a size came from, which is saved, and what nobody looks at. Before the partition:
+A partitioner recomputes a value only if backward uses it. Eager mode recomputes everything up to the last tensor that
+backward needs, including tensors of which only a size was used, and dead ones. Before the partition:
 
     wait = wait_tensor(all_reduce(a))            in a checkpoint; a size that was read from it is saved
     return (y, ..., grad)
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpasses.graph.collectives import KEY, collectives_of, is_wait, keys_of
+from fxpasses.graph.copying import copy_graph
 
 Graphs = tuple[GraphModule, GraphModule]
 _MOST_ATTEMPTS = 4
@@ -32,14 +33,14 @@ _MOST_ATTEMPTS = 4
 def partition_with_repeats(
     gm: GraphModule, wanted: Sequence[int], partition: Callable[[GraphModule], Graphs]
 ) -> Graphs:
-    """`partition(gm)` with the collectives of the keys `wanted` in backward, in whatever order, if that can be had."""
+    """`partition(gm)`, with the collectives of the keys `wanted` in backward in any order, if that can be achieved."""
     saved: set[int] = set()
     repeated: set[int] = set()
     for _ in range(_MOST_ATTEMPTS):
-        copy = GraphModule(gm, _copy(gm.graph))
+        copy = GraphModule(gm, copy_graph(gm.graph))
         added = _prepare(copy.graph, saved, repeated)
         graphs = partition(copy)
-        _return_less(graphs[1].graph, added)
+        _drop_outputs(graphs[1].graph, added)
         have, want = Counter(keys_of(graphs[1].graph)), Counter(wanted)
         if have == want:
             break
@@ -49,13 +50,13 @@ def partition_with_repeats(
 
 
 def _prepare(graph: Graph, saved: set[int], repeated: set[int]) -> int:
-    """Mark what is not to be recomputed, and write down what is to be issued again; returns for how many outputs."""
+    """Mark collectives to save, and add copies of those to repeat; returns the number of outputs added for them."""
     added: list[Node] = []
     for node in collectives_of(graph):
         key = node.meta[KEY]
         if key in saved:
-            for held in (node, *_results(node)):
-                held.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            for kept in (node, *_results(node)):
+                kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if key in repeated:
             added += _repeat(graph, node)
     output = graph.output_node()
@@ -69,7 +70,7 @@ def _prepare(graph: Graph, saved: set[int], repeated: set[int]) -> int:
 
 
 def _results(collective: Node) -> list[Node]:
-    """The nodes that take a collective's results apart and wait for them."""
+    """The nodes that unpack a collective's results and wait for them."""
     found: list[Node] = []
     for user in collective.users:
         if user.target is operator.getitem:
@@ -80,7 +81,7 @@ def _results(collective: Node) -> list[Node]:
 
 
 def _repeat(graph: Graph, collective: Node) -> list[Node]:
-    """Copies of a collective and the waits for it, for backward alone; returns the last ones."""
+    """Copy a collective and its waits, for backward alone; returns the copies without users."""
     copies: dict[Node, Node] = {}
     chain = [collective, *_results(collective)]
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -93,8 +94,8 @@ def _repeat(graph: Graph, collective: Node) -> list[Node]:
     return [copy for copy in copies.values() if not copy.users]
 
 
-def _return_less(graph: Graph, count: int) -> None:
-    """Drop the last outputs, which were there to have them computed."""
+def _drop_outputs(graph: Graph, count: int) -> None:
+    """Drop the last outputs, which `_prepare` added to have them computed."""
     if not count:
         return
     output = graph.output_node()
@@ -102,11 +103,3 @@ def _return_less(graph: Graph, count: int) -> None:
     for name in ("desc", "output_stack_traces"):
         if isinstance(output.meta.get(name), (list, tuple)):
             output.meta[name] = list(output.meta[name])[:-count]
-
-
-def _copy(graph: Graph) -> Graph:
-    copy = Graph()
-    nodes: dict[Node, Node] = {}
-    returned = copy.graph_copy(graph, nodes)
-    copy.output(returned).meta = dict(graph.output_node().meta)
-    return copy

@@ -10,8 +10,6 @@ collective and, like all of `torch.fx.node._side_effectful_functions`, survives 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,44 +105,3 @@ def spans_ranks() -> bool:
 
 def _is_spread(example: Any) -> bool:
     return any(hasattr(leaf, "_spec") and hasattr(leaf, "device_mesh") for leaf in pytree.tree_leaves(example))
-
-
-def issue_in_order(graph: Graph, wanted: Sequence[Node]) -> None:
-    """Reorder a graph, moving nodes only up and as few as possible, so that `wanted` run in this order.
-
-    Raises `OrderChanged` if one depends on a later one, or if a node would be moved over a write to memory.
-    """
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    if all(order[one] < order[next_] for one, next_ in itertools.pairwise(wanted)):
-        return
-    last = max(order[node] for node in wanted)
-    if any(_is_write(node) for node in list(graph.nodes)[:last]):
-        raise OrderChanged("a graph that writes to memory between its collectives cannot be reordered")
-    before = dict(zip(wanted[1:], wanted, strict=False))
-    placed = _sorted(graph.nodes, lambda node: [*node.all_input_nodes, *filter(None, [before.get(node)])])
-    cursor = placed[0]
-    for node in placed[1:]:
-        cursor.append(node)
-        cursor = node
-
-
-def _sorted(nodes: Iterable[Node], needs: Callable[[Node], list[Node]]) -> list[Node]:
-    """The nodes in their order, each after those that it needs; raises `OrderChanged` for a cycle."""
-    done: dict[Node, None] = {}
-    for first in nodes:
-        pending, open_ = [first], set[Node]()
-        while pending:
-            node = pending[-1]
-            missing = [] if node in done else [other for other in needs(node) if other not in done]
-            if not missing:
-                done[pending.pop()] = None
-                continue
-            if node in open_:
-                raise OrderChanged(f"`{node.name}` needs the result of a collective that has to follow it")
-            open_.add(node)
-            pending += missing
-    return list(done)
-
-
-def _is_write(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -23,11 +23,8 @@ def copy_graph_module(original: GraphModule) -> GraphModule:
     The copy keeps node metadata, `gm.meta`, and the attributes that Dynamo and AOTAutograd set on placeholders and
     modules.
     """
-    graph = Graph()
     copies: dict[Node, Node] = {}
-    output = graph.output(graph.graph_copy(original.graph, copies))
-    output.meta = dict(original.graph.output_node().meta)
-    copy = _graph_module(original, graph)
+    copy = _graph_module(original, copy_graph(original.graph, copies))
     copy.meta = dict(original.meta)
     for name in ("_param_name_to_source", "_backend_id"):
         if hasattr(original, name):
@@ -37,6 +34,14 @@ def copy_graph_module(original: GraphModule) -> GraphModule:
             new._dynamo_source = old._dynamo_source
     _own_checkpoint_bodies(copy)
     return copy
+
+
+def copy_graph(original: Graph, copies: dict[Node, Node] | None = None) -> Graph:
+    """A copy of a graph with the same fake tensors. copies: gets the new node of each old one."""
+    graph = Graph()
+    output = graph.output(graph.graph_copy(original, {} if copies is None else copies))
+    output.meta = dict(original.output_node().meta)
+    return graph
 
 
 def _graph_module(original: GraphModule, graph: Graph) -> GraphModule:

@@ -2,8 +2,8 @@
 
 Short tiles of bfloat16 and float16 are computed in float32: the kernel's products are small there, and one of low
 precision takes a fixed 13 microseconds (64 x 64 tokens, 8 heads, both ways: 1.5 ms in bfloat16, 0.4 in float32; 256 x
-767: 16.9 and 17.5; 768 x 1279: 77 and 92). With matrix units for bfloat16 (AMX), which are not measured, all tiles keep
-their dtype.
+767: 16.9 and 17.5; 768 x 1279: 77 and 92). With AMX's matrix units, which are not measured, bfloat16 tiles keep their
+dtype.
 """
 
 from __future__ import annotations

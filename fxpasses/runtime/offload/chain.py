@@ -35,7 +35,7 @@ class Fetched:
 _stored: dict[int, Stored | Kept] = {}  # by the handle's storage
 _leaving: dict[int, int] = {}  # by the same key: the address of a source whose copy is not waited for yet
 _ahead: dict[int, Fetched] = {}  # tensors that were read ahead, the oldest first
-_tight: set[torch.device] = set()  # had no memory to read ahead: they do not until the next forward pass
+_tight: set[torch.device] = set()  # had no memory to read ahead: nothing is, until the next forward pass
 _full: set[torch.device] = set()  # had no memory for what backward needed at once: nothing leaves them any more
 
 # Only dictionaries and sets, each changed in one step: finalizers may run anywhere, even where a lock is held.
