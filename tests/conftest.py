@@ -1,12 +1,22 @@
-"""What a test may assume: fresh Dynamo state, seed 0, one thread; gpu tests run only where CUDA is."""
+"""What a test may assume: fresh Dynamo state, seed 0, one thread; gpu tests run only where CUDA is.
+
+Fixtures that tests of several folders ask for are here as well.
+"""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 
+from fxpasses import once
+from fxpasses.capture import flags
+
+# On a busy machine, threads that wait for each other take a hundred times as long as these tensors need.
 MAX_THREADS = 1
 
 # No deadline: the first example of a property pays for compilation.
@@ -31,3 +41,24 @@ def fresh_dynamo_and_seed() -> None:
     """Resets Dynamo's compiled code and seeds torch, so that no test depends on the tests before it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def capture_flags() -> Iterator[None]:
+    """Dynamo's capture flags are on, as they are in a process that has used the backend."""
+    with flags.scoped():
+        yield
+
+
+@pytest.fixture
+def warnings_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings that a process gives once are given again."""
+    monkeypatch.setattr(once, "_given", set())
+
+
+@pytest.fixture
+def single_process_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 import fxpasses.inspect
@@ -17,6 +18,19 @@ from fxpasses.report import Report
 
 # Operators that make the host wait for the device, or that have a result whose size only the data tells.
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
+
+
+def captured(program: Any, *inputs: Any) -> GraphModule:
+    """The graph that Dynamo makes of a program that it captures whole."""
+    graphs: list[GraphModule] = []
+
+    def backend(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(program, backend=backend, fullgraph=True)(*inputs)
+    return graphs[0]
 
 
 def compiled(program: Any, lowering: str = "eager", **options: Any) -> Any:

@@ -8,11 +8,13 @@ import warnings
 import pytest
 import torch
 
-from fxpasses import once
 from fxpasses.errors import PassError
 from fxpasses.options import Options
 from fxpasses.pipeline import run_passes
 from fxpasses.report import Report
+from tests.support import captured
+
+pytestmark = pytest.mark.usefixtures("warnings_anew")
 
 
 class Raises:
@@ -36,26 +38,10 @@ class AddsOne:
         return Report(self.name, changed=True, summary="wrong")
 
 
-def captured(program, *inputs):
-    """The graph and inputs that a backend is given, and the graph's printed code before."""
-    found = []
-
-    def backend(gm, example_inputs):
-        found.append((gm, example_inputs))
-        return gm
-
-    torch.compile(program, backend=backend)(*inputs)
-    return found[0]
-
-
 @pytest.fixture
 def graph():
-    return captured(lambda a, b: (a + b) * 2, torch.randn(3, requires_grad=True), torch.randn(3))
-
-
-@pytest.fixture(autouse=True)
-def forget_warnings(monkeypatch):
-    monkeypatch.setattr(once, "_given", set())
+    inputs = torch.randn(3, requires_grad=True), torch.randn(3)
+    return captured(lambda a, b: (a + b) * 2, *inputs), inputs
 
 
 def test_a_pass_that_raises_is_dropped_with_one_warning(graph):

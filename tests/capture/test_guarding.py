@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 
 import fxpasses.inspect
 from fxpasses import AssumptionError, MetadataError
-from fxpasses.capture import dynamo_names, flags, guarding, tracing
+from fxpasses.capture import dynamo_names, guarding, tracing
 from fxpasses.runtime import batch_cache, transfers
 from tests.support import assert_same, compiled, results
 
@@ -23,11 +22,9 @@ X = torch.linspace(-1, 1, 24).view(12, 2)
 
 
 @pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
+def nothing_is_remembered(capture_flags: None) -> None:
     batch_cache.batch_cache.clear()
     tracing._variants.clear()
-    with flags.scoped():
-        yield
 
 
 def lengths(*values: int) -> Tensor:
@@ -49,7 +46,8 @@ def test_layers_that_ask_the_same_assume_it_once() -> None:
     record = assert_same(layers, [(X, lengths(8, 4))])
     (capture, *_), *_ = [graph.reports for graph in record.graphs]
     assert capture.figures == {"assumptions": 1}
-    assert capture.changes == ["assumed: (lengths.max() > 6), at test_guarding.py:44"]
+    line = layers.__code__.co_firstlineno + 3
+    assert capture.changes == [f"assumed: (lengths.max() > 6), at test_guarding.py:{line}"]
 
 
 def test_an_equal_total_is_asserted_and_not_guarded() -> None:

@@ -12,18 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses.capture import flags
 from tests.support import assert_same, compiled
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 T, WIDTH, HEADS = 12, 16, 2
 PACKINGS = ([5, 4, 3], [1, 1, 10], [2, 9, 1], [4, 4, 4])
 Program = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Any:
-    with flags.scoped():
-        yield
 
 
 def batches(packings: Any = PACKINGS) -> list[tuple[Tensor, Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,20 +13,14 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import lists
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
-from fxpasses import once
 from fxpasses.capture import flags, interceptions
 from fxpasses.capture.attempt import Attempt, Feature
 from tests.support import assert_same, compiled
 
+pytestmark = pytest.mark.usefixtures("capture_flags", "warnings_anew")
+
 X, LENGTHS = torch.linspace(-1, 1, 24).view(12, 2), torch.tensor([8, 4])
 LOGITS, W = torch.eye(3).repeat(4, 1) * torch.tensor([1, 1, 0]), torch.linspace(-1, 1, 12).view(3, 2, 2)
-
-
-@pytest.fixture(autouse=True)
-def capturing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(once, "_given", set())
-    with flags.scoped():
-        yield
 
 
 def longest_decides(x: Tensor, lengths: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpasses.inspect
-from fxpasses.capture import flags
 from tests.end_to_end.test_hf_experts import batch, model_of
 from tests.support import compiled, reports_of
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -24,12 +24,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 both_kinds = pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
 
 
 def pair(model: Any, checkpointed: bool) -> tuple[Any, Any]:

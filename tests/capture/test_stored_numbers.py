@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,16 +12,11 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses.inspect
-from fxpasses.capture import flags
 from tests.support import compiled
 
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
 ROWS, WIDTH, PARTS = 12, 4, 3
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
 
 
 def counted(x: Tensor) -> Tensor:

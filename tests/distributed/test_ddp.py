@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,11 +39,9 @@ Numbers = list[torch.Tensor]
 
 
 @pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def process_group(single_process_group: None) -> Iterator[None]:
     with small_first_bucket():
         yield
-    dist.destroy_process_group()
 
 
 pytestmark = pytest.mark.usefixtures("process_group")

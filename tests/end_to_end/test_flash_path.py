@@ -40,15 +40,6 @@ Batch = dict[str, Any]
 both_kinds = pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """On a busy machine, threads that wait for each other take a hundred times as long as these tensors need."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def new_model(name: str = "llama", layers: int = 4, checkpointed: bool = False) -> PreTrainedModel:
     kind, config, more = MODELS[name]
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -14,14 +11,9 @@ import fxpasses.inspect
 from tests.end_to_end.test_training_step import Decoder, batches, warm_step
 from tests.support import host_reads, reports_of
 
+pytestmark = pytest.mark.usefixtures("single_process_group")
+
 OPTIONS = {"fastpack.lowering": "aot_eager", "fastpack.strict": True}
-
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def sharded(layers: int, checkpointed: bool, compiled: str = "") -> nn.Module:

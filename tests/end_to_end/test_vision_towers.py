@@ -18,15 +18,6 @@ PATCH_NUMBERS = 3 * 2 * PATCH * PATCH  # channels, frames, height, width
 SIZES: dict[str, Any] = {"num_heads": 2, "patch_size": PATCH, "attn_implementation": "sdpa"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """On a busy machine, threads that wait for each other take a hundred times as long as these tensors need."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Qwen2(torch.nn.Module):
     def __init__(self, layers: int = 2) -> None:
         super().__init__()

@@ -6,32 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
 from fxpasses.graph.aliases import AliasAnalysis, AliasSets, written_operands
 from fxpasses.graph.calls import operator_of
-
-
-def captured(program, *inputs) -> GraphModule:
-    """The graph that Dynamo makes of a program."""
-    graphs: list[GraphModule] = []
-
-    def backend(gm, examples):
-        graphs.append(gm)
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(program, backend=backend, fullgraph=True)(*inputs)
-    return graphs[0]
-
-
-def call(target, *args, **kwargs) -> Node:
-    graph = Graph()
-    convert = {name: graph.placeholder(name) for name in ("x", "y")}
-    args = tuple(convert.get(arg, arg) if isinstance(arg, str) else arg for arg in args)
-    kwargs = {name: convert.get(arg, arg) if isinstance(arg, str) else arg for name, arg in kwargs.items()}
-    return graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
+from tests.graph.nodes import call
+from tests.support import captured
 
 
 def of_the_user(x, y):

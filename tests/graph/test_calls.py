@@ -5,15 +5,10 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from fxpasses.graph.calls import OperatorCall, argument, is_pointwise, operator_of
-
-
-def call(target, *args, **kwargs) -> Node:
-    graph = Graph()
-    args = tuple(graph.placeholder(arg) if arg in ("x", "y") else arg for arg in args)
-    return graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
+from tests.graph.nodes import call
 
 
 def of_the_user(x):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from bench.cases.traced_decoder import Tracer
-from fxpasses.capture import flags
 from fxpasses.inspect import Record
 from fxpasses.inspect.figures import figures
 from fxpasses.options import Options
@@ -23,13 +22,9 @@ from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.pipeline import run_passes
 from tests.support import assert_same, compiled, events
 
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
 ROWS, WIDTH, PARTS = 12, 4, 3
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
 
 
 def batches() -> list[tuple[Tensor]]:

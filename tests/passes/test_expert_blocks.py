@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,14 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpasses.capture import flags
-from tests.passes.test_expert_hazards import EXPERTS, WIDTH, Layer, check, level_of
+from tests.passes.expert_layer import EXPERTS, WIDTH, Layer, check, level_of
 
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 
 def qwen2_moe(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpasses.capture import flags
 from fxpasses.inspect.figures import figures
-from tests.passes.test_expert_hazards import EXPERTS, Layer, check, level_of
+from tests.passes.expert_layer import EXPERTS, Layer, check, level_of
 from tests.support import compiled, events
 
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 
 Bounds = Callable[[list[int]], list[tuple[int, int]]]

@@ -5,7 +5,7 @@ The counts come from other processes, so nothing in the graph says what they add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses.capture import flags
 from fxpasses.inspect import Record
 from fxpasses.inspect.figures import figures
 from tests.support import assert_same, compiled, events, reports_of
 
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
 EXPERTS, WIDTH, HIDDEN, ROWS = 4, 16, 32, 14
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
 
 
 class Stacked(nn.Module):

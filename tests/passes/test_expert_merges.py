@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,15 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpasses.capture import flags
-from tests.passes.test_expert_hazards import EXPERTS, TOKENS, WIDTH, Layer, check, level_of
+from tests.passes.expert_layer import EXPERTS, TOKENS, WIDTH, Layer, check, level_of
 from tests.support import compiled, events
 
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 
 # A place that is met twice within an expert: `out[tok] += y` takes the last value, and is no sum.

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fxpasses.capture import flags
-from tests.passes.test_expert_hazards import EXPERTS, Layer, check, level_of
+from tests.passes.expert_layer import EXPERTS, Layer, check, level_of
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 LOW = 0.3  # some scores are below it, and some above
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
 
 
 def scattered(x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:

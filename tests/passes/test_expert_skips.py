@@ -16,11 +16,12 @@ from torch import Tensor
 
 import fxpasses.inspect
 from fxpasses import backend, fastpack_backend, once
-from fxpasses.capture import flags
 from fxpasses.passes.group_experts import GroupExperts
 from tests.passes.expert_skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
 from tests.passes.expert_skipping_decoys import LEFT, LEFT_BY_SOURCE, LEFT_IN_COUNTS, looks_at_hits
 from tests.support import compiled, events
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 
 class Router(torch.nn.Module):
@@ -43,12 +44,6 @@ def routings() -> Iterator[Tensor]:
     logits = torch.randn(TOKENS, EXPERTS)
     for empty in ((0,), ()):
         yield logits.index_fill(1, torch.tensor(empty, dtype=torch.long), -20.0)
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
 
 
 def results_of(module: Router, program: Any, many: int) -> list[Any]:

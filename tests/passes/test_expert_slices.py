@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxpasses.inspect
-from fxpasses.capture import flags
 from fxpasses.options import Options
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.pipeline import run_passes
@@ -21,6 +19,8 @@ from tests.passes.expert_models import HIDDEN
 from tests.passes.expert_spellings import DECOYS, SPELLINGS, Moe, cases, name_of
 from tests.passes.test_group_experts import TOKENS, assert_equal, model_of, run, tokens
 from tests.support import compiled, events, host_reads, reports_of
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 ROUTINGS = {"bool_mask_each_slot": 2, "where_each_slot": 2}  # one for each slot
 FIRST = {case[0].name: case for case in reversed(cases(SPELLINGS | DECOYS))}
@@ -36,12 +36,6 @@ ASKING = [
     }
 ]  # fmt: skip
 BASIC = [FIRST[name] for name in ("where_pairs", "bool_mask_scores", "dense_scores")]
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
 
 
 def check(case: Any, model: nn.Module, x: Tensor, program: Any = None, lowering: str = "eager") -> Counter[str]:

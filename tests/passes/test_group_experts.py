@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses.inspect
-from fxpasses.capture import flags
 from fxpasses.inspect import Record
 from tests.passes.expert_models import HIDDEN, LoraLinears
 from tests.passes.expert_spellings import DECOYS, SPELLINGS, Moe, cases, name_of
 from tests.support import assert_same, compiled, events, reports_of
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 TOKENS = 24
 # Not grouped: the branches differ.
@@ -24,12 +24,6 @@ SLICED = {"unequal_widths", "identity_expert"}
 OTHER_ORDER = {"shared_expert", "deepseek_v3"}
 CASES = cases(SPELLINGS)
 GROUPED = [case for case in CASES if case[0].name not in SLICED]
-
-
-@pytest.fixture(autouse=True)
-def capturing() -> Iterator[None]:
-    with flags.scoped():
-        yield
 
 
 def model_of(case: Any, count: int = 4) -> Moe:

@@ -25,8 +25,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(once, "_given", set())
+def fresh(warnings_anew: None) -> Any:
     fxpasses.offload_stats(reset=True)
     yield
     if chain._stored or chain._ahead:
