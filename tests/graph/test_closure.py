@@ -127,6 +127,10 @@ def returned_with_a_view(x: Any, lengths: Any) -> Any:
     return x.sin(), mask, mask[1:]
 
 
+def returned_in_part(x: Any, lengths: Any) -> Any:
+    return x.sin(), mask_of(lengths)[1:]
+
+
 def returned_twice(x: Any, lengths: Any) -> Any:
     mask = mask_of(lengths)
     return x.sin(), mask, mask.contiguous()
@@ -145,6 +149,7 @@ LEFT: list[tuple[Program, str, Reason]] = [
     (written_by_a_layer, "zeros", Reason.WRITTEN_BY_LAYER),
     (read_before_its_last_write, "zeros", Reason.READ_BEFORE_WRITE),
     (returned_with_a_view, "zeros", Reason.ESCAPES),
+    (returned_in_part, "zeros", Reason.ESCAPES),
     (returned_twice, "zeros", Reason.ESCAPES),
     (returned_by_a_body, "zeros", Reason.ESCAPES),
     (random, "rand", Reason.RANDOM),
