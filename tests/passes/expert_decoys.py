@@ -5,73 +5,44 @@ In some the branch mixes its rows, in some the branches differ, in some one bran
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.passes.expert_models import HIDDEN, WIDTH, Listed, Moe
+from tests.passes.expert_models import HIDDEN, WIDTH, Listed, Loop, Moe
 
 # The branch mixes rows
 
 
-def centred_rows(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        rows = x[tok] - x[tok].mean(0, keepdim=True)
-        out.index_add_(0, tok, moe.experts(e, rows) * weights[tok, slot, None])
-    return out
+Step = Callable[[Moe, int, Tensor, Tensor], Tensor]
 
 
-def softmax_over_rows(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, moe.experts(e, x[tok]) * weights[tok, slot, None].softmax(0))
-    return out
+def looping(step: Step) -> Loop:
+    """An ordinary loop that adds `step(moe, e, rows, scores)`, of an expert's rows [n, HIDDEN] and scores [n, 1]."""
+
+    def loop(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in moe.local:
+            tok, slot = torch.where(idx == e)
+            out.index_add_(0, tok, step(moe, e, x[tok], weights[tok, slot, None]))
+        return out
+
+    return loop
 
 
-def running_sum(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, moe.experts(e, x[tok].cumsum(0)) * weights[tok, slot, None])
-    return out
+def attend(rows: Tensor) -> Tensor:
+    return (rows @ rows.t() / HIDDEN**0.5).softmax(-1) @ rows
 
 
-def attends_within_expert(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        rows = x[tok]
-        rows = (rows @ rows.t() / HIDDEN**0.5).softmax(-1) @ rows
-        out.index_add_(0, tok, moe.experts(e, rows) * weights[tok, slot, None])
-    return out
-
-
-def flipped_rows(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, moe.experts(e, x[tok].flip(0)) * weights[tok, slot, None])
-    return out
-
-
-def scaled_by_load(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, moe.experts(e, x[tok]) * weights[tok, slot, None] / (tok.shape[0] + 1))
-    return out
-
-
-def plain(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    """An ordinary loop; what is wrong with it are the experts."""
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, moe.experts(e, x[tok]) * weights[tok, slot, None])
-    return out
+plain = looping(lambda moe, e, rows, scores: moe.experts(e, rows) * scores)  # what is wrong with it are the experts
+centred_rows = looping(lambda moe, e, rows, scores: moe.experts(e, rows - rows.mean(0, keepdim=True)) * scores)
+softmax_over_rows = looping(lambda moe, e, rows, scores: moe.experts(e, rows) * scores.softmax(0))
+running_sum = looping(lambda moe, e, rows, scores: moe.experts(e, rows.cumsum(0)) * scores)
+attends_within_expert = looping(lambda moe, e, rows, scores: moe.experts(e, attend(rows)) * scores)
+flipped_rows = looping(lambda moe, e, rows, scores: moe.experts(e, rows.flip(0)) * scores)
+scaled_by_load = looping(lambda moe, e, rows, scores: moe.experts(e, rows) * scores / (rows.shape[0] + 1))
 
 
 class BatchNorms(Listed):
@@ -100,21 +71,13 @@ class UnequalActivations(Listed):
         return nn.Sequential(nn.Linear(HIDDEN, WIDTH), activation, nn.Linear(WIDTH, HIDDEN))
 
 
-def unequal_constants(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, moe.experts(e, x[tok]) * (e + 1) * weights[tok, slot, None])
-    return out
+unequal_constants = looping(lambda moe, e, rows, scores: moe.experts(e, rows) * (e + 1) * scores)
 
 
-def one_detached(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        y = moe.experts(e, x[tok])
-        out.index_add_(0, tok, (y.detach() if e == 1 else y) * weights[tok, slot, None])
-    return out
+@looping
+def one_detached(moe: Moe, e: int, rows: Tensor, scores: Tensor) -> Tensor:
+    y = moe.experts(e, rows)
+    return (y.detach() if e == 1 else y) * scores
 
 
 def other_index(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
