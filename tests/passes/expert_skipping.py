@@ -112,7 +112,7 @@ def searched_ends(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Sta
 
 def written(kind: str, text: str, source: str) -> Program:
     """The program that `source` defines as NAME; it is called after its kind and what sets it apart."""
-    name = kind + "_" + "".join(letter if letter.isalnum() else "_" for letter in text)
+    name = kind + ("_" if text else "") + "".join(letter if letter.isalnum() else "_" for letter in text)
     namespace: dict[str, Any] = {"torch": torch, "F": F, "random": random, "EXPERTS": EXPERTS, "TOKENS": TOKENS}
     exec(compile(source.replace("NAME", name), f"<{name}>", "exec"), namespace)
     return namespace[name]

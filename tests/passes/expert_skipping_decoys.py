@@ -1,4 +1,9 @@
-"""Loops that pass over experts without tokens, where that makes a difference."""
+"""Loops that pass over experts without tokens, where that makes a difference; none may become one program.
+
+Each is a loop with one thing wrong, written by `left`. `TAKEN_BACK` are loops whose trace goes through their branches
+as though every expert had tokens, until something shows that this is not legal; `NOT_SPECULATED` ask what says nothing
+of the routing; `OTHER_MASKS` ask nothing, and take rows by masks of another kind.
+"""
 
 from __future__ import annotations
 
@@ -23,57 +28,70 @@ from tests.passes.expert_skipping import (
     written,
 )
 
-
-def counts_locally(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out, count = torch.zeros_like(x), 0
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() == 0:
-            continue
-        count += 1
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out / count
+PAIRS = "out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])"
+COUNTS = "counts = torch.bincount(idx.flatten(), minlength=EXPERTS)"
+NUMBERS = f"{COUNTS}.tolist()"
+OTHER = "other = torch.topk(x[:, :EXPERTS], 2, dim=-1).indices"
 
 
-def counts_in_state(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+def left(
+    name: str,
+    body: str = "pass",
+    before: str = "pass",
+    result: str = "out",
+    *,
+    unless: str = "tok.numel() == 0",
+    passed: str = "continue",
+    only_if: str = "",
+    otherwise: str = "pass",
+    first: str = "",
+    experts: str = "e in range(EXPERTS)",
+    add: str = PAIRS,
+) -> Program:
+    """A loop over experts, given as source.
+
+    before: ahead of the loop. experts: what it loops over. first: a condition to pass over an expert, asked before its
+    tokens are. unless: one that is asked after that, and passed: what is done then. only_if: the same as a block around
+    the rest, and otherwise: its `else`. body, add: what is done with an expert's tokens. result: what is returned.
+    """
+    lines = [f"if {first}: continue"] if first else []
+    lines.append("tok, slot = torch.where(idx == e)")
+    if only_if:
+        lines += [f"if {only_if}:", f"    {body}", f"    {add}", "else:", f"    {otherwise}"]
+    else:
+        lines += [f"if {unless}:", f"    {passed}"] if unless and not first else []
+        lines += [body, add]
+    source = f"""
+def NAME(x, idx, weights, w, state):
     out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() == 0:
-            continue
-        state.count += 1
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
+    {before}
+    for {experts}:
+        {(chr(10) + " " * 8).join(lines)}
+    return {result}
+"""
+    return written(name, "", source)
 
 
-def appends(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+def hits(name: str, experts: str, before: str = "pass", result: str = "out", add: str = PAIRS) -> Program:
+    """A loop over some experts alone, none of which is passed over."""
+    return left(name, before=before, result=result, unless="", experts=experts, add=add)
+
+
+def asking_masks(name: str, mask: str, before: str) -> Program:
+    """A loop that asks for the tokens of its experts with masks, given as source."""
+    source = f"""
+def NAME(x, idx, weights, w, state):
     out = torch.zeros_like(x)
+    {before}
     for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            state.visited.append(e)
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+        tok = torch.where({mask})[0]
+        out.index_add_(0, tok, x[tok] @ w[e])
     return out
+"""
+    return written(name, "", source)
 
 
-def appends_locally(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out, visited = torch.zeros_like(x), []
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            visited.append(e)
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, len(visited)
-
-
-def fills_dict(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            state.by_expert[e] = 1
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
+# Those that do not fit
 
 
 def in_a_closure(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
@@ -91,77 +109,6 @@ def in_a_closure(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Stat
     return out, count
 
 
-def last_expert(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out, last = torch.zeros_like(x), -1
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            last = e
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, last
-
-
-def last_hit(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    e = torch.tensor(0)
-    for e in torch.unique(idx):
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, e
-
-
-def last_result(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out, y = torch.zeros_like(x), x
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            y = x[tok] @ w[e] * weights[tok, slot, None]
-            out.index_add_(0, tok, y)
-    return out + y.sum()
-
-
-def otherwise(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-        else:
-            out = out + 1
-    return out
-
-
-def otherwise_in_python(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out, empty = torch.zeros_like(x), 0
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() == 0:
-            empty += 1
-            continue
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, empty
-
-
-def adds_loss(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out, loss = torch.zeros_like(x), x.new_zeros(())
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            loss = loss + w[e].square().mean()
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, loss
-
-
-def writes_load(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out, load = torch.zeros_like(x), x.new_zeros(EXPERTS)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            load[e] = 1
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, load
-
-
 def writes_before_query(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     out, load = torch.zeros_like(x), x.new_zeros(())
     counts = torch.bincount(idx.flatten(), minlength=EXPERTS).tolist()
@@ -172,71 +119,6 @@ def writes_before_query(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, stat
             tok, slot = torch.where(idx == e)
             out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
     return out, load
-
-
-def adds_bias_to_all(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-            out += w[e, 0]
-    return out
-
-
-def asks_for_another(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    counts = torch.bincount(idx.flatten(), minlength=EXPERTS).tolist()
-    for e in range(EXPERTS):
-        if counts[EXPERTS - 1 - e] == 0:
-            continue
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def asks_another_routing(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    other = torch.topk(x[:, :EXPERTS], 2, dim=-1).indices
-    for e in range(EXPERTS):
-        if not (other == e).any():
-            continue
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def changes_routing(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    idx = idx.clone()
-    counts = torch.bincount(idx.flatten(), minlength=EXPERTS).tolist()
-    idx[0] = 3
-    for e in range(EXPERTS):
-        if counts[e] == 0:
-            continue
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def stops(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() == 0:
-            break
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def returns(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() == 0:
-            return out
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out * 2
 
 
 def returns_early(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
@@ -250,110 +132,6 @@ def returns_early(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Sta
         tok, slot = torch.where(idx == e)
         out.index_add_(0, tok, expert(x[tok], w[e]) * weights[tok, slot, None])
     return out
-
-
-def draws(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 0:
-            torch.rand(3)
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, torch.rand(3)
-
-
-def raises(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if (idx == e + 7).any():
-            raise ValueError(f"expert {e + 7}")
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def asks_for_more(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() > 8:
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def enough_hits(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in (torch.bincount(idx.flatten(), minlength=EXPERTS) > 8).nonzero().flatten().tolist():
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def numbered_hits(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for number, e in enumerate(torch.unique(idx).tolist()):
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[number] * weights[tok, slot, None])
-    return out
-
-
-def counted_hits(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    hit = torch.unique(idx).tolist()
-    for e in hit:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out / len(hit)
-
-
-def hits_of_another(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    other = torch.topk(x[:, :EXPERTS], 1, dim=-1).indices
-    for e in torch.unique(other):
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def looks_at_hits(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    """The number of experts that have tokens is used beside the loop, as a tensor's size."""
-    out = torch.zeros_like(x)
-    hit = torch.unique(idx)
-    for e in hit:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, hit * 2
-
-
-def left(body: str = "pass", before: str = "pass", condition: str = "tok.numel() == 0", after: str = "None") -> Program:
-    """A loop that does something in its body, or asks something else, given as source."""
-    source = f"""
-def NAME(x, idx, weights, w, state):
-    out = torch.zeros_like(x)
-    {before}
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if {condition}:
-            continue
-        {body}
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out, {after}
-"""
-    return written("does", f"{before} {condition} {body}", source)
-
-
-def asking_masks(mask: str, before: str) -> Program:
-    """A loop that asks for the tokens of its experts with masks, given as source."""
-    source = f"""
-def NAME(x, idx, weights, w, state):
-    out = torch.zeros_like(x)
-    {before}
-    for e in range(EXPERTS):
-        tok = torch.where({mask})[0]
-        out.index_add_(0, tok, x[tok] @ w[e])
-    return out
-"""
-    return written("masks", f"{before} {mask}", source)
 
 
 def zero_with_a_sign(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
@@ -418,7 +196,7 @@ def drops_before_bincount(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, st
 def narrow_sum(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     """256 tokens of one expert are 0 in uint8."""
     rows = x.repeat(22, 1)[:256]
-    idx = torch.topk(rows.new_zeros(256, EXPERTS) + torch.arange(EXPERTS, 0, -1), 1).indices
+    idx = torch.topk(rows[:, :EXPERTS] * 0 + torch.arange(EXPERTS, 0, -1), 1).indices
     out = torch.zeros_like(rows)
     counts = F.one_hot(idx, EXPERTS).sum((0, 1), dtype=torch.uint8)
     for e in range(EXPERTS):
@@ -429,30 +207,68 @@ def narrow_sum(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State)
     return out
 
 
-TAKING = ["iter(range(9))", "iter({1: 2, 3: 4, 5: 6, 7: 8, 9: 9})", "(number for number in range(9))"]
-LEFT_BY_SOURCE = [
-    *(left("next(it)", before=f"it = {iterator}", after="next(it)") for iterator in TAKING),
-    left("random.randint(0, 5)", after="random.randint(0, 99)"),
-    left("x.register_hook(lambda gradient: gradient * 2)"),
-    left(before="counts = torch.bincount(idx.flatten(), minlength=EXPERTS); torch._foreach_sub_([idx], 1)",
-         condition="counts[e] == 0"),
-    left(before="mask = F.one_hot(idx, EXPERTS).to(x.dtype); mask[:] = 0; counts = mask.sum((0, 1))",
-         condition="counts[e] == 0"),
-    left(before="ones = torch.ones(2 * TOKENS); ones[:] = 0; "
-                "counts = torch.zeros(EXPERTS).scatter_add(0, idx.flatten(), ones)", condition="counts[e] == 0"),
-    left(before="grid = torch.bincount(idx.flatten(), minlength=6).view(2, 3).t().flatten()", condition="grid[e] == 0"),
-    left(condition="not (idx.to(torch.bool) == e).any()"),
-    left(before="hot = idx.new_zeros((TOKENS, EXPERTS)); hot.scatter_(1, idx, 1); "
-                "hot.scatter_(1, idx[:, :1] * 0 + 2, 0)", condition="not hot[:, e].any()"),
-    asking_masks("hot[..., e - EXPERTS]", before="hot = F.one_hot(idx, EXPERTS)"),
-    asking_masks("scores[:, e].long()", before="scores = x.new_zeros(TOKENS, EXPERTS).scatter(1, idx, weights)"),
-    asking_masks("zeros[:, e]", before="zeros = x.new_zeros(TOKENS, EXPERTS); zeros.scatter(1, idx, 1)"),
-    asking_masks("idx[:, e % 2]", before="x.new_zeros(TOKENS, EXPERTS).scatter(1, idx, 1)"),
-    zero_with_a_sign, while_any, while_helper, fails_without_tokens, asserts_without_tokens,
-    asks_the_counts, drops_before_bincount, narrow_sum,
+SOME = "tok.numel() > 0"
+# What Python's state holds afterwards.
+IN_PYTHON = [
+    left("counts_locally", "count += 1", "count = 0", "out / count"),
+    left("counts_in_state", "state.count += 1"),
+    left("appends", "state.visited.append(e)", only_if=SOME),
+    left("appends_locally", "visited.append(e)", "visited = []", "out, len(visited)", only_if=SOME),
+    left("fills_dict", "state.by_expert[e] = 1", only_if=SOME),
+    in_a_closure,
+    left("last_expert", "last = e", "last = -1", "out, last", only_if=SOME),
+    hits("last_hit", "e in torch.unique(idx)", "e = torch.tensor(0)", "out, e"),
+    left("otherwise_in_python", before="empty = 0", result="out, empty", passed="empty += 1; continue"),
+    left("takes_a_number", "next(it)", "it = iter(range(9))", "out, next(it)"),
+    left("takes_a_key", "next(it)", "it = iter({1: 2, 3: 4, 5: 6, 7: 8, 9: 9})", "out, next(it)"),
+    left("takes_from_a_generator", "next(it)", "it = (number for number in range(9))", "out, next(it)"),
+    left("draws_in_python", "random.randint(0, 5)", result="out, random.randint(0, 99)"),
+    left("hooks", "x.register_hook(lambda gradient: gradient * 2)"),
+    zero_with_a_sign,
+]
+# Where the program goes on.
+ELSEWHERE = [
+    left("stops", passed="break"),
+    left("returns", result="out * 2", passed="return out"),
+    left("raises", unless="(idx == e + 7).any()", passed='raise ValueError(f"expert {e + 7}")'),
+    returns_early, while_any, while_helper,
 ]  # fmt: skip
-COUNTED = "counts = torch.bincount(idx.flatten(), minlength=EXPERTS).tolist()"
-LEFT_IN_COUNTS = [
+# What is computed without tokens too, or otherwise.
+COMPUTED = [
+    left("last_result", "y = x[tok] @ w[e] * weights[tok, slot, None]", "y = x", "out + y.sum()", only_if=SOME,
+         add="out.index_add_(0, tok, y)"),
+    left("otherwise", only_if=SOME, otherwise="out = out + 1"),
+    left("adds_loss", "loss = loss + w[e].square().mean()", "loss = x.new_zeros(())", "out, loss", only_if=SOME),
+    left("writes_load", "load[e] = 1", "load = x.new_zeros(EXPERTS)", "out, load", only_if=SOME),
+    writes_before_query,
+    left("adds_bias_to_all", only_if=SOME, add=f"{PAIRS}; out += w[e, 0]"),
+    left("draws", "torch.rand(3)", result="out, torch.rand(3)", only_if=SOME),
+    fails_without_tokens, asserts_without_tokens,
+    left("reads_the_first_token", "torch.where(idx == e)[0][0]"),
+    left("checks_a_size_asked_again", "torch._check(torch.where(idx == e)[0].numel() > 0)"),
+    left("checks_the_size", "torch._check(tok.numel() != 0)"),
+    left("asserts_a_count", "assert counts[e] > 0", NUMBERS),
+    left("reads_the_first_pair", "x[idx.flatten().argsort()[: counts[e]][0]]", NUMBERS, unless="counts[e] == 0"),
+    left("makes_one_less", "x.new_zeros(counts[e] - 1)", NUMBERS, unless="counts[e] == 0"),
+]  # fmt: skip
+# What is asked is not whether the expert has tokens.
+ASKED = [
+    left("asks_for_another", before=NUMBERS, first="counts[EXPERTS - 1 - e] == 0"),
+    left("asks_another_routing", before=OTHER, first="not (other == e).any()"),
+    left("changes_routing", before=f"idx = idx.clone(); {NUMBERS}; idx[0] = 3", first="counts[e] == 0"),
+    hits("hits_of_another", "e in torch.unique(other)", OTHER.replace("2", "1", 1)),
+    left("ids_changed_in_a_list", before=f"{COUNTS}; torch._foreach_sub_([idx], 1)", unless="counts[e] == 0"),
+    left("one_hot_overwritten", before="mask = F.one_hot(idx, EXPERTS).to(x.dtype); mask[:] = 0; "
+         "counts = mask.sum((0, 1))", unless="counts[e] == 0"),
+    left("ones_overwritten", before="ones = torch.ones(2 * TOKENS); ones[:] = 0; "
+         "counts = torch.zeros(EXPERTS).scatter_add(0, idx.flatten(), ones)", unless="counts[e] == 0"),
+    left("ids_as_truths", unless="not (idx.to(torch.bool) == e).any()"),
+    left("scattered_twice", before="hot = idx.new_zeros((TOKENS, EXPERTS)); hot.scatter_(1, idx, 1); "
+         "hot.scatter_(1, idx[:, :1] * 0 + 2, 0)", unless="not hot[:, e].any()"),
+    asks_the_counts,
+]  # fmt: skip
+# Numbers and lists of counts.
+IN_COUNTS = [
     cutting(BINCOUNT, by_counts(before="more = isinstance(end, int)")),
     cutting(BINCOUNT, by_counts(before="more = count.item()")),
     cutting(BINCOUNT, by_counts() + "; out = out * counts[1]"),
@@ -471,16 +287,25 @@ LEFT_IN_COUNTS = [
     joining("out = torch.cat(outputs)", "y = rows[start:end] @ w[e]; outputs.append(y if e else y.double())"),
     joining("out = torch.cat(outputs)", f"{JOINED}; outputs.append(x[:1])"),
     joining("out = torch.cat(outputs); more = outputs.pop().shape[0]"),
-    left("torch.where(idx == e)[0][0]"),
-    left("torch._check(torch.where(idx == e)[0].numel() > 0)"),
-    left("torch._check(tok.numel() != 0)"),
-    left("assert counts[e] > 0", before=COUNTED),
-    left("x[idx.flatten().argsort()[: counts[e]][0]]", before=COUNTED, condition="counts[e] == 0"),
-    left("x.new_zeros(counts[e] - 1)", before=COUNTED, condition="counts[e] == 0"),
 ]  # fmt: skip
-LEFT = [
-    counts_locally, counts_in_state, appends, appends_locally, fills_dict, in_a_closure, last_expert, last_hit,
-    last_result, otherwise, otherwise_in_python, adds_loss, writes_load, writes_before_query, adds_bias_to_all,
-    asks_for_another, asks_another_routing, changes_routing, stops, returns, returns_early, draws, raises,
-    asks_for_more, enough_hits, numbered_hits, counted_hits, hits_of_another,
+TAKEN_BACK = [*IN_PYTHON, *ELSEWHERE, *COMPUTED, *ASKED, *IN_COUNTS]
+NOT_SPECULATED = [
+    left("asks_for_more", only_if="tok.numel() > 8"),
+    hits("enough_hits", f"e in ({COUNTS.partition(' = ')[2]} > 8).nonzero().flatten().tolist()"),
+    hits("numbered_hits", "number, e in enumerate(torch.unique(idx).tolist())", add=PAIRS.replace("w[e]", "w[number]")),
+    hits("counted_hits", "e in hit", "hit = torch.unique(idx).tolist()", "out / len(hit)"),
+    left("counts_in_another_order", unless="grid[e] == 0",
+         before="grid = torch.bincount(idx.flatten(), minlength=6).view(2, 3).t().flatten()"),
+    drops_before_bincount, narrow_sum,
 ]  # fmt: skip
+# No question is asked; the masks are not those of experts.
+OTHER_MASKS = [
+    asking_masks("from_the_last", "hot[..., e - EXPERTS]", before="hot = F.one_hot(idx, EXPERTS)"),
+    asking_masks("scores_as_numbers", "scores[:, e].long()",
+                 before="scores = x.new_zeros(TOKENS, EXPERTS).scatter(1, idx, weights)"),
+    asking_masks("not_scattered", "zeros[:, e]",
+                 before="zeros = x.new_zeros(TOKENS, EXPERTS); zeros.scatter(1, idx, 1)"),
+    asking_masks("ids_of_a_slot", "idx[:, e % 2]", before="x.new_zeros(TOKENS, EXPERTS).scatter(1, idx, 1)"),
+]  # fmt: skip
+# The number of experts that have tokens is used beside the loop, as a tensor's size: that of what the program asked.
+looks_at_hits = hits("looks_at_hits", "e in hit", "hit = torch.unique(idx)", "out, hit * 2")

@@ -6,6 +6,7 @@ Each program runs on routings with empty experts, against eager mode, with what 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 import fxpasses.inspect
-from fxpasses import backend, fastpack_backend, once
+from fxpasses import backend, fastpack_backend
+from fxpasses.capture import retracing
+from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.passes.group_experts import GroupExperts
 from tests.passes.expert_skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
-from tests.passes.expert_skipping_decoys import LEFT, LEFT_BY_SOURCE, LEFT_IN_COUNTS, looks_at_hits
+from tests.passes.expert_skipping_decoys import NOT_SPECULATED, OTHER_MASKS, TAKEN_BACK, looks_at_hits
 from tests.support import compiled, events
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
@@ -89,11 +92,41 @@ def test_experts_without_tokens_are_no_question(program: Program) -> None:
     assert not any(counts[f"aten::{name}"] for name in ("nonzero", "unique", "_unique2", "bincount")), counts
 
 
-@pytest.mark.parametrize("program", [*LEFT, *LEFT_BY_SOURCE, *LEFT_IN_COUNTS, looks_at_hits], ids=lambda p: p.__name__)
-def test_what_a_body_does_without_tokens_is_not_lost(program: Program) -> None:
+def was_taken_back(caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether a frame was traced again without speculation, or without NumPy's numbers, which are a part of it."""
+    attempts: list[Attempt] = [log.args[1] for log in caplog.records if log.name == retracing.__name__]  # type: ignore
+    return any(Feature.HINTS in attempt.features and Feature.NUMPY not in attempt.features for attempt in attempts)
+
+
+@pytest.mark.parametrize("program", TAKEN_BACK, ids=lambda program: program.__name__)
+def test_what_a_body_does_without_tokens_is_not_lost(program: Program, caplog: pytest.LogCaptureFixture) -> None:
+    """The trace goes through the branches, and is taken back. What Python then decides may well be one program."""
+    caplog.set_level(logging.INFO, retracing.__name__)
     check(program, 1)
+    assert was_taken_back(caplog)
 
 
+@pytest.mark.parametrize("program", NOT_SPECULATED, ids=lambda program: program.__name__)
+def test_questions_about_something_else_are_left_to_the_program(
+    program: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, retracing.__name__)
+    check(program, 1)
+    assert not was_taken_back(caplog)
+
+
+@pytest.mark.parametrize("program", OTHER_MASKS, ids=lambda program: program.__name__)
+def test_masks_of_another_kind_make_no_loop(program: Program) -> None:
+    record, _ = check(program, 1)
+    assert "loops_grouped" not in record.figures("group_experts")
+
+
+def test_what_the_program_asks_is_its_own_to_look_at() -> None:
+    record, _ = check(looks_at_hits, 1)
+    assert record.figures("group_experts")["loops_grouped"] == 1
+
+
+@pytest.mark.usefixtures("warnings_anew")
 def test_a_pass_that_is_dropped_takes_its_proofs_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The branches that it had proved are unproved again: the frame is traced anew, without them."""
     rewrite = GroupExperts.__call__
@@ -103,7 +136,6 @@ def test_a_pass_that_is_dropped_takes_its_proofs_with_it(monkeypatch: pytest.Mon
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(GroupExperts, "__call__", fails)
-    monkeypatch.setattr(once, "_given", set())
     module, (logits, *_) = Router(GROUPED[0]), routings()
     x = torch.randn(TOKENS, HIDDEN)
     with pytest.warns(UserWarning, match="group_experts failed"), fxpasses.inspect.record() as record:
