@@ -1,8 +1,8 @@
-"""Offload: what forward saves for backward leaves the device meanwhile, and comes back before it is needed.
+"""Offload: activations that forward saves leave the device, and return before backward needs them.
 
-Works on the two graphs that AOTAutograd's partitioner makes: only there is it known what is saved, and where backward
-needs it. First everything that could be moved is found and decided on, as plain data; then what was chosen carries a
-mark; then the operators are put in. docs/offload_activations.md has the whole story.
+The pass works on the two graphs of AOTAutograd's partitioner, which show what is saved and where backward needs it.
+First it finds the tensors that may move and decides on each, as plain data; then it marks the chosen ones; then it
+inserts the operators. docs/offload_activations.md has the details.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "offload_activations"
 class OffloadActivations:
     """Rewrites a partition in place, and reports on every saved tensor that forward computes.
 
-    replayed: CUDA graphs will run what is compiled; then nothing leaves a CUDA device.
+    replayed: whether CUDA graphs will replay the two graphs; then nothing leaves a CUDA device.
     """
 
     name = NAME
@@ -51,8 +51,7 @@ class OffloadActivations:
         candidates: list[Candidate] = []
         movable: list[Group] = []
         for group in found:
-            known = candidate(group, partition, forward, backward)
-            if known is None:
+            if (known := candidate(group, partition, forward, backward)) is None:
                 refused.append((group.lead, Reason.UNKNOWN_SIZE, ""))
             else:
                 candidates.append(known)
@@ -61,7 +60,7 @@ class OffloadActivations:
         _warn_of_devices(refused)
         mark(movable, {c.name for c in choice.moved})
         insert(partition, movable, self.options)
-        self._tell(report, choice, refused)
+        self._describe(report, choice, refused)
         report.transfers = list(transfers(partition, self.options.tier))
         return report
 
@@ -71,16 +70,11 @@ class OffloadActivations:
             return Choice([])
         device = movable[0].lead.meta["val"].device
         step = step_of(partition, movable, self.measure(options.tier, options.directory, device))
-        limits = Limits(
-            options.min_bytes,
-            options.keep_last,
-            options.buffers,
-            options.device_budget,
-            options.host_budget if options.tier == "host" else None,
-        )
+        host_budget = options.host_budget if options.tier == "host" else None
+        limits = Limits(options.min_bytes, options.keep_last, options.buffers, options.device_budget, host_budget)
         return choose(candidates, limits, step)
 
-    def _tell(self, report: Report, choice: Choice, refused: list[tuple[Node, Reason, str]]) -> None:
+    def _describe(self, report: Report, choice: Choice, refused: list[tuple[Node, Reason, str]]) -> None:
         kept = [decision for decision in choice.decisions if not decision.move]
         moved_bytes = sum(c.bytes for c in choice.moved)
         kept_bytes = sum(decision.candidate.bytes for decision in kept)
@@ -105,11 +99,9 @@ class OffloadActivations:
             stays = f"the predicted peak stays at {size(choice.peak_after)}"
             report.changes.append(f"fastpack.offload.device_budget is {size(budget)}, and {stays}")
         report.refusals = [_refusal(decision) for decision in kept]
-        for node, reason, text in refused:
-            if node.op == "call_function":
-                report.refusals.append(Refusal(node.name, reason, text, where(node)))
-        inputs = sum(node.op != "call_function" for node, _, _ in refused)
-        report.figures["inputs_saved"] = inputs
+        computed = [(node, reason, text) for node, reason, text in refused if node.op == "call_function"]
+        report.refusals += [Refusal(node.name, reason, text, where(node)) for node, reason, text in computed]
+        report.figures["inputs_saved"] = len(refused) - len(computed)
 
 
 def _change(decision: Decision) -> str:
@@ -130,7 +122,7 @@ def _place(c: Candidate) -> str:
 
 
 def _warn_of_devices(refused: list[tuple[Node, Reason, str]]) -> None:
-    """Say once where nothing can leave the device; the report says it of each tensor."""
+    """Warn once where nothing can leave the device; the report has the reason for each tensor."""
     for reason, name in ((Reason.WRONG_DEVICE, "wrong_device"), (Reason.REPLAYED, "cuda_graphs")):
         texts = [text for _, given, text in refused if given is reason]
         if texts:

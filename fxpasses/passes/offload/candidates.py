@@ -1,4 +1,4 @@
-"""From the partitioned graphs to the plain data that `choose` decides on."""
+"""Extract the plain data that `choose` decides on from the partitioned graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxpasses.runtime.offload.layout import span
 
 
 def candidate(group: Group, partition: Partition, forward: AliasSets, backward: AliasSets) -> Candidate | None:
-    """A group as data; None where its size is not known."""
+    """A group as data; None if its size is not known."""
     lead = group.lead
     size = moved_bytes(lead)
     if size is None:
@@ -52,10 +52,9 @@ def is_given(node: Node, memory: AliasSets) -> bool:
 
 
 def departure(node: Node, memory: AliasSets, positions: dict[Node, int]) -> Node:
-    """The node after which a tensor's copy may start.
+    """The node after which a tensor's copy may start: the last one that uses its memory, except to return it.
 
-    The last one that makes or takes its memory, returning it aside, because after that the memory is free for others.
-    An input's memory is the caller's: its copy starts at once.
+    After that node the memory may be reused. An input's memory is the caller's, so its copy starts at once.
     """
     if is_given(node, memory):
         return max((node, *node.graph.find_nodes(op="placeholder")), key=lambda n: positions[n])
@@ -64,7 +63,7 @@ def departure(node: Node, memory: AliasSets, positions: dict[Node, int]) -> Node
 
 
 def moved_bytes(node: Node) -> int | None:
-    """Bytes from the first to the last element, for the sizes that were traced."""
+    """Bytes from the first to the last element, for the traced sizes."""
     value = node.meta["val"]
     total = bytes_of(value)
     if total and all(type(number) is int for number in (*value.shape, *value.stride())):
@@ -73,14 +72,14 @@ def moved_bytes(node: Node) -> int | None:
 
 
 def _begins_checkpoint(node: Node, memory: AliasSets) -> bool:
-    """Whether a node is kept by one checkpoint, or by none, and read by another, which computes its own nodes again."""
+    """Whether a node outside a checkpoint, perhaps in another one, is read inside it, where nodes are recomputed."""
     own = node.meta.get("ac_graph_id")
     users = {user for alias in memory.sharing(node) for user in alias.users}
     return any(user.meta.get("ac_graph_id") not in (None, own) for user in users)
 
 
 def layer(node: Node, memory: AliasSets) -> str:
-    """The module that made a tensor, or that takes it: `layers.3`."""
+    """The module that computes a tensor, or else one that uses it: `layers.3`."""
     for near in (node, *(user for alias in memory.sharing(node) for user in alias.users)):
         stack = near.meta.get("nn_module_stack") or near.meta.get("fwd_nn_module_stack")
         if stack:
@@ -91,7 +90,7 @@ def layer(node: Node, memory: AliasSets) -> str:
 
 
 def step_of(partition: Partition, moved: list[Group], rates: Rates) -> Step:
-    """Compute at each node, and the memory that is live besides the candidates."""
+    """The compute time of each node, and the memory that is live besides the candidates."""
     graphs = (partition.forward.graph, partition.backward.graph)
     seconds: list[float] = []
     lives: list[Life] = []
@@ -112,12 +111,12 @@ def step_of(partition: Partition, moved: list[Group], rates: Rates) -> Step:
             begin = positions[nodes[0]]
             end = max(positions[user] for node in nodes for user in (node, *node.users))
             if nodes[0].op == "placeholder" and first == 0:
-                begin, end = 0, total - 1  # parameters and inputs: their owner keeps them
+                begin, end = 0, total - 1  # parameters and inputs, which their owner keeps
                 inputs.add(storage)
             elif nodes[0].op == "placeholder":
-                begin = first  # a gradient that comes in, or a saved tensor
+                begin = first  # an incoming gradient, or a saved tensor
             elif end == forward - 1 and first == 0:
-                end = total - 1  # saved, or returned and the caller's
+                end = total - 1  # saved, or returned to the caller
             lives.append(Life(size, begin, end))
         first += len(graph.nodes)
     return Step(seconds, forward, lives, rates.out, rates.back)

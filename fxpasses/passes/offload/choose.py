@@ -12,11 +12,11 @@ from fxpasses.report import Reason
 
 @dataclass(frozen=True)
 class Candidate:
-    """A saved tensor that could be moved. Moments count the nodes of the forward graph, then those of the backward one.
+    """A saved tensor that may move. Moments count the nodes of the forward graph, then those of the backward graph.
 
-    bytes: what is moved. made, released: when it is made in forward, and when its copy may start there. needed, done:
-    when backward first and last uses it. boundary: a checkpoint begins with it, so nothing else of its layer is kept.
-    given: it is an input of the graph, which the caller holds up to the end of forward. layer, where: for a person.
+    bytes: the size of its copy. made, released: when forward computes it, and when its copy may start. needed, done:
+    when backward first and last uses it. boundary: a checkpoint begins with it, so nothing else of its layer is saved.
+    given: it is an input of the graph, which the caller holds to the end of forward. layer, where: for reports.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Move a tensor or keep it. reason: why it is kept; None where it is moved. text: the reason's particulars."""
+    """Move a tensor or keep it. reason: why it is kept; None where it moves. text: details of the reason."""
 
     candidate: Candidate
     move: bool
@@ -43,7 +43,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Limits:
-    """See `fxpasses.options.Offload`; bytes. None is no limit."""
+    """Limits as in `fxpasses.options.Offload`, in bytes; None means no limit."""
 
     min_bytes: int = 0
     keep_last: int = 0
@@ -54,9 +54,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Step:
-    """The step around the candidates. seconds[m]: compute at moment m. forward: how many moments are forward's.
+    """The step around the candidates. seconds[m]: compute time of moment m. forward: the number of forward's moments.
 
-    fixed: what is live besides the candidates. out_rate, in_rate: bytes a second of copies.
+    fixed: memory that is live besides the candidates. out_rate, in_rate: of copies, in bytes per second.
     """
 
     seconds: Sequence[float]
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass
 class Choice:
-    """A decision for each candidate, in the order given, and what the step is then predicted to be."""
+    """A decision for each candidate, in the order given, and the prediction for the step."""
 
     decisions: list[Decision]
     exposed_seconds: float = 0.0
@@ -78,17 +78,17 @@ class Choice:
 
 
 def choose(candidates: Sequence[Candidate], limits: Limits, step: Step) -> Choice:
-    """Decide. Without a device budget everything is moved that may be; with one, what it takes at the least cost."""
+    """Decide. Without a device budget, all candidates move that may; with one, those that meet it at least cost."""
     kept: dict[str, tuple[Reason, str]] = {}
     for candidate in candidates:
         if candidate.bytes < limits.min_bytes:
             kept[candidate.name] = (Reason.SMALL, f"{candidate.bytes} of {limits.min_bytes} bytes")
-    # Backward needs a graph's input when the graphs after it are done: blocks compiled one by one are one graph.
+    # Backward needs a graph's input only after the graphs that follow: blocks may be compiled one by one.
     large = [c for c in candidates if c.name not in kept]
     for candidate in _by_need([c for c in large if not c.given])[: limits.keep_last]:
         kept[candidate.name] = (Reason.NEEDED_SOON, f"fastpack.offload.keep_last is {limits.keep_last}")
     model = _Model(step, limits.buffers, candidates)
-    # Checkpoint boundaries first, then the large ones; of equals, what backward needs last.
+    # Checkpoint boundaries come first, then larger tensors, then those that backward needs later.
     free = [c for c in large if c.name not in kept]
     free.sort(key=lambda c: (not c.boundary, -c.bytes, -c.needed))
     moved = free if limits.device_budget is None else model.cheapest(free, limits.device_budget)
@@ -108,17 +108,16 @@ def _by_need(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _within(candidates: Sequence[Candidate], budget: int) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that fit, the first ones first, and the rest."""
+    """Those that fit, taken in order, and the rest."""
     fits: list[Candidate] = []
-    beyond: list[Candidate] = []
     for candidate in candidates:
-        room = budget - sum(other.bytes for other in fits)
-        (fits if candidate.bytes <= room else beyond).append(candidate)
-    return fits, beyond
+        if candidate.bytes <= budget - sum(other.bytes for other in fits):
+            fits.append(candidate)
+    return fits, [candidate for candidate in candidates if candidate not in fits]
 
 
 class _Model:
-    """Peak memory and exposed time of a step in which some candidates are moved."""
+    """Peak memory and exposed time of a step in which some candidates move."""
 
     def __init__(self, step: Step, buffers: int, candidates: Sequence[Candidate]) -> None:
         self.step, self.buffers, self.all = step, buffers, candidates
@@ -151,7 +150,7 @@ class _Model:
         ahead = self.buffers - 1
         forward = sorted(moved, key=lambda c: c.released)
         for number, candidate in enumerate(forward):
-            waits = number + ahead  # the copy has ended when this one starts
+            waits = number + ahead  # this copy starts after the candidate's has ended
             freed = self.step.forward - 1
             if waits < len(forward) and not candidate.given:
                 freed = forward[waits].released
@@ -163,10 +162,10 @@ class _Model:
         return peak(lives, len(self.step.seconds))
 
     def cheapest(self, free: Sequence[Candidate], budget: int) -> list[Candidate]:
-        """The candidates to move so that the peak is at most `budget`, at the least exposed time that is found.
+        """The candidates to move for a peak of at most `budget`, at the least exposed time found; else all of them.
 
-        Greedy: always the one that costs least exposed time for each byte by which the peak falls; then those are
-        taken back that turn out not to be needed. All of them where the budget cannot be met.
+        Greedy: at each step, choose the candidate with the least exposed time per byte of peak saved. At the end, drop
+        those that are not needed.
         """
         moved: list[Candidate] = []
         rest = list(free)

@@ -1,15 +1,15 @@
-"""Inputs of a graph that are activations: another graph has computed them, and autograd alone keeps them for backward.
+"""Inputs of a graph that are activations: another graph computes them, and only autograd keeps them for backward.
 
-Where blocks are compiled one by one, each with a checkpoint in it, all that a block saves is its own input. It is moved
-like what the block computes, and its memory goes as soon as its caller lets go of it:
+Where blocks are compiled one by one, each with a checkpoint inside, a block saves nothing but its input. The input
+moves like an activation of the block, and its memory is free as soon as the caller releases it:
 
     before    y = block(x);                                                return y, x
     after     h = offload(x); y = block(x); settle(h, x, after=y);         return y, h
 
-What has an owner stays: parameters, buffers, leaves, metadata, and what the caller is to see changed.
+Inputs that have an owner stay: parameters, buffers, leaves, metadata, and inputs that the graph mutates.
 
-Private names, checked on torch 2.11 and 2.13: AOTAutograd's words for inputs and outputs in `node.meta["desc"]`, among
-them the class `PlainAOTInput` and the attributes `idx`, `base`, `attr` and `mutated_input`.
+Private names, checked on torch 2.11 and 2.13: AOTAutograd's descriptions of inputs and outputs in `node.meta["desc"]`,
+among them the class `PlainAOTInput` and the attributes `idx`, `base`, `attr` and `mutated_input`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 
 def activations(examples: Sequence[object]) -> frozenset[int]:
-    """The positions, among the inputs of a captured graph, of what autograd has computed."""
+    """The positions, among the inputs of a captured graph, of tensors with an autograd history."""
     return frozenset(
         position
         for position, example in enumerate(examples)
@@ -33,8 +33,8 @@ def activations(examples: Sequence[object]) -> frozenset[int]:
 def movable(joint: GraphModule, positions: Iterable[int], outputs: int) -> frozenset[str]:
     """The names, in a joint graph and in those partitioned from it, of the inputs at `positions` of the captured graph.
 
-    Not among them: inputs whose new values are among the first `outputs` results, for the caller, and what AOTAutograd
-    made of several inputs on one memory. Empty where this torch does not describe inputs and outputs.
+    Excluded are inputs whose new values are among the first `outputs` results, for the caller, and the bases that
+    AOTAutograd makes for inputs that share memory. Empty if this torch does not describe inputs and outputs.
     """
     described = joint.graph.output_node().meta.get("desc")
     if not isinstance(described, (list, tuple)) or None in described[:outputs]:
@@ -46,7 +46,7 @@ def movable(joint: GraphModule, positions: Iterable[int], outputs: int) -> froze
 
 
 def _position(described: Any) -> int | None:
-    """The input of the captured graph that is described, or holds what is described, as a DTensor does."""
+    """The position of the described input of the captured graph, or of the subclass, such as DTensor, that holds it."""
     while hasattr(described, "attr") and hasattr(described, "base"):
         described = described.base
     return described.idx if type(described).__name__ == "PlainAOTInput" else None

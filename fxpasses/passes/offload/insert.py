@@ -1,8 +1,7 @@
-"""Put `offload` and `settle` into the forward graph, and the chain of `reload` into the backward graph."""
+"""Insert `offload` and `settle` into the forward graph, and the chain of `reload` into the backward graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from fxpasses.passes.offload.candidates import departure
 from fxpasses.passes.offload.saved import Group, Partition, whence
 from fxpasses.runtime.offload import layout, operators
 
-MARK = "fxpasses_offload"  # in `node.meta` of what was chosen to be moved
+MARK = "fxpasses_offload"  # in `node.meta` of the tensors that are chosen to move
 
-# What AOTAutograd and Inductor look at later. The last one is PyTorch's own, checked on torch 2.13: saved tensors that
+# Entries that AOTAutograd and Inductor read later. The last one is private, checked on torch 2.13: saved tensors that
 # carry it come last, and are counted.
 _CARRIED = ("stack_trace", "nn_module_stack", "partitioner_tag", "saved_tensor_with_no_vc_check")
 
@@ -49,9 +48,8 @@ def _insert_offloads(partition: Partition, groups: list[Group], options: Offload
         earlier = number - distance
         previous = (sources[earlier], handles[earlier]) if distance and earlier >= 0 else (None, None)
         arguments = (lead, *previous, options.tier, options.directory, options.host_budget, distance == 0)
-        place = _after(places[lead], handles[-1] if handles else None)
-        with graph.inserting_after(place):
-            handle = _call(graph, operators.offload, arguments, layout.empty_like, lead, torch.device("cpu"))
+        with graph.inserting_after(max([places[lead], *handles[-1:]])):
+            handle = _call(graph, operators.offload, arguments, lead, torch.device("cpu"))
         handles.append(handle)
     if distance:
         with graph.inserting_before(output):
@@ -62,7 +60,7 @@ def _insert_offloads(partition: Partition, groups: list[Group], options: Offload
 
 
 def _return(partition: Partition, groups: list[Group], handles: dict[str, Node]) -> None:
-    """Have the forward graph save a handle in the place of the first tensor of each group, and not the others."""
+    """Let the forward graph save a handle in place of the first tensor of each group, and drop the others."""
     output, returned = partition.forward.graph.output_node(), list(partition.returned)
     instead = {group.saved[0].name: handles[group.lead.name] for group in groups}
     dropped = {node.name for group in groups for node in group.saved[1:]}
@@ -70,13 +68,13 @@ def _return(partition: Partition, groups: list[Group], handles: dict[str, Node])
     stays = [number for number, name in enumerate(names) if name not in dropped]
     new: list[Any] = [instead.get(names[number], returned[number]) for number in stays]
     output.args = (tuple(new),)
-    described = output.meta.get("desc")  # PyTorch's words for each output
+    described = output.meta.get("desc")  # PyTorch's description of each output
     if isinstance(described, (list, tuple)) and len(described) == len(returned):
         output.meta["desc"] = [described[number] for number in stays]
 
 
 def _insert_reloads(partition: Partition, groups: list[Group], handles: dict[str, Node], options: Offload) -> None:
-    """Saved tensors become handles, and a `reload` stands before the first use of each."""
+    """Replace saved tensors by handles, with a `reload` before the first use of each."""
     graph = partition.backward.graph
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
     positions = {node: number for number, node in enumerate(graph.nodes)}
@@ -89,8 +87,8 @@ def _insert_reloads(partition: Partition, groups: list[Group], handles: dict[str
     for group in order:
         entry = placeholders[group.saved[0].name]
         with graph.inserting_before(entry):
-            # Under the name of its handle: the output and the placeholder of a saved tensor are matched by position
-            # and, in places, by name.
+            # It has the name of its handle: PyTorch matches a saved tensor's output and placeholder by position and,
+            # in places, by name.
             new = graph.placeholder(handles[group.lead.name].name)
         new.meta = _carried(entry) | {"val": handles[group.lead.name].meta["val"]}
         entries.append(new)
@@ -104,7 +102,7 @@ def _insert_reloads(partition: Partition, groups: list[Group], handles: dict[str
         after = _computed_from(before, first, graph) if before is not None else None
         arguments = (handle, upcoming, after, device, distance)
         with graph.inserting_before(first):
-            back = _call(graph, operators.reload, arguments, layout.empty_like, handle, device)
+            back = _call(graph, operators.reload, arguments, handle, device)
             found = {group.lead.name: back}
             for view, offset in group.views:
                 found[view.name] = _rebuild(partition, group.lead, back, view, offset)
@@ -115,7 +113,7 @@ def _insert_reloads(partition: Partition, groups: list[Group], handles: dict[str
 
 
 def _rebuild(partition: Partition, lead: Node, back: Node, view: Node, offset: int | torch.SymInt) -> Node:
-    """A view of what came back, where the caller inserts."""
+    """A view of the reloaded tensor, where the caller inserts."""
     graph, seen = partition.backward.graph, view.meta["val"]
 
     def number(wanted: int | torch.SymInt) -> Any:
@@ -135,14 +133,13 @@ def _rebuild(partition: Partition, lead: Node, back: Node, view: Node, offset: i
     return rebuilt
 
 
-def _call(
-    graph: Graph, operator: Any, arguments: tuple[Any, ...], make: Callable[..., Any], like: Node, device: Any
-) -> Node:
+def _call(graph: Graph, operator: Any, arguments: tuple[Any, ...], like: Node, device: torch.device) -> Node:
+    """A call whose result is a tensor as that of `like`, on `device`."""
     node = graph.call_function(operator._opoverload, arguments)
     node.meta = _carried(like)
     value = like.meta["val"]
     with value.fake_mode:
-        node.meta["val"] = make(value, device)
+        node.meta["val"] = layout.empty_like(value, device)
     return node
 
 
@@ -150,13 +147,8 @@ def _carried(node: Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in _CARRIED if key in node.meta}
 
 
-def _after(place: Node, other: Node | None) -> Node:
-    """The later of two nodes."""
-    return other if other is not None and place < other else place
-
-
 def _last_computed(partition: Partition) -> Node | None:
-    """What forward computes last: a tensor that is not a view of an input."""
+    """The last tensor that forward computes; None if it computes none."""
     for node in reversed(partition.forward.graph.nodes):
         if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and storages(node):
             return node
@@ -164,32 +156,28 @@ def _last_computed(partition: Partition) -> Node | None:
 
 
 def _computed_from(source: Node, before: Node, graph: Graph) -> Node | None:
-    """The last tensor before node `before` that depends on `source`: the end of the work that `source` was needed for.
+    """The last tensor before node `before` that depends on `source`: the end of the work that needs `source`.
 
-    Matrix products and the like before others: a compiler makes their results tensors anyway.
+    Matrix products and the like take precedence: a compiler materializes their results anyway.
     """
-    depends = {source}
+    depends, memory = {source}, set(storages(source))
     found: Node | None = None
     heavy = False
     node = source.next
     while node is not before and node.op != "output":
-        if any(argument in depends for argument in node.all_input_nodes):
+        if not depends.isdisjoint(node.all_input_nodes):
             depends.add(node)
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and not _shares(node, source):
-                weight = bool(flops_of(node, [value]))
-                if weight or not heavy:
-                    found, heavy = node, weight
+            if isinstance(value, torch.Tensor) and memory.isdisjoint(storages(node)):
+                is_heavy = bool(flops_of(node, [value]))
+                if is_heavy or not heavy:
+                    found, heavy = node, is_heavy
         node = node.next
     return found
 
 
-def _shares(node: Node, source: Node) -> bool:
-    return bool(set(storages(node)) & set(storages(source)))
-
-
 def mark(groups: list[Group], moved: set[str]) -> None:
-    """Tag what was chosen."""
+    """Mark the leads of the chosen groups."""
     for group in groups:
         if group.lead.name in moved:
             group.lead.meta[MARK] = True

@@ -20,7 +20,7 @@ from fxpasses.runtime.offload import device_copies
 class Partition:
     """A forward and a backward graph, as AOTAutograd's partitioners return them.
 
-    Of forward's outputs the first `outputs` go to the caller; the others are saved, and are placeholders of the same
+    The first `outputs` of forward's outputs go to the caller; the others are saved, and are placeholders of the same
     name in backward. inputs: the names of forward's inputs that are activations (`inputs.py`).
     """
 
@@ -39,8 +39,8 @@ class Partition:
 
 @dataclass
 class Group:
-    """Saved tensors on one memory. lead: what is moved; it spans the others, and need not be saved itself. views: those
-    that backward rebuilds from it, each with its offset in elements from the lead's first one."""
+    """Saved tensors that share memory. lead: the tensor to move, which spans the others and need not be saved itself.
+    views: those that backward rebuilds from it, each with its offset in elements from the lead's first one."""
 
     lead: Node
     views: list[tuple[Node, int | torch.SymInt]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Group:
 def groups(
     partition: Partition, tier: str, replayed: bool = False
 ) -> tuple[list[Group], list[tuple[Node, Reason, str]]]:
-    """What could be moved, and what could not, with the reason. replayed: CUDA graphs will run the two graphs."""
+    """The groups that may move, and the tensors that may not, with reasons. replayed: see `OffloadActivations`."""
     given = _owned(partition)
     returned = {s for node in partition.returned[: partition.outputs] if isinstance(node, Node) for s in storages(node)}
     used = {node.name for node in partition.backward.graph.find_nodes(op="placeholder") if node.users}
@@ -63,18 +63,13 @@ def groups(
     leads: dict[int, list[Node]] = {}
     for node in partition.saved():
         if node.name not in used or not isinstance(node.meta.get("val"), torch.Tensor):
-            continue  # sizes, and what backward does not look at
-        reason = _unsupported(node, tier, replayed, convolves)
-        if reason is None:
-            storage = storages(node)[0]
-            if storage in given:
-                reason = (Reason.NOT_COMPUTED, "")
-            elif storage in returned:
-                reason = (Reason.RETURNED, "")
-        if reason is None:
-            leads.setdefault(storages(node)[0], []).append(node)
-        else:
+            continue  # sizes, and tensors that backward does not use
+        if (reason := _unsupported(node, tier, replayed, convolves)) is not None:
             refused.append((node, *reason))
+        elif (storage := storages(node)[0]) in given or storage in returned:
+            refused.append((node, Reason.NOT_COMPUTED if storage in given else Reason.RETURNED, ""))
+        else:
+            leads.setdefault(storage, []).append(node)
     found = []
     memory = AliasSets(partition.forward.graph.nodes)
     for members in leads.values():
@@ -88,7 +83,7 @@ def groups(
 
 
 def _owned(partition: Partition) -> set[int]:
-    """The storages of what forward is given and its owner keeps, or either graph writes to."""
+    """The storages of forward's inputs that have an owner, and of tensors that either graph writes to."""
     found = _written(partition.forward)
     for node in partition.forward.graph.nodes:
         if node.op in ("placeholder", "get_attr") and node.name not in partition.inputs:
@@ -112,19 +107,17 @@ def _unsupported(node: Node, tier: str, replayed: bool, convolves: bool) -> tupl
     if convolves and value.dim() == 4:
         return Reason.STRIDES_MAY_CHANGE, ""
     if tier == "host" and value.device.type == "cpu":
-        return (
-            Reason.WRONG_DEVICE,
-            'they lie in host memory already, and "fastpack.offload" is "host" ("disk" works on the CPU)',
-        )
+        text = 'they lie in host memory already, and "fastpack.offload" is "host" ("disk" works on the CPU)'
+        return Reason.WRONG_DEVICE, text
     if replayed and value.device.type == "cuda":
-        return Reason.REPLAYED, 'mode="reduce-overhead", or another that takes CUDA graphs'
+        return Reason.REPLAYED, 'mode="reduce-overhead", or another that uses CUDA graphs'
     if device_copies.unified_memory(value.device):
         return Reason.WRONG_DEVICE, f"{value.device} shares its memory with the host"
     return None
 
 
 def _group(members: list[Node], memory: AliasSets, backward: GraphModule) -> Group | None:
-    """The least that spans the memory of all: one of them, or what they are views of. None: nothing is known to."""
+    """The group whose lead is the smallest tensor that spans all members; None if no tensor is known to."""
     if len(members) == 1:
         return Group(members[0])
     first = members[0]
@@ -139,7 +132,7 @@ def _group(members: list[Node], memory: AliasSets, backward: GraphModule) -> Gro
 
 
 def _covers(lead: Node, members: list[Node], backward: GraphModule) -> bool:
-    """Whether a tensor is known to hold all elements of others, and backward can say where they lie."""
+    """Whether a tensor is known to hold all elements of others, at offsets that backward can compute."""
     value = lead.meta.get("val")
     if type(value) is not torch._subclasses.FakeTensor or value.is_conj() or value.is_neg():
         return False
@@ -147,9 +140,8 @@ def _covers(lead: Node, members: list[Node], backward: GraphModule) -> bool:
     for member in members:
         other = member.meta["val"]
         first, last = _extent(other)
-        if other.dtype != value.dtype or not statically_known_true(start <= first):
-            return False
-        if not statically_known_true(last <= end):
+        is_inside = statically_known_true(start <= first) and statically_known_true(last <= end)
+        if other.dtype != value.dtype or not is_inside:
             return False
         if any(whence(n, lead, backward) is None for n in (*other.shape, *other.stride(), first - start)):
             return False
@@ -157,24 +149,22 @@ def _covers(lead: Node, members: list[Node], backward: GraphModule) -> bool:
 
 
 def _extent(value: torch.Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """The elements of its storage that a tensor lies in: the first, and the one after the last."""
+    """The range of a tensor's elements in its storage: the first, and the one after the last."""
     start = value.storage_offset()
     return start, start + 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
 
 
 def whence(number: int | torch.SymInt, lead: Node, backward: GraphModule) -> int | Node | tuple[Any, int] | None:
-    """Where backward has a number: a constant, a saved size, or (operator, dimension) of the lead; None: nowhere."""
+    """How backward obtains a number: a constant, a saved size, (operator, dimension) of the lead; None if it cannot."""
     if not isinstance(number, torch.SymInt):
         return number
     expression = number.node.expr
     if expression.is_number:
         return int(expression)
     value = lead.meta["val"]
-    for operator, given in (
-        (torch.ops.aten.sym_size.int, value.shape),
-        (torch.ops.aten.sym_stride.int, value.stride()),
-    ):
-        for dimension, own in enumerate(given):
+    aten = torch.ops.aten
+    for operator, numbers in ((aten.sym_size.int, value.shape), (aten.sym_stride.int, value.stride())):
+        for dimension, own in enumerate(numbers):
             if type(own) is not int and own.node.expr == expression:
                 return operator, dimension
     for node in backward.graph.find_nodes(op="placeholder"):

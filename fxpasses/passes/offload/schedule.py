@@ -1,6 +1,6 @@
-"""How long copies and compute take together, and what is live when: pure functions on plain numbers.
+"""A model of overlapped copies and compute, and of live memory: pure functions on plain numbers.
 
-Times are in seconds, sizes in bytes. One channel each way carries one copy after the other.
+Times are in seconds, sizes in bytes. One channel in each direction carries one copy at a time.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 
 def backward_time(copies: Sequence[float], computes: Sequence[float], buffers: int) -> float:
-    """The time of a backward pass: copy i has to end before compute i, in the order of need.
+    """The time of a backward pass, in which copy i has to end before compute i.
 
     With one buffer, copy i starts when it is needed. With more, copy i + buffers - 1 starts when copy i has ended and
-    compute i begins. For L equal layers that is L·(c + g), and c + (L-1)·max(c, g) + g.
+    compute i begins. For L equal layers these take L·(c + g), and c + (L-1)·max(c, g) + g.
     """
     clock = channel = 0.0
     ready: list[float] = []
@@ -34,10 +34,10 @@ def backward_time(copies: Sequence[float], computes: Sequence[float], buffers: i
 
 
 def forward_time(copies: Sequence[float], computes: Sequence[float], buffers: int) -> float:
-    """The time of a forward pass: compute i makes what copy i then takes away.
+    """The time of a forward pass, in which copy i moves the result of compute i.
 
-    Before copy i starts, copy i - buffers + 1 has to have ended; with one buffer, before compute i + 1 starts. One
-    compute more than there are copies comes after the last of them; then all copies are waited for.
+    Copy i starts after copy i - buffers + 1 has ended; with one buffer, compute i + 1 starts after copy i has ended.
+    One more compute than copies follows the last copy; at the end, the pass waits for all copies.
     """
     clock = channel = 0.0
     ended: list[float] = []
@@ -59,10 +59,10 @@ def exposed_time(
     between_back: Sequence[float],
     buffers: int,
 ) -> float:
-    """Time that a step waits for copies, forward and backward, and would not without them.
+    """The time for which a step waits for copies, in forward and backward.
 
     out, back: times of the copies, in the order of each pass. between_out: compute before each copy, and after the
-    last. between_back: compute from each tensor's first use to the next one's, or to the end.
+    last. between_back: compute from each tensor's first use to that of the next, or to the end.
     """
     forward = forward_time(out, between_out, buffers) - sum(between_out)
     return forward + backward_time(back, between_back, buffers) - sum(between_back)
@@ -70,7 +70,7 @@ def exposed_time(
 
 @dataclass(frozen=True)
 class Life:
-    """Memory that is live from moment `start` to moment `end`, both among them."""
+    """Memory that is live from moment `start` to moment `end`, inclusive."""
 
     bytes: int
     start: int
@@ -78,7 +78,7 @@ class Life:
 
 
 def peak(lives: Iterable[Life], moments: int) -> int:
-    """The most bytes that are live at one of `moments` moments."""
+    """The maximum of live bytes over `moments` moments."""
     change = [0] * (moments + 1)
     for life in lives:
         if life.end >= life.start:

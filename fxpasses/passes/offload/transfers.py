@@ -1,4 +1,4 @@
-"""When each tensor leaves and comes back, by positions in the two graphs: read from the operators that were put in."""
+"""When each tensor leaves and returns, by positions in the two graphs, read from the inserted operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpasses.runtime.offload import operators
 
 
 def transfers(partition: Partition, tier: str) -> Iterator[Transfer]:
-    """One for each tensor that is moved, in the order in which they leave."""
+    """One transfer for each tensor that moves, in the order in which they leave."""
     forward, backward = partition.forward.graph, partition.backward.graph
     places = {node: number for number, node in enumerate(backward.nodes)}
     begins: dict[str, int] = {}  # by the handle's name: the first `reload` that starts its copy
