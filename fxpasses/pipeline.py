@@ -17,10 +17,11 @@ from fxpasses.graph.aliases import AliasAnalysis, storages_of
 from fxpasses.graph.collectives import sequence
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.prologue import Draft
+from fxpasses.graph.refusals import Refused
 from fxpasses.once import warn_once
 from fxpasses.options import Options
 from fxpasses.prologue_program import Program
-from fxpasses.report import Report
+from fxpasses.report import Reason, Report
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,11 @@ class Context:
         if node not in self._requested:
             self._requested[node] = overrides.allows_change(self.pass_name)
         return self._requested[node]
+
+    def check_may_change(self, node: Node) -> None:
+        """Raise `Refused` where the pass may not make the change that it knows by `node`."""
+        if not self.may_change(node):
+            raise Refused(Reason.LEFT_OUT)
 
     def aliases(self, graph: Graph) -> AliasAnalysis:
         return AliasAnalysis(graph, self.fake_mode, self.shared_inputs)

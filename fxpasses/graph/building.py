@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class NodeBuilder:
             raise Refused(self._reason, f"`{node.name}` cannot be created: {error}", like or self._origin) from error
         return node
 
+    def size(self, tensor: Node, axis: int) -> int | Node:
+        """A size of a tensor: an integer, or a node where it is symbolic."""
+        size = tensor.meta["example_value"].shape[axis]
+        return size if isinstance(size, int) else self(torch.ops.aten.sym_size.int, (tensor, axis))
+
     def read(self, element: Node, number: torch.SymInt, bound: Any) -> Node:
         """`element.item()`, the number for which the graph has the symbol `bound`."""
         node = self.graph.create_node("call_method", "item", (element,), {})
@@ -73,7 +79,7 @@ class NodeBuilder:
 
     def settle(self, number: Node, known: int | Node) -> None:
         """Replace a symbolic number by its known value, and update the nodes that depend on it."""
-        self._update(_put(number, known), [])
+        self._update(_replace_by_number(number, known), [])
 
     def update(self, results: list[Node]) -> None:
         """Update the nodes that depend on results whose sizes are known now."""
@@ -94,7 +100,7 @@ class NodeBuilder:
             with self._fake_mode, enable_python_dispatcher():
                 value = effects.call(node, *fakes)
             if isinstance(value, int):
-                stale |= _put(node, value)
+                stale |= _replace_by_number(node, value)
                 self.graph.erase_node(node)
                 continue
             node.meta["example_value"] = value
@@ -106,9 +112,16 @@ class NodeBuilder:
         """Whether this builder created the node."""
         return node in self._emitted
 
-    def undo(self) -> None:
-        for node in reversed(self._emitted):
-            self.graph.erase_node(node)
+    @contextlib.contextmanager
+    def before(self, place: Node) -> Iterator[None]:
+        """Insert before a node; a `Refused` takes all new nodes out again."""
+        try:
+            with self.graph.inserting_before(place):
+                yield
+        except Refused:
+            for node in reversed(self._emitted):
+                self.graph.erase_node(node)
+            raise
 
     def _note(self, node: Node, origin: Node) -> None:
         self._emitted[node] = None
@@ -126,13 +139,16 @@ def erase_unused(nodes: Iterable[Node], removable: Callable[[Node], bool]) -> No
             node.graph.erase_node(node)
 
 
-def _put(node: Node, number: int | Node) -> set[Node]:
+def replace_operand(user: Node, old: Node, new: Any) -> None:
+    """Let `user` take a node, or a number, in the place of an operand."""
+    user.args, user.kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n: new if n is old else n)
+
+
+def _replace_by_number(node: Node, number: int | Node) -> set[Node]:
     """Replace a node by a number in its users; returns them."""
     users = set(node.users)
     for user in users:
-        user.args, user.kwargs = torch.fx.map_arg(
-            (user.args, user.kwargs), lambda operand: number if operand is node else operand
-        )
+        replace_operand(user, node, number)
     return users
 
 

@@ -219,3 +219,12 @@ def touch(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: An
 
 def _tensors(values: list[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def impurity(node: Node, fake_mode: Any) -> str | None:
+    """Why a node is not known to be pure on its operands' examples; None where it is."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("example_value"))
+    try:
+        return f"`{node.name}` writes" if observe(node, args, kwargs, fake_mode).writes else None
+    except Refused as refused:
+        return refused.text

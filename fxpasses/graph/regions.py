@@ -40,6 +40,14 @@ class Region:
     def placeholders(self) -> list[Node]:
         return self.gm.graph.find_nodes(op="placeholder")
 
+    def erase(self, node: Node) -> None:
+        """Erase a node that nobody uses; the operand that a body's placeholder stands for leaves the call."""
+        if self.call is not None and node.op == "placeholder":
+            position = self.placeholders().index(node)
+            self.call.args = (*self.call.args[: 1 + position], *self.call.args[2 + position :])
+            del self.operands[node]
+        self.gm.graph.erase_node(node)
+
     def walk(self) -> Iterator[Region]:
         """This region and all regions inside it, innermost first."""
         for body in self.bodies.values():

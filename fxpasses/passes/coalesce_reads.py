@@ -1,20 +1,19 @@
-"""Bring all numbers that the host asks of a layer in one copy.
+"""Coalesce a layer's host reads into one copy.
 
-Before: `counts.tolist()` is one copy to the host in eager mode; Dynamo unrolls it, and the host waits at each element:
+Before: `counts.tolist()` is one copy in eager mode, but Dynamo unrolls it, and the host waits at each element:
 
     count_0 = counts[0].item();  count_1 = counts[1].item();  total = sums[0].item()
 
-After, in the place of the first:
+After, in place of the first:
 
     host = torch.cat([counts.reshape(-1), sums.reshape(-1)]).to("cpu")
     count_0 = host[0].item();  count_1 = host[1].item();  total = host[2].item()
 
-Each number keeps its node, and so the unbacked symbol that it binds. A number that is computed later than the first of
-a copy joins it where the few integers that it is made of can be computed before: an expert-parallel layer reads the
-splits of its all-to-all, and after the all-to-all the rows of its own experts, which follow from the same counts. Else
-it starts a copy of its own. Nothing else moves, collectives least of all. An element that is read twice, with no write
-in between, is one number. What depends on the batch alone is not here any more: `hoist_metadata` runs before, and reads
-it once per batch.
+Each number keeps its node, and so the unbacked symbol that the node binds. A read joins an earlier copy if the few
+integers that it depends on can be computed before that copy: an expert-parallel layer reads the splits of its
+all-to-all, and after the all-to-all the rows of its own experts, which follow from the same counts. Otherwise the read
+starts a new copy. Nothing else moves, in particular no collective. Two reads of an element, with no write in between,
+become one number. Reads that depend on the batch alone are gone by now: `hoist_metadata` runs first.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import declare_equal
 from fxpasses.pipeline import Context
-from fxpasses.report import Reason, Report
+from fxpasses.report import Report
 
-# All of them fit into an int64, so that one copy may hold elements of several tensors.
+# Each fits into an int64, so one copy may hold elements of several tensors.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
-# What is computed earlier than the program asks for has at most so many elements: counts, and nothing of tokens' size.
+# The most elements of a tensor that is computed earlier than in the program: enough for counts, too few for tokens.
 _MOST_MOVED = 4096
 
 
 @dataclass(frozen=True)
 class Read:
-    """`node` is `.item()` of element `place`, counted in row-major order, of what `tensor` holds at the node `at`."""
+    """`node` is `.item()` of element `place`, in row-major order, of the value that `tensor` has at node `at`."""
 
     node: Node
     tensor: Node
@@ -57,7 +56,7 @@ class Read:
 
 @dataclass
 class Copy:
-    """Reads that one copy answers, in program order; `moved` is computed before the first of them for that."""
+    """Reads that one copy serves, in program order; the nodes in `moved` move before the first of them."""
 
     reads: list[Read] = field(default_factory=list)
     moved: dict[Node, None] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class Copy:
 
     @property
     def waits(self) -> int:
-        """How often the host waits for these numbers: once for each, but once for those of a copy that is there."""
+        """How often the host waits for these numbers: once for each, or once for those of an existing copy."""
         return len({read.at for read in self.reads})
 
     @property
@@ -88,10 +87,9 @@ class CoalesceReads:
         for region in Region(gm).walk():
             for copy in copies_of(region.gm.graph, context):
                 waits, place = copy.waits, where(copy.first)
-                elements = f"{len(copy.reads)} numbers of {_names(copy.tensors)}"
+                elements = f"{len(copy.reads)} numbers of {', '.join(f'`{node.name}`' for node in copy.tensors)}"
                 try:
-                    if not context.may_change(copy.first):
-                        raise Refused(Reason.LEFT_OUT)
+                    context.check_may_change(copy.first)
                     coalesce(region.gm.graph, copy, context.fake_mode)
                     before, after = before + waits, after + 1
                     report.changes.append(f"{elements} at {place} → one copy")
@@ -106,7 +104,7 @@ class CoalesceReads:
 
 
 def copies_of(graph: Graph, context: Context) -> list[Copy]:
-    """The copies for which the host waits less often."""
+    """The copies that save the host a wait."""
     items = graph.find_nodes(op="call_method", target="item")
     if len(items) < 2:
         return []
@@ -124,7 +122,7 @@ def copies_of(graph: Graph, context: Context) -> list[Copy]:
 
 
 def _fits(read: Read, copy: Copy, memory: AliasAnalysis, fake_mode: Any) -> list[Node] | None:
-    """What has to be computed earlier for a copy in the place of its first read to answer a later one; None: cannot."""
+    """The nodes to move for a copy to serve a later read as well; None if it cannot."""
     example, other = (node.meta["example_value"] for node in (read.tensor, copy.reads[0].tensor))
     if example.device != other.device:
         return None
@@ -137,7 +135,7 @@ def _fits(read: Read, copy: Copy, memory: AliasAnalysis, fake_mode: Any) -> list
 
 
 def _computed_after(first: Node, tensor: Node, memory: AliasAnalysis, fake_mode: Any) -> list[Node] | None:
-    """The nodes after `first` that `tensor` is made of, in program order, if each can be evaluated before `first`."""
+    """The nodes after `first` on which `tensor` depends, in program order; None unless all can move before `first`."""
     found: set[Node] = set()
     waiting = [tensor]
     while waiting:
@@ -152,25 +150,20 @@ def _computed_after(first: Node, tensor: Node, memory: AliasAnalysis, fake_mode:
 
 
 def _can_move(node: Node, first: Node, memory: AliasAnalysis, fake_mode: Any) -> bool:
-    """Whether a node gives the same before `first`: pure, of few integers, which nobody has written to since."""
+    """Whether a node has the same value before `first`: it is pure, on few integers that are not written after it."""
     operands = node.all_input_nodes
     for tensor in (node, *operands):
         if not _is_dense(tensor) or tensor.meta["example_value"].dtype not in _INTEGERS | {torch.bool}:
             return False
     example = node.meta["example_value"]
     if example.numel() > _MOST_MOVED or any(example.device != n.meta["example_value"].device for n in operands):
-        return False  # a copy between devices would be another wait
-    if any(memory.writer(operand, first, node) is not None for operand in operands):
-        return False
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
-    try:
-        return not effects.observe(node, args, kwargs, fake_mode).writes
-    except Refused:
-        return False
+        return False  # a copy between devices would add a wait
+    is_written = any(memory.writer(operand, first, node) is not None for operand in operands)
+    return not is_written and effects.impurity(node, fake_mode) is None
 
 
 def _read(node: Node, memory: AliasAnalysis) -> Read | None:
-    """What `.item()` reads: an element by constant indices of a tensor of known size, or the only one it has."""
+    """The element that `.item()` reads, by constant indices, of a tensor of known size; None for any other read."""
     if not isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat)) or len(node.args) != 1:
         return None
     places: list[int] = []
@@ -182,8 +175,8 @@ def _read(node: Node, memory: AliasAnalysis) -> Read | None:
         return None
     at = node
     if is_copy_to_host(current):
-        if not _is_plain_copy(current) or any(memory.writer(n, current, node) for n in (current, current.args[0])):
-            return None  # the copy that is there stays, and is waited for once
+        if not _keeps_dtype(current) or any(memory.writer(n, current, node) for n in (current, current.args[0])):
+            return None  # the existing copy stays, with its one wait
         at, current = current, current.args[0]
     place: int = 0
     sizes = current.meta["example_value"].shape
@@ -193,7 +186,7 @@ def _read(node: Node, memory: AliasAnalysis) -> Read | None:
 
 
 def _constant_index(node: Any) -> tuple[int, ...] | None:
-    """The index of `x[1, 2]` and `x.select(0, 1)`; None for anything else, such as a part of a tuple."""
+    """The index of `x[1, 2]` and `x.select(0, 1)`; None for any other node, such as an element of a tuple."""
     index: Any = ()
     source = node.args[0] if isinstance(node, Node) and node.args else None
     if not isinstance(source, Node) or isinstance(source.meta.get("example_value"), (tuple, list)):
@@ -205,12 +198,10 @@ def _constant_index(node: Any) -> tuple[int, ...] | None:
     return index if index and all(type(part) is int for part in index) else None
 
 
-def _is_plain_copy(node: Node) -> bool:
-    """Whether a node brings a tensor to the host as it is."""
-    if not is_copy_to_host(node) or not _is_dense(node.args[0]):
-        return False
-    copied: Any = node.args[0]
-    return bool(copied.meta["example_value"].dtype == node.meta["example_value"].dtype)
+def _keeps_dtype(copy: Node) -> bool:
+    """Whether a copy to the host is of a dense tensor, and of the same dtype."""
+    source: Any = copy.args[0]
+    return _is_dense(source) and source.meta["example_value"].dtype == copy.meta["example_value"].dtype
 
 
 def _is_dense(node: Any) -> bool:
@@ -222,23 +213,19 @@ def _is_dense(node: Any) -> bool:
 
 
 def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
-    """Write the copy before its first read, and let all read from it; raises `Refused`, and changes no value."""
+    """Insert the copy before its first read, and redirect all reads to it; raises `Refused` and changes no value."""
     emit = NodeBuilder(graph, fake_mode, copy.first)
     for node in copy.moved:
-        if copy.first < node:  # and not moved to before a still earlier copy
+        if copy.first < node:  # not yet moved before an even earlier copy
             copy.first.prepend(node)
-    try:
-        with graph.inserting_before(copy.first):
-            host, starts = _copied(emit, copy.tensors)
-        elements: dict[int, Node] = {}
+    elements: dict[int, Node] = {}
+    with emit.before(copy.first):
+        host, starts = _copied(emit, copy.tensors)
         for read in copy.reads:
             place = starts[read.tensor] + read.place
             if place not in elements:
                 with graph.inserting_before(read.node):
                     elements[place] = emit(operator.getitem, (host, place))
-    except Refused:
-        emit.undo()
-        raise
     numbers: dict[int, Node] = {}
     for read in copy.reads:
         place, asked = starts[read.tensor] + read.place, read.node.all_input_nodes
@@ -253,7 +240,7 @@ def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
 
 
 def _copied(emit: NodeBuilder, tensors: list[Node]) -> tuple[Node, dict[Node, int]]:
-    """One tensor on the host with all elements, and where each tensor's begin."""
+    """One tensor on the host with the elements of all tensors, and the place where those of each begin."""
     parts, starts, end = [], dict[Node, int](), 0
     several = len({node.meta["example_value"].dtype for node in tensors}) > 1
     for node in tensors:
@@ -265,7 +252,3 @@ def _copied(emit: NodeBuilder, tensors: list[Node]) -> tuple[Node, dict[Node, in
         starts[node], end = end, end + example.numel()
     joined = emit(torch.cat, (parts,)) if len(parts) > 1 else parts[0]
     return emit("to", (joined, "cpu")), starts
-
-
-def _names(nodes: list[Node]) -> str:
-    return ", ".join(f"`{node.name}`" for node in nodes)

@@ -1,4 +1,4 @@
-"""Run a mixture of experts once on all tokens, sorted by expert, and not in a loop over the experts.
+"""Run a mixture of experts once, on all tokens sorted by expert, instead of in a loop over the experts.
 
 Before, for each expert (E queries, E small programs; the host waits for the device at each query):
 
@@ -12,11 +12,10 @@ After, whatever E is:
     y = grouped_mm(silu(grouped_mm(gather_rows(x, tok), w1, offsets)), w2, offsets)
     out.index_add_(0, tok, y * weights[tok, slot, None])
 
-*Find* loops by their ends (`experts/loops.py`), *unify* the branches (`graph/anti_unification.py`), know what their
-queries mean (`graph/routing.py`), and *lift* the common program to all rows (`experts/lifting.py`);
-`experts/grouping.py` does so for one loop. Sums are taken in the order of the loop. A loop in which anything is not
-understood keeps its branches, with the reason in the report; its queries become one sort and slices
-(`experts/slicing.py`), where they are understood.
+*Find* loops by their ends (`experts/loops.py`), *unify* the branches (`graph/anti_unification.py`), *analyse* their
+queries (`graph/routing.py`), and *lift* the common program to all rows (`experts/lifting.py`); `experts/grouping.py`
+does so for one loop. Sums keep the order of the loop. A loop that cannot be proved keeps its branches, with the reason
+in the report; its queries become one sort and slices (`experts/slicing.py`) if their routing is known.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from torch.fx import Node
 
 from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.checkpoints import save_routing
-from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.speculation import SpeculatedBranch, branches_of
@@ -53,26 +51,25 @@ class GroupExperts:
         level = context.options.experts
         if level == "off":
             return report
-        counts = {"loops_grouped": 0, "loops_sliced": 0}
+        counts, branches = {"loops_grouped": 0, "loops_sliced": 0}, branches_of(gm)
         for region in Region(gm).walk():
             erase_answers(region.gm.graph)
             memory = context.aliases(region.gm.graph)
             left: list[tuple[Loop, Refusal]] = []
             changes: list[str] = []
-            if level != "slices":
-                for loop, found in self._loops_of(region, memory, context, branches_of(gm)):
-                    if isinstance(found, Refusal):
-                        left.append((loop, found))
-                    else:
-                        counts["loops_grouped"] += len(found)
-                        changes += found
-            prove_idle(region.gm.graph, branches_of(gm), context.fake_mode, context.discharged)
+            for loop, found in self._loops_of(region, memory, context, branches) if level != "slices" else ():
+                if isinstance(found, Refusal):
+                    left.append((loop, found))
+                else:
+                    changes += found
+            counts["loops_grouped"] += len(changes)
+            prove_idle(region.gm.graph, branches, context.fake_mode, context.discharged)
             if level != "grouped":
                 memory.refresh()
-                sliced = slice_queries(region.gm.graph, memory, context, left, _NOT_GROUPED[level])
-                counts["loops_sliced"] += len(sliced.changes)
-                changes += sliced.changes
-                report.refusals += sliced.refusals
+                sliced, refusals = slice_queries(region.gm.graph, memory, context, left, _NOT_GROUPED[level])
+                counts["loops_sliced"] += len(sliced)
+                changes += sliced
+                report.refusals += refusals
             report.refusals += [refusal for _, refusal in left]
             report.changes += changes
             if changes:
@@ -81,41 +78,38 @@ class GroupExperts:
                 while around.parent is not None:
                     save_routing(around.gm)
                     around = around.parent
-        context.discharged |= set(prove_numbers([region.gm.graph for region in Region(gm).walk()], branches_of(gm)))
+        context.discharged |= set(prove_numbers([region.gm.graph for region in Region(gm).walk()], branches))
         report.figures = {name: count for name, count in counts.items() if count}
         report.changed = bool(report.figures)
         report.summary = _summary(**counts)
         return report
 
     def _loops_of(
-        self, region: Region, memory: AliasAnalysis, context: Context, skips: dict[int, SpeculatedBranch]
+        self, region: Region, memory: AliasAnalysis, context: Context, branches: dict[int, SpeculatedBranch]
     ) -> Iterator[tuple[Loop, list[str] | Refusal]]:
-        """What became of each loop. One may go on with another's sum, so they are looked for anew after each change."""
+        """Each loop, with its changes or refusal. A loop may extend another's sum, so a new search follows each."""
         tried: set[tuple[Node, ...]] = set()
         while True:
-            loops = ((loop, loop.ends) for loop in find_loops(region.gm.graph))
-            loop, key = next(((loop, key) for loop, key in loops if key not in tried), (None, ()))
+            loop = next((loop for loop in find_loops(region.gm.graph) if loop.ends not in tried), None)
             if loop is None:
                 return
-            tried.add(key)
-            first = key[0]
-            if context.may_change(first):
+            tried.add(loop.ends)
+            if context.may_change(loop.ends[0]):
                 memory.refresh()
-                yield loop, self._group(region, loop, memory, context, skips)
+                yield loop, self._group(region, loop, memory, context, branches)
             else:
-                yield loop, Refusal(first.name, Reason.LEFT_OUT, "", where(first), module_of(first)[0])
+                yield loop, Refused(Reason.LEFT_OUT).of(loop.ends[0])
 
     def _group(
-        self, region: Region, loop: Loop, memory: AliasAnalysis, context: Context, skips: dict[int, SpeculatedBranch]
+        self, region: Region, loop: Loop, memory: AliasAnalysis, context: Context, branches: dict[int, SpeculatedBranch]
     ) -> list[str] | Refusal:
-        """What became of a loop: of all of it, or of its rounds where it is a loop in a loop (over slots, say)."""
+        """Group a loop; as a whole, or else each of its rounds, where it is a nested loop (over slots, for example)."""
         refusal = None
         for rounds in loop.rounds():
-            groupings = []
             try:
-                groupings = [Grouping(region, inner, memory, context.fake_mode, skips) for inner in rounds]
+                groupings = [Grouping(region, inner, memory, context.fake_mode, branches) for inner in rounds]
                 if len({grouping.experts() for grouping in groupings}) > 1:
-                    raise NotProved("the rounds of the loop are of different experts")
+                    raise NotProved("the rounds of the loop have different experts")
                 return self._run_all(groupings, context.discharged)
             except Refused as refused:
                 refusal = refusal or refused.of(loop.merges[0].node)
@@ -127,11 +121,11 @@ class GroupExperts:
         for grouping in groupings:
             try:
                 changes.append(grouping.run())
-                discharged |= grouping.proof.skips
+                discharged |= grouping.proof.discharged
             except Refused:
                 if not changes:
                     raise
-                break  # the rounds before stand for themselves
+                break  # the earlier rounds are grouped already
         return changes
 
 

@@ -11,21 +11,21 @@ After, the layers take `packed_0: "f32[12, 12]"`, an input of the graph, and the
 
     max_1 = input_0.max();  item = max_1.item();  full = torch.full((12, 12), -inf);  ...;  return (full,)
 
-*Find* the closure of the metadata (`graph/closure.py`), *decide* for each value that the rest of the graph looks at
-whether it becomes an input or is made in place from smaller ones (views, sums of host numbers, plain factories), and
-*cut*. What the pass leaves alone, and why, is in its report.
+*Find* the closure of the metadata (`graph/closure.py`), *decide* for each frontier value whether it becomes an input or
+is recomputed in place from smaller ones (views, sums of host numbers, plain factories), and *cut*. The report says what
+the pass leaves alone, and why.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
+from fxpasses.graph.building import replace_operand
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.closure import find_closure
 from fxpasses.graph.metadata_analysis import RANGES, Closure
@@ -44,11 +44,12 @@ from fxpasses.graph.symbols import (
     scalar_tensor,
     symbol,
 )
-from fxpasses.graph.values import Allocation, Entry, Ref, Scalar, Tensor, Value, number_of
+from fxpasses.graph.values import Entry, Ref, Scalar, Tensor, Value, number_of
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
-# A result made once and larger than this (bytes) is left where a compiler may fuse it away: `one_hot(ids, vocabulary)`.
+# A tensor that is made once and larger than this (bytes) stays where a compiler may fuse it away:
+# `one_hot(ids, vocabulary)`.
 _LARGE = 1 << 30
 
 
@@ -63,15 +64,13 @@ class HoistMetadata:
         main = Region(gm)
         banned = {node: Refusal(node.name, Reason.INPUT_WRITTEN, _SHARED) for node in context.shared_inputs}
         closure = find_closure(main, context.fake_mode, banned)
-        large = _too_large(closure)
-        if large:
-            closure = find_closure(main, context.fake_mode, banned | large)
-        left_out = _Cut(main, closure, context, report).run()
-        while left_out:  # they stay as they are written, and what they need is looked at anew
+        if large := _too_large(closure):
+            banned |= large
+            closure = find_closure(main, context.fake_mode, banned)
+        while left_out := _Cut(main, closure, context, report).run():  # these stay, and use what may become inputs
             assert not left_out <= banned.keys(), "a value that was left out is provided all the same"
             banned |= {node: Refusal(node.name, Reason.LEFT_OUT, "", where(node)) for node in left_out}
-            closure = find_closure(main, context.fake_mode, banned | large)
-            left_out = _Cut(main, closure, context, report).run()
+            closure = find_closure(main, context.fake_mode, banned)
         report.refusals = _refusals(closure)
         return report
 
@@ -80,7 +79,7 @@ _SHARED = "another input shares its memory"
 
 
 def _too_large(closure: Closure) -> dict[Node, Refusal]:
-    """Allocations that the prologue would hold, and a compiler might never make."""
+    """Allocations that the prologue would hold, and that a compiler might fuse away."""
     found = {}
     for use in closure.uses:
         for memory, _ in use.versions:
@@ -91,7 +90,7 @@ def _too_large(closure: Closure) -> dict[Node, Refusal]:
     return found
 
 
-_KEEP = "keep"
+_KEEP: Final = "keep"
 
 
 @dataclass(frozen=True)
@@ -99,17 +98,8 @@ class _Constant:
     value: int | float | bool
 
 
-@dataclass(frozen=True)
-class _Provide:
-    """Replace a node by an input: a scalar (`memory` is None), or a tensor at the last version of its memory."""
-
-    number: int
-    memory: Allocation | None = None
-
-    @property
-    def row(self) -> int:
-        """The row of the table that says what is provided: for memory that was written, the last write."""
-        return self.number if self.memory is None else self.memory.version
+# What becomes of a node: it stays, a constant replaces it, or an input does: a scalar, or a tensor at its last version.
+_Decision = Literal["keep"] | _Constant | Ref
 
 
 class _Cut:
@@ -119,7 +109,7 @@ class _Cut:
         self.table = closure.table
         self.context = context
         self.report = report
-        self.decisions: dict[Node, Any] = {}
+        self.decisions: dict[Node, _Decision] = {}
         self.inputs: dict[tuple[Region, Ref], Node] = {}
         self.frontier: list[Extra] = []
         self.sizes: set[Any] = set()  # unbacked symbols that an input binds
@@ -127,15 +117,15 @@ class _Cut:
         self.original_inputs = main.placeholders()
 
     def run(self) -> set[Node]:
-        """Rewrite the graph; or leave it, and return the nodes of the values that may not be provided."""
+        """Rewrite the graph; or leave it, and return the nodes whose values may not be provided."""
         for use in self.closure.uses:
             self._decide(use.region, use.operand)
-        left_out = self._left_out()
-        if left_out:
+        if left_out := self._left_out():
             return left_out
-        provides = any(isinstance(decision, _Provide) for decision in self.decisions.values())
+        provides = any(isinstance(decision, Ref) for decision in self.decisions.values())
         reads = self._reads()
-        if not provides and not (reads and self.asserting and self._may_assert()):
+        asserts = bool(reads and self.asserting)
+        if not provides and not (asserts and self.context.may_change(self.closure.assertions[0][1])):
             return set()
         assertions = self._assertions()
         for first, second in self.table.same:
@@ -156,16 +146,15 @@ class _Cut:
 
     def _left_out(self) -> set[Node]:
         """The nodes of values that may not become inputs. One value is one change, however many nodes hold it."""
-        provided = [decision for decision in self.decisions.values() if isinstance(decision, _Provide)]
-        rows = dict.fromkeys(decision.row for decision in provided)
+        rows = dict.fromkeys(_row(decision) for decision in self.decisions.values() if isinstance(decision, Ref))
         changes = [row for row in rows if self.table.entries[row].kind != "root"]
         left_out = {row for row in changes if not self.context.may_change(self.table.entries[row].node)}
         if left_out:  # what the prologue computes on the way to another input is provided with it
             left_out -= self._behind(set(changes) - left_out)
-        return {node for node, value in self.closure.values.items() if _row(value) in left_out}
+        return {node for node, value in self.closure.values.items() if _last_row(value) in left_out}
 
     def _behind(self, numbers: set[int]) -> set[int]:
-        """The numbers of all that `numbers` are computed from."""
+        """The rows that the values of `numbers` are computed from."""
 
         def behind(number: int) -> list[int]:
             entry = self.table.entries[number]
@@ -174,11 +163,8 @@ class _Cut:
 
         return set(reached(numbers, behind))
 
-    def _may_assert(self) -> bool:
-        return self.context.may_change(self.closure.assertions[0][1])
-
     def _decide(self, region: Region, node: Node) -> None:
-        """What becomes of a closure node that something outside the closure, or a kept node, looks at."""
+        """Decide on a closure node that a node outside the closure, or one that stays, uses."""
         waiting = [(region, node)]
         while waiting:
             region, node = waiting.pop()
@@ -194,19 +180,18 @@ class _Cut:
             else:
                 waiting += [(region, operand) for operand in node.all_input_nodes if operand in self.closure.values]
 
-    def _decision(self, node: Node) -> Any:
+    def _decision(self, node: Node) -> _Decision:
         value = self.closure.values[node]
         if isinstance(value, Scalar):
             return self._scalar_decision(node, self.table.entries[value.number])
         if isinstance(value, Tensor):
             memory = value.memory
             content = self.table.entries[memory.version]
-            if self.table.entries[memory.alloc].kind == "root" or value.number != memory.alloc or not content.work:
-                return _KEEP
-            return _Provide(memory.alloc, memory)
+            if self.table.entries[memory.alloc].kind != "root" and value.number == memory.alloc and content.work:
+                return Ref(memory.alloc, memory.version)
         return _KEEP
 
-    def _scalar_decision(self, node: Node, entry: Entry) -> Any:
+    def _scalar_decision(self, node: Node, entry: Entry) -> _Decision:
         if entry.kind == "root":
             return _KEEP
         known = node.meta.get("example_value", entry.fake)
@@ -217,8 +202,8 @@ class _Cut:
         if found is not None and not is_unbacked(known):
             root = self._input_for_symbol(found)
             if root is not None:
-                return _Provide(root)
-        return _Provide(entry.number) if entry.read and entry.kind == "op" else _KEEP
+                return Ref(root)
+        return Ref(entry.number) if entry.read and entry.kind == "op" else _KEEP
 
     def _input_for_symbol(self, found: Any) -> int | None:
         for node in self.original_inputs:
@@ -230,7 +215,7 @@ class _Cut:
     # Rewriting
 
     def _provide(self, region: Region, ref: Ref) -> Node:
-        """The node of `region` that holds a frontier value: made where there is none yet."""
+        """The node of `region` that holds a frontier value, which is created the first time."""
         if (region, ref) in self.inputs:
             return self.inputs[region, ref]
         entry = self.table.entries[ref.number]
@@ -248,7 +233,7 @@ class _Cut:
         return node
 
     def _add_input(self, ref: Ref, entry: Entry) -> Node:
-        """A placeholder of the main graph for a frontier value; AOTAutograd takes tensors and integers."""
+        """A placeholder of the main graph for a frontier value; AOTAutograd accepts tensors and integers alone."""
         fake = entry.fake
         if isinstance(fake, torch.Tensor):
             node = self._append_input(Extra(ref), fake, entry)
@@ -267,7 +252,7 @@ class _Cut:
         return self._append_input(Extra(ref), fake, entry)
 
     def _bind_parts(self, size: Any, entry: Entry) -> None:
-        """A size `u1 + 1` binds no symbol for Inductor: `u1` becomes an input of its own."""
+        """Make `u1` an input of its own where a size is `u1 + 1`, which binds no symbol for Inductor."""
         for found in sorted(expression(size).free_symbols - self.sizes, key=str):
             extra = self.table.source_of(found)
             if extra is None:
@@ -289,7 +274,7 @@ class _Cut:
         return node
 
     def _derive(self, op: str, target: Any, args: tuple[Any, ...], fake: Any, entry: Entry) -> Node:
-        """A number made from an input at the top of the main graph."""
+        """A number that is computed from an input, at the top of the main graph."""
         first = next(node for node in self.main.gm.graph.nodes if node.op != "placeholder")
         with self.main.gm.graph.inserting_before(first):
             node = self.main.gm.graph.create_node(op, target, args)
@@ -302,49 +287,31 @@ class _Cut:
         graph = region.gm.graph
         for node in list(graph.nodes):
             decision = self.decisions.get(node)
-            if decision is None or decision is _KEEP:
-                continue
             survivors = [user for user in node.users if self._survives(user)]
-            if not survivors:
+            if not isinstance(decision, (_Constant, Ref)) or not survivors:
                 continue
-            replacement = self._replacement(region, node, decision)
+            replacement = decision.value if isinstance(decision, _Constant) else self._provide(region, decision)
             for user in survivors:
                 replaced = replacement
                 if user.op == "output" and node in self.closure.copied:
                     with graph.inserting_before(user):
                         replaced = graph.call_method("clone", (replacement,))
                         replaced.meta = dict(node.meta)
-                _replace(user, node, replaced)
+                replace_operand(user, node, replaced)
 
-    def _survives(self, user: Node) -> bool:
-        if user in self.asserting:
-            return False
-        return user not in self.closure.values or self.decisions.get(user) is _KEEP
-
-    def _replacement(self, region: Region, node: Node, decision: Any) -> Any:
-        if isinstance(decision, _Constant):
-            return decision.value
-        version = decision.memory.version if decision.memory is not None else None
-        return self._provide(region, Ref(decision.number, version))
+    def _survives(self, node: Node) -> bool:
+        is_replaced = node in self.closure.values and self.decisions.get(node) is not _KEEP
+        return node not in self.asserting and not is_replaced
 
     def _erase(self, region: Region) -> None:
-        """Drop the closure nodes that nothing needs any more, and the operands of a body that have become unused."""
-        graph = region.gm.graph
-        for node in reversed(list(graph.nodes)):
-            dead = node in self.asserting or (node in self.closure.values and self.decisions.get(node) is not _KEEP)
-            if not dead:
-                continue
-            if node.op != "placeholder":
-                graph.erase_node(node)
-            elif region.call is not None and not node.users:
-                position = region.placeholders().index(node)
-                arguments = list(region.call.args)
-                del arguments[1 + position]
-                region.call.args = tuple(arguments)
-                graph.erase_node(node)
+        """Erase the closure nodes that nothing needs any more, and the operands of a body that have become unused."""
+        for node in reversed(list(region.gm.graph.nodes)):
+            is_unused_operand = region.call is not None and not node.users
+            if not self._survives(node) and (node.op != "placeholder" or is_unused_operand):
+                region.erase(node)
 
     def _assertions(self) -> list[Assertion]:
-        """The assertions, each once; one that is known to hold asserts nothing."""
+        """The distinct assertions, without ranges and conditions that are known to hold."""
         first: dict[int, Assertion] = {}
         for _, node in self.closure.assertions:
             condition = node.args[0]
@@ -360,13 +327,9 @@ class _Cut:
     # Reporting
 
     def _reads(self) -> list[Node]:
-        """The nodes of the closure that make the host wait for the device, before the pass."""
-        values = self.closure.values
-        return [node for node in values if node.meta.get("unbacked_bindings") and self._is_read(values[node])]
-
-    def _is_read(self, value: Value) -> bool:
-        number = number_of(value)
-        return number is not None and self.table.entries[number].read
+        """The nodes of the closure at which the host waits for the device, before the pass."""
+        bound = {n: number_of(value) for n, value in self.closure.values.items() if n.meta.get("unbacked_bindings")}
+        return [node for node, number in bound.items() if number is not None and self.table.entries[number].read]
 
     def _describe(self, reads: list[Node]) -> None:
         entries = [self.table.entries[extra.ref.number] for extra in self.frontier if extra.dimension is None]
@@ -393,7 +356,12 @@ class _Cut:
             self.report.changes.append(f"{entry.node.name} ×{self.table.occurrences(entry)} at {place} → packed input")
 
 
-def _row(value: Value) -> int | None:
+def _row(ref: Ref) -> int:
+    """The row of the table that makes a value: for memory that was written to, the last write."""
+    return ref.number if ref.version is None else ref.version
+
+
+def _last_row(value: Value) -> int | None:
     return value.memory.version if isinstance(value, Tensor) else number_of(value)
 
 
@@ -405,11 +373,6 @@ def _append_placeholder(region: Region, name: str, fake: Any, entry: Entry) -> N
     if entry.node.meta.get("stack_trace"):
         node.meta["stack_trace"] = entry.node.meta["stack_trace"]
     return node
-
-
-def _replace(user: Node, old: Node, new: Any) -> None:
-    user.args = map_arg(user.args, lambda n: new if n is old else n)
-    user.kwargs = map_arg(user.kwargs, lambda n: new if n is old else n)
 
 
 def _declare_all_equal(first: Any, second: Any) -> None:

@@ -1,4 +1,4 @@
-"""Have no mask made where its plans say it all.
+"""Omit masks that only their plans need.
 
 Before, in the prologue and in each layer:
 
@@ -6,14 +6,14 @@ Before, in the prologue and in each layer:
     plan = fxpasses.attention_plan(mask)
     out = fxpasses.sparse_attention(q, k, v, mask, plan)
 
-After: rows of the mask are computed in blocks, looked at, and thrown away:
+After: rows of the mask are computed in blocks, read, and discarded:
 
     plan = module_0(document, ...)
     out = fxpasses.sparse_attention(q, k, v, None, plan)
 
-*Find* the large masks that nothing but plans and the attentions that follow them takes, *prove* their programs to be
-elementwise in rows (`graph/by_rows.py`), *check* that the prologue needs them for nothing else, and *replace*. It is
-decided when the graph is compiled, and holds for every batch: a plan that is made so is never dense.
+*Find* the large masks whose only users are plans and the attentions that follow those plans, *prove* that their
+programs compute row by row (`graph/by_rows.py`), *check* that the prologue needs them for nothing else, and *replace*.
+The decision is made at compile time and holds for every batch: such a plan is never dense.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from fxpasses.graph.by_rows import ByRows, by_rows
+from fxpasses.graph.by_rows import by_rows
 from fxpasses.graph.calls import VIEWS, OperatorCall, operator_of
 from fxpasses.graph.emission import slice_of
 from fxpasses.graph.prologue import Draft, Extra
@@ -38,15 +38,15 @@ from fxpasses.report import Reason, Report
 from fxpasses.runtime.attention import plan as plans
 from fxpasses.runtime.attention.by_rows import PlanByRows
 
-# 2048 × 2048 pairs take 4 MiB, and 16 MiB more where attention runs dense. Of smaller masks there is little to save,
-# and a dense plan, which is bit for bit what ran before, is worth keeping.
+# 2048 × 2048 pairs take 4 MiB, and 16 MiB more where attention runs dense. Smaller masks save little, and dense plans,
+# which compute bit for bit what ran before, are worth more.
 LARGE = 1 << 22
-_SMALL = 64  # what is made as a whole has at most this part of the mask's elements
+_SMALL = 64  # an operand that is computed as a whole has at most 1/64 of the mask's elements
 
 _PLAN = torch.ops.fxpasses.attention_plan.default
 _ATTENTION = torch.ops.fxpasses.sparse_attention.default
 _MASK, _PLANNED, _FORM = 3, 4, 6  # positions of its arguments
-_FORMS = ("fused", "repeated")  # others may need the mask for rows that see nothing
+_FORMS = ("fused", "repeated")  # other forms may need the mask for rows in which it hides all keys
 
 
 class OmitMasks:
@@ -64,8 +64,7 @@ class OmitMasks:
         for mask in _masks(main, context.draft):
             try:
                 mask.check(context.draft)
-                if not context.may_change(mask.owner.node):
-                    raise Refused(Reason.LEFT_OUT)
+                context.check_may_change(mask.owner.node)
                 masks.append(mask)
             except Refused as refused:
                 report.refusals.append(refused.of(mask.owner.node))
@@ -83,13 +82,13 @@ class OmitMasks:
         report.figures = {"masks": len(masks), "bytes": size}
         what = "the mask is not made: its plan is" if len(masks) == 1 else f"{len(masks)} masks are not made: plans are"
         report.summary = f"{what} computed in blocks of rows"
-        report.changes = [f"{_name(mask)} at {where(mask.owner.node)} → not made" for mask in masks]
+        report.changes = [f"{mask.name} at {where(mask.owner.node)} → not made" for mask in masks]
         return report
 
 
 @dataclass(frozen=True)
 class _Use:
-    """A node that takes a value which is an input of the main graph; `value` is what the node calls it."""
+    """A node that uses an input of the main graph; `value` is its operand, the input, a view or a placeholder."""
 
     region: Region
     node: Node
@@ -98,23 +97,21 @@ class _Use:
 
 @dataclass(eq=False)
 class _Plan:
-    """position: among what the main graph takes from the prologue. by_rows: the program of its mask, once proved."""
+    """position: among the main graph's inputs from the prologue. extra: the plan computed by rows, once proved."""
 
     position: int
     entry: Entry
     placeholder: Node
-    by_rows: ByRows | None = None
     extra: Extra | None = None
 
     @property
     def mask(self) -> Ref:
-        mask: Ref = self.entry.args[0]
-        return mask
+        return self.entry.args[0]
 
 
 @dataclass(eq=False)
 class _Mask:
-    """A large mask: the memory `owner` at `version`, an input of the main graph, and the plans that are made of it."""
+    """A large mask: the memory `owner` at `version`, an input of the main graph, and the plans that are built of it."""
 
     position: int
     owner: Entry
@@ -124,11 +121,15 @@ class _Mask:
     plans: list[_Plan] = field(default_factory=list)
 
     @property
+    def name(self) -> str:
+        return f"{self.owner.node.name} {list(self.owner.fake.shape)}"
+
+    @property
     def attentions(self) -> list[_Use]:
         return list(_uses(self.main, self.placeholder))
 
     def check(self, draft: Draft) -> None:
-        """Raise `Refused` unless plans and attentions are all that takes the mask, and its rows are made one by one."""
+        """Raise `Refused` unless plans and attentions are the mask's only users, and it is computed row by row."""
         table = draft.table
         if self.owner.fake.dtype is not torch.bool:
             raise Refused(Reason.NOT_BOOL, f"but {self.owner.fake.dtype}")
@@ -146,14 +147,12 @@ class _Mask:
             if followed is None or use is None or not _follows(use, followed, table):
                 raise Refused(Reason.MASK_NEEDED, f"`{node.name}`", node)
         for plan in self.plans:
-            plan.by_rows, plan.extra = self._proved(plan, draft)
+            plan.extra = self._by_rows(plan, draft)
 
-    def _proved(self, plan: _Plan, draft: Draft) -> tuple[ByRows, Extra]:
-        fake = draft.table.entries[plan.mask.number].fake
-        mask, rows = (
-            plans.four_dimensional(fake),
-            OperatorCall(_PLAN, plan.entry.args, plan.entry.kwargs).argument("rows"),
-        )
+    def _by_rows(self, plan: _Plan, draft: Draft) -> Extra:
+        """The plan, computed from blocks of the mask's rows; raises `Refused`."""
+        mask = plans.four_dimensional(draft.table.entries[plan.mask.number].fake)
+        rows = OperatorCall(_PLAN, plan.entry.args, plan.entry.kwargs).argument("rows")
         count = draft.table.entries[rows.number].fake if isinstance(rows, Ref) else rows
         if expression(count) != expression(mask.shape[2]):
             raise Refused(Reason.NOT_BY_ROWS, "one row stands for many")
@@ -162,11 +161,11 @@ class _Mask:
         batch, heads = (1 if one_for_all else mask.shape[i] for i, one_for_all in enumerate(repeated))
         made = plan.entry.fake.new_empty(plans.plan_size(batch, heads, mask.shape[2], mask.shape[3], in_blocks=True))
         arguments = (plan.entry.args[1], rows, repeated, *found.operands)
-        return found, Extra(draft.table.computed_by(PlanByRows(found.module), arguments, made, plan.entry.node))
+        return Extra(draft.table.computed_by(PlanByRows(found.module), arguments, made, plan.entry.node))
 
 
 def _follows(use: _Use, plan: _Plan, table: ValueTable) -> bool:
-    """Whether a mask is used by an attention by its plan, which never needs the mask where the plan is not dense."""
+    """Whether a use is an attention by the plan of the mask; it reads the mask only where the plan is dense."""
     node, mask = use.node, use.value
     if node.target is not _ATTENTION or node.kwargs or len(node.args) <= _FORM:
         return False
@@ -177,7 +176,7 @@ def _follows(use: _Use, plan: _Plan, table: ValueTable) -> bool:
 
 
 def _masks(main: Region, draft: Draft) -> Iterator[_Mask]:
-    """The large masks that the graph takes, in the order of its inputs."""
+    """The large masks among the main graph's inputs, in their order."""
     entries = draft.table.entries
     taken = list(zip(draft.wanted, main.placeholders()[len(draft.inputs) :], strict=True))
     found: dict[int, list[_Plan]] = {}
@@ -198,7 +197,7 @@ def _is_plain(extra: Extra) -> bool:
 
 
 def _uses(region: Region, node: Node) -> Iterator[_Use]:
-    """What takes a value, or a view of it, in a graph and its checkpoint bodies; nodes that only hand it on do not."""
+    """The uses of a value and of its views, in a graph and its checkpoint bodies."""
     for user in list(node.users):
         body = region.bodies.get(user)
         if body is not None:
@@ -215,7 +214,7 @@ def _inside(body: Region, node: Node) -> list[Node]:
 
 
 def _without(masks: list[_Mask], draft: Draft) -> Draft:
-    """The prologue with plans that are made in blocks, and without the masks."""
+    """The prologue with plans that are computed in blocks, and without the masks."""
     replaced = {plan.position: plan.extra for mask in masks for plan in mask.plans}
     omitted = {mask.position for mask in masks}
     wanted = [replaced.get(i) or extra for i, extra in enumerate(draft.wanted) if i not in omitted]
@@ -231,7 +230,7 @@ def _rewrite(main: Region, masks: list[_Mask], draft: Draft, context: Context) -
             assert plan.extra is not None
             made = draft.table.entries[plan.extra.ref.number].fake
             context.example_inputs[positions[plan.placeholder]] = made
-            _tell(main, plan.placeholder, made)
+            _set_example(main, plan.placeholder, made)
         _erase(main, mask.placeholder)
     for position in sorted((positions[mask.placeholder] for mask in masks), reverse=True):
         del context.example_inputs[position]
@@ -239,28 +238,17 @@ def _rewrite(main: Region, masks: list[_Mask], draft: Draft, context: Context) -
         region.gm.recompile()
 
 
-def _tell(region: Region, node: Node, made: torch.Tensor) -> None:
-    node.meta["example_value"] = made
-    for user in node.users:
-        if user in region.bodies:
-            for inner in _inside(region.bodies[user], node):
-                _tell(region.bodies[user], inner, made)
+def _set_example(region: Region, node: Node, example: torch.Tensor) -> None:
+    node.meta["example_value"] = example
+    for body in (region.bodies[user] for user in node.users if user in region.bodies):
+        for inner in _inside(body, node):
+            _set_example(body, inner, example)
 
 
 def _erase(region: Region, node: Node) -> None:
-    """Erase an input of the main graph, its views, and what stands for it in checkpoint bodies."""
+    """Erase an input of the main graph, its views, and its placeholders in checkpoint bodies."""
     for user in list(node.users):
         body = region.bodies.get(user)
-        if body is None:
-            _erase(region, user)
-            continue
-        for inner in _inside(body, node):
-            position = body.placeholders().index(inner)
-            _erase(body, inner)
-            del body.operands[inner]
-            user.args = (*user.args[: 1 + position], *user.args[2 + position :])
-    region.gm.graph.erase_node(node)
-
-
-def _name(mask: _Mask) -> str:
-    return f"{mask.owner.node.name} {list(mask.owner.fake.shape)}"
+        for inner in _inside(body, node) if body is not None else [user]:
+            _erase(body or region, inner)
+    region.erase(node)

@@ -1,18 +1,18 @@
-"""Compute of an attention only what the batch's mask allows.
+"""Compute only the part of an attention that the batch's mask allows.
 
-Before, in each layer, its checkpoint's body or not (a mask of documents: most pairs are computed, and thrown away):
+Before, in each layer, inside a checkpoint or not (with a mask of documents, most of the computed pairs are discarded):
 
     mask = (document[:, None] == document[None]) & causal
     out = scaled_dot_product_attention(q, k, v, attn_mask = mask)
 
-After, with a plan that `hoist_metadata` computes once per batch, as all that is made of metadata alone:
+After, with a plan that `hoist_metadata` computes once per batch, because it depends on metadata alone:
 
     plan = fxpasses.attention_plan(mask)
     out = fxpasses.sparse_attention(q, k, v, mask, plan, scale)
 
-*Find* attention in whatever spelling (`attention/fused.py`, `attention/written.py`), *ask* the analysis of the
-metadata (`graph/closure.py`) whether its mask is the batch's, *check* that nothing is in the way, and *replace*. What
-the plan saves is known when the batch is: one that saves little has the operator run `scaled_dot_product_attention`.
+*Find* attention in every spelling (`attention/fused.py`, `attention/unfused.py`), *ask* the metadata analysis
+(`graph/closure.py`) whether its mask is the batch's, *check* legality, and *replace*. The savings of a plan are known
+when the batch is: where they are small, the operator runs `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import hint_of, is_unbacked
 from fxpasses.graph.values import Tensor
 from fxpasses.passes.attention.building import AttentionBuilder
-from fxpasses.passes.attention.found import Attention, Operand
 from fxpasses.passes.attention.fused import fused_attention, is_fused_attention
 from fxpasses.passes.attention.heads import unrepeated
 from fxpasses.passes.attention.masks import check_mask, operand
+from fxpasses.passes.attention.match import Attention, Operand
 from fxpasses.passes.attention.products import without_permutations
 from fxpasses.passes.attention.spelling import same, shape_of
-from fxpasses.passes.attention.written import Written, is_softmax
+from fxpasses.passes.attention.unfused import Unfused, is_softmax
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
-# Attention of fewer pairs takes some 0.2 ms on a CPU core, of which tiles would save little.
+# Attention of fewer pairs takes about 0.2 ms on a CPU core, and tiles would save little of it.
 _SMALLEST = 256 * 256
 
 
@@ -60,8 +60,8 @@ class SparsifyAttention:
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
-        hoisted = "hoist_metadata" in context.options.passes  # else each layer would make its own plan
-        if context.options.attention == "dense" or not hoisted:
+        hoists = "hoist_metadata" in context.options.passes  # else each layer would compute a plan of its own
+        if context.options.attention == "dense" or not hoists:
             return report
         main = Region(gm)
         sites = [site for site in _sites(main) if is_fused_attention(site.node) or is_softmax(site.node)]
@@ -75,11 +75,9 @@ class SparsifyAttention:
             memory = memories.setdefault(site.region, context.aliases(site.region.gm.graph))
             rewrite = _Rewrite(site, closure, memory, context)
             try:
-                attention = rewrite.find()
-                if attention is None:
-                    continue
-                report.changes.append(rewrite.run(attention))
-                masks.add(_identity(closure, attention.mask.node))
+                if (attention := rewrite.find()) is not None:
+                    report.changes.append(rewrite.run(attention))
+                    masks.add(_identity(closure, attention.mask.node))
             except Refused as refused:
                 report.refusals.append(refused.of(site.node))
         for region in main.walk():
@@ -95,8 +93,8 @@ class SparsifyAttention:
 class _Site:
     """A node that may be an attention, or the softmax of one. autocast: the regions around it.
 
-    transformed: whether a function transform such as vmap is around it. selective: whether a checkpoint decides by a
-    policy of the user which operators' results it keeps.
+    transformed: whether it lies in a function transform such as vmap. selective: whether it lies in a checkpoint that
+    keeps operators' results by a policy of the user.
     """
 
     region: Region
@@ -124,64 +122,55 @@ def _sites(region: Region, autocast: tuple[Any, ...] = (), levels: int = 0, sele
 
 
 class _Rewrite:
-    """One attention, found, checked and replaced; `Refused` where it is not."""
+    """Finds, checks and replaces one attention, or raises `Refused`."""
 
     def __init__(self, site: _Site, closure: Closure, memory: AliasAnalysis, context: Context) -> None:
         self.site, self.closure, self.memory, self.context = site, closure, memory, context
         self.graph = site.region.gm.graph
 
     def find(self) -> Attention | None:
-        """The attention, if its mask is the batch's; None for what is none, or has no mask."""
+        """The attention, if its mask is the batch's; None if there is no attention, or one without a mask."""
         node = self.site.node
-        attention = fused_attention(node) if is_fused_attention(node) else Written(node, self.obstacle).attention()
+        unfused = Unfused(node, self._check_metadata)
+        attention = fused_attention(node) if is_fused_attention(node) else unfused.attention()
         if attention is None:
             return None
         if self.site.transformed:
             raise Refused(Reason.HIGHER_ORDER, "a function transform")
-        obstacle = self.obstacle(attention.mask.node)
-        if obstacle is not None:
-            raise obstacle
+        self._check_metadata(attention.mask.node)
         check_mask(attention)
         self._check_sizes(attention)
         if self.site.selective:
             raise Refused(Reason.SELECTIVE)
         self._check_writes(attention)
-        if not self.context.may_change(attention.node):
-            raise Refused(Reason.LEFT_OUT)
+        self.context.check_may_change(attention.node)
         return attention
 
     def run(self, attention: Attention) -> str:
-        """Replace the attention; what was done, in words."""
+        """Replace the attention; returns a description of the change."""
         node = attention.node
         emit = AttentionBuilder(self.graph, self.context.fake_mode, node, Reason.NOT_BY_HEADS, self.site.autocast)
-        try:
-            with self.graph.inserting_before(node):
-                key_and_value = self._keys_and_values(attention)
-                query, key, value = map(emit.by_heads, (attention.query, *key_and_value))
-                mask = operand(emit, attention, self._source)
-                heads = hint_of(shape_of(query)[1]) // (hint_of(shape_of(mask)[1]) if len(shape_of(mask)) == 4 else 1)
-                rows = emit.size(attention.query, -2)
-                plan = emit(torch.ops.fxpasses.attention_plan.default, (mask, heads, rows))
-                arguments = (query, key, value, mask, plan, attention.scale, _form(attention, key_and_value[0]))
-                result = emit(torch.ops.fxpasses.sparse_attention.default, arguments)
-                result = emit.as_before(result, attention)
-        except Refused:
-            emit.undo()
-            raise
-        shape, place = shape_of(result), where(node)
+        with emit.before(node):
+            key_and_value = self._keys_and_values(attention)
+            query, key, value = map(emit.by_heads, (attention.query, *key_and_value))
+            mask = operand(emit, attention, self._source)
+            heads = hint_of(shape_of(query)[1]) // (hint_of(shape_of(mask)[1]) if len(shape_of(mask)) == 4 else 1)
+            rows = emit.length(attention.query)
+            plan = emit(torch.ops.fxpasses.attention_plan.default, (mask, heads, rows))
+            arguments = (query, key, value, mask, plan, attention.scale, _form(attention, key_and_value[0]))
+            result = emit(torch.ops.fxpasses.sparse_attention.default, arguments)
+            result = emit.as_before(result, attention)
+        description = f"{attention.mask.node.name} {list(shape_of(result))} at {where(node)} → tiles"
         node.replace_all_uses_with(result)
-        replaced = {*attention.inside, node}
-        erase_unused(
-            reversed([*attention.inside, node]), lambda node: node in replaced or operator_of(node) in _FOR_IT_ALONE
-        )
-        return f"{attention.mask.node.name} {list(shape)} at {place} → tiles"
+        replaced = [node, *reversed(attention.inside)]
+        erase_unused(replaced, lambda node: node in replaced or operator_of(node) in _ONLY_OPERANDS)
+        return description
 
-    def obstacle(self, node: Node) -> Refused | None:
-        """Why a value is not the batch's metadata; None where it is."""
-        if isinstance(self.closure.values.get(node), Tensor):
-            return None
-        reason, text = self.closure.obstacles.get(node, (Reason.ACTIVATION, f"`{node.name}`"))
-        return Refused(reason, text, node)
+    def _check_metadata(self, node: Node) -> None:
+        """Raise `Refused` unless a value is the batch's metadata."""
+        if not isinstance(self.closure.values.get(node), Tensor):
+            reason, text = self.closure.obstacles.get(node, (Reason.ACTIVATION, f"`{node.name}`"))
+            raise Refused(reason, text, node)
 
     def _check_sizes(self, attention: Attention) -> None:
         query, key, value = map(_dimensions, (attention.query, attention.key, attention.value))
@@ -202,14 +191,14 @@ class _Rewrite:
             raise Refused(Reason.SMALL, f"{queries} × {keys} pairs", attention.node)
 
     def _check_writes(self, attention: Attention) -> None:
-        """Query and key are read where the output is made, and not before."""
+        """Raise `Refused` if query or key is written to between its first read and the output, where it is read now."""
         for read in (attention.query, attention.key):
             writer = self.memory.writer(read.node, attention.started, attention.node)
             if writer is not None and attention.started is not attention.node:
                 raise Refused(Reason.WRITTEN_BY_LAYER, f"by `{writer.name}`", writer)
 
     def _keys_and_values(self, attention: Attention) -> tuple[Operand, Operand]:
-        """Key and value; as they were before their heads were repeated, if both were."""
+        """Key and value; those before their heads were repeated, if both were."""
         found = []
         for repeated in map(without_permutations, (attention.key, attention.value)):
             source = unrepeated(repeated.node, repeated.order[1]) if len(repeated.order) == 4 else None
@@ -220,7 +209,7 @@ class _Rewrite:
         return (key, value) if same(_dimensions(key)[1], _dimensions(value)[1]) else (attention.key, attention.value)
 
     def _source(self, node: Node) -> Any:
-        """What a placeholder of a checkpoint's body stands for, outside; any other node itself."""
+        """The outer value of a placeholder of a checkpoint's body; any other node itself."""
         region, found = self.site.region, node
         while isinstance(found, Node) and found.op == "placeholder" and region.parent is not None:
             if found in region.operands:
@@ -229,12 +218,12 @@ class _Rewrite:
         return found
 
 
-# What is made of a key or a value on its way to a product, and may be left over.
-_FOR_IT_ALONE = VIEWS | {"clone", "contiguous", "flatten", "getattr", "repeat_interleave"}
+# Operators on a key or a value whose results may be unused once the attention is replaced.
+_ONLY_OPERANDS = VIEWS | {"clone", "contiguous", "flatten", "getattr", "repeat_interleave"}
 
 
 def _form(attention: Attention, key: Operand) -> str:
-    """What the operator takes the place of, in its own words."""
+    """Which spelling the operator replaces: its argument `form`."""
     if attention.fused:
         return "fused" if key is attention.key else "repeated"
     fill = attention.mask.fill

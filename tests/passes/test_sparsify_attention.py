@@ -473,7 +473,7 @@ def test_verification_allows_for_rounding_and_no_more(monkeypatch):
     model = Layers(hugging_face)
     check(model, [batch([100, 188])], verify=True)
     torch._dynamo.reset()
-    monkeypatch.setattr("fxpasses.passes.attention.written._scaled", _scaled_twice)
+    monkeypatch.setattr("fxpasses.passes.attention.unfused._scaled", _scaled_twice)
     with pytest.raises(Exception, match="its result differs from its input"):
         compiled(model, verify=True)(*batch([100, 188]))
 

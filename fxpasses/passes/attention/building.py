@@ -1,4 +1,4 @@
-"""The nodes that sparse attention takes and gives: operands by heads, and a result laid out as before."""
+"""The nodes around sparse attention: operands by heads, and a result with the layout of the attention replaced."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.fx import Node
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.attention.found import Attention, Operand
-from fxpasses.passes.attention.spelling import same, shape_of, tensor_of
+from fxpasses.passes.attention.match import Attention, Operand
+from fxpasses.passes.attention.spelling import same
 from fxpasses.report import Reason
 
 _USUAL = (0, 1, 2, 3)
 
 
 class AttentionBuilder(NodeBuilder):
-    """Makes nodes where the graph inserts; raises `Refused` where one cannot be made."""
+    """A `NodeBuilder` for operands and results of attention."""
 
     def by_heads(self, operand: Operand) -> Node:
         """An operand as [batch, heads, tokens, width]."""
@@ -26,14 +26,12 @@ class AttentionBuilder(NodeBuilder):
             node = self("permute", (node, operand.order))
         return node if len(operand.order) == 4 else self("unsqueeze", (node, 0))
 
-    def size(self, operand: Operand, axis: int) -> Any:
-        """A size of an operand, its axes in order: an integer, or a node where it is symbolic."""
-        axis = operand.order[axis]
-        size = shape_of(operand.node)[axis]
-        return size if isinstance(size, int) else self("size", (operand.node, axis))
+    def length(self, operand: Operand) -> int | Node:
+        """The number of tokens of an operand: an integer, or a node where it is symbolic."""
+        return self.size(operand.node, operand.order[-2])
 
     def as_before(self, result: Node, attention: Attention) -> Node:
-        """The result with the axes, and the strides, of the attention that it takes the place of."""
+        """The result with the axes, and the strides, of the attention that it replaces."""
         if len(attention.order) == 3:
             result = self("squeeze", (result, 0))
         if attention.order != _USUAL[: len(attention.order)]:
@@ -41,13 +39,12 @@ class AttentionBuilder(NodeBuilder):
         return self._as_laid_out(result, attention)
 
     def _as_laid_out(self, result: Node, attention: Attention) -> Node:
-        """The result with the strides that it had, if any user may ask for them.
+        """The result with the strides of the attention before, if any user may depend on them.
 
-        SDPA's result is laid out as the new operator's, whatever Dynamo's example of it says.
+        SDPA's result has the layout of the new operator's, whatever Dynamo's example of it says.
         """
         before = attention.node
-        found, expected = tensor_of(result), tensor_of(before)
-        assert found is not None and expected is not None
+        found, expected = result.meta["example_value"], before.meta["example_value"]
         if found.dtype is not expected.dtype or not same(tuple(found.shape), tuple(expected.shape)):
             raise Refused(Reason.NOT_BY_HEADS, f"it gives {expected.dtype} {list(expected.shape)}", before)
         if same(tuple(found.stride()), tuple(expected.stride())) or all(
@@ -59,7 +56,7 @@ class AttentionBuilder(NodeBuilder):
         return self("contiguous", (result,))
 
 
-# What these give does not depend on the strides of what they take, but for whether it is a copy.
+# The values of these results do not depend on the strides of the operands; at most whether they are copies does.
 _OF_ANY_STRIDES = frozenset({"contiguous", "reshape", "linear", "matmul", "clone", "flatten"})
 _MOVES_AXES = frozenset({"transpose", "permute"})
 
@@ -70,5 +67,5 @@ def _ignores_strides(user: Node) -> bool:
 
 
 def size_of(size: Any) -> Any:
-    """What a size is, be it given as a node or as a number."""
+    """The value of a size that is a node or a number."""
     return size.meta["example_value"] if isinstance(size, Node) else size

@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.attention.found import Attention, Mask, Operand
+from fxpasses.passes.attention.match import Attention, Mask, Operand
 from fxpasses.passes.attention.spelling import shape_of
 from fxpasses.report import Reason
 
@@ -19,7 +19,7 @@ def is_fused_attention(node: Node) -> bool:
 
 
 def fused_attention(node: Node) -> Attention | None:
-    """The attention that a call is; None for one without a mask. Raises `Refused`."""
+    """The attention of a call; None for one without a mask. Raises `Refused`."""
     query, key, value, mask, dropout, causal = (argument(node, name) for name in _ARGUMENTS)
     if mask is None:
         return None

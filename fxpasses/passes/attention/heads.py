@@ -1,4 +1,4 @@
-"""Heads of keys and values that are repeated for groups of query heads, and what they were repeated from.
+"""Matches heads of keys and values that are repeated for groups of query heads: the spelling, and its source.
 
 key[:, :, None].expand(b, h, g, t, d).reshape(b, h * g, t, d)        key
 key.repeat_interleave(g, dim=1)                                     key
@@ -19,7 +19,7 @@ _COPIES = frozenset({"contiguous", "clone"})
 
 
 def unrepeated(node: Node, axis: int) -> Node | None:
-    """What a tensor of four dimensions repeats the heads of, along `axis`, each for a group; None if it does not."""
+    """The tensor whose heads, along `axis`, a tensor of four dimensions repeats for each group; None for no repeat."""
     *_, last = _without_copies(node)
     if operator_of(last) == "repeat_interleave":
         return _repeated_at_once(last, axis)

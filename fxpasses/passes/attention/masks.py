@@ -1,9 +1,9 @@
 """The mask of an attention, as an operand of `sparse_attention` and of `attention_plan`.
 
-`sparse_attention` does with a row that sees nothing what `scaled_dot_product_attention` does: zeros where the row is
-hidden by -inf or False, and the mean of all values where it is hidden by the dtype's least value: of a score that is
-added to that, in float32 or bfloat16, nothing is left. Attention that is written out gives the same mean, and NaN where
-the row is -inf throughout. So its mask gets NaN in such rows. In float16 the least value is too small for that.
+In a row whose mask hides all keys, `sparse_attention` computes what `scaled_dot_product_attention` does: zeros where
+the mask is -inf or False, and the mean of all values where it is the dtype's least value, which absorbs every score
+added to it in float32 and bfloat16. Unfused attention gives the same mean, but NaN where the row is -inf throughout. So
+its mask gets NaN in such rows. The least float16 does not absorb scores.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from torch.fx import Node
 from fxpasses.graph.calls import VIEWS, argument, operator_of
 from fxpasses.graph.refusals import Refused
 from fxpasses.passes.attention.building import AttentionBuilder, size_of
-from fxpasses.passes.attention.found import Attention, Mask
-from fxpasses.passes.attention.spelling import constant_of, same, shape_of, tensor_of
+from fxpasses.passes.attention.match import Attention, Mask
+from fxpasses.passes.attention.spelling import constant_of, same, shape_of
 from fxpasses.report import Reason
 
 _KEEP_VALUES = VIEWS | {"contiguous", "expand_as"}
 
 
 def check_mask(attention: Attention) -> None:
-    """Raise `Refused` for a mask that cannot stand for what the program does with it."""
-    mask, out = tensor_of(attention.mask.node), tensor_of(attention.node)
-    assert mask is not None and out is not None
+    """Raise `Refused` for a mask that the operators do not support."""
+    mask, out = (node.meta["example_value"] for node in (attention.mask.node, attention.node))
     if mask.ndim > 4 or mask.ndim == 0:
         raise Refused(Reason.NOT_BY_HEADS, f"its mask has {mask.ndim} dimensions", attention.mask.node)
     if attention.fused:
@@ -37,10 +36,9 @@ def check_mask(attention: Attention) -> None:
         return
     fill = attention.mask.fill
     if out.device.type != "cpu" and (fill is None or math.isfinite(fill)):
-        # Only the operator for the CPU computes rows that finite values hide as they are written.
-        raise Refused(
-            Reason.SCORES_CHANGED, f"finite values may hide a whole row, on {out.device.type}", attention.node
-        )
+        # Only the CPU's operator computes the rows that finite values hide as the unfused program does.
+        text = f"finite values may hide a whole row, on {out.device.type}"
+        raise Refused(Reason.SCORES_CHANGED, text, attention.node)
     if fill is None:
         if out.dtype is torch.float16 or mask.dtype is torch.float16:
             raise Refused(Reason.SCORES_CHANGED, "the least float16 does not hide a score", attention.mask.node)
@@ -53,23 +51,21 @@ def check_mask(attention: Attention) -> None:
 
 
 def operand(emit: AttentionBuilder, attention: Attention, source: Callable[[Node], Any]) -> Node:
-    """The mask as it is given to both operators: bool or additive, broadcast to the scores.
+    """The mask operand of both operators: bool or additive, broadcast to the scores.
 
-    source: what a placeholder of a checkpoint's body stands for.
+    source: the outer value of a checkpoint body's placeholder.
     """
-    mask, out = attention.mask, tensor_of(attention.node)
-    assert out is not None
+    mask, dtype = attention.mask, attention.node.meta["example_value"].dtype
     if attention.fused:
         return mask.node
-    added = _as_added(emit, mask, out.dtype)
+    added = _as_added(emit, mask, dtype)
     if not _is_finite(mask, source):
         added = _with_nan_for_rows_of_inf(emit, _of_all_keys(emit, attention, added))
-    found = tensor_of(added)
-    assert found is not None
-    if found.dtype is not out.dtype:
-        if torch.finfo(out.dtype).min > torch.finfo(found.dtype).min:
-            added = emit("clamp", (added,), {"min": torch.finfo(out.dtype).min})
-        added = emit("to", (added, out.dtype))
+    found = added.meta["example_value"].dtype
+    if found is not dtype:
+        if torch.finfo(dtype).min > torch.finfo(found).min:
+            added = emit("clamp", (added,), {"min": torch.finfo(dtype).min})
+        added = emit("to", (added, dtype))
     return _of_all_keys(emit, attention, added)
 
 
@@ -78,21 +74,18 @@ def _as_added(emit: AttentionBuilder, mask: Mask, dtype: torch.dtype) -> Node:
         return mask.node
     fill = max(mask.fill, torch.finfo(dtype).min) if math.isfinite(mask.fill) else mask.fill
     first, second = (fill, 0.0) if mask.hides else (0.0, fill)
-    found = tensor_of(mask.node)
-    assert found is not None
-    other = emit(torch.full, ((), second), {"dtype": dtype, "device": found.device})
+    other = emit(torch.full, ((), second), {"dtype": dtype, "device": mask.node.meta["example_value"].device})
     return emit(torch.where, (mask.node, first, other))
 
 
 def _with_nan_for_rows_of_inf(emit: AttentionBuilder, added: Node) -> Node:
-    hidden = emit(torch.eq, (added, -math.inf))
-    nothing = emit("all", (hidden, -1, True))
-    return emit("masked_fill", (added, nothing, math.nan))
+    hides_all = emit("all", (emit(torch.eq, (added, -math.inf)), -1, True))
+    return emit("masked_fill", (added, hides_all, math.nan))
 
 
 def _of_all_keys(emit: AttentionBuilder, attention: Attention, mask: Node) -> Node:
-    """A view of the mask with all keys, in two dimensions or more."""
-    keys, shape = emit.size(attention.key, -2), shape_of(mask)
+    """A view of the mask that covers all keys, in two dimensions or more."""
+    keys, shape = emit.length(attention.key), shape_of(mask)
     if len(shape) > 1 and same(shape[-1], size_of(keys)):
         return mask
     return emit("expand", (mask, *([-1] * (len(shape) - 1) or [1]), keys))

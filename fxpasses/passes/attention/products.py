@@ -1,4 +1,4 @@
-"""Products of two batches of matrices, in the letters of `einsum`: `matmul`, `@`, `bmm`, `einsum`.
+"""Matches products of two batches of matrices (`matmul`, `@`, `bmm`, `einsum`), with axes as letters of `einsum`.
 
 scores = torch.matmul(query, key.transpose(2, 3))        "abij,abjk->abik", the key's axes swapped
 scores = torch.einsum("bqhd,bkhd->bhqk", query, key)     "bqhd,bkhd->bhqk"
@@ -12,15 +12,15 @@ from typing import Any
 from torch.fx import Node
 
 from fxpasses.graph.calls import OperatorCall, argument, operator_of
-from fxpasses.passes.attention.found import Operand
-from fxpasses.passes.attention.spelling import tensor_of
+from fxpasses.passes.attention.match import Operand
+from fxpasses.passes.attention.spelling import shape_of, tensor_of
 
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum"})
 
 
 @dataclass(frozen=True)
 class Product:
-    """`left` and `right` are multiplied; the axes of each, and of the result, in letters."""
+    """The product of `left` and `right`; the axes of each, and of the result, as letters."""
 
     node: Node
     left: Node
@@ -29,9 +29,14 @@ class Product:
     right_axes: str
     axes: str
 
+    def sides(self, first_is_left: bool) -> tuple[tuple[Node, str], tuple[Node, str]]:
+        """Both operands with their axes, the left one first or last."""
+        left, right = (self.left, self.left_axes), (self.right, self.right_axes)
+        return (left, right) if first_is_left else (right, left)
+
 
 def product_of(node: Any) -> Product | None:
-    """The product that a node is, of two tensors of three or four dimensions; None where it is not one."""
+    """The product, of two tensors of three or four dimensions, that a node computes; None if it computes none."""
     if not isinstance(node, Node) or operator_of(node) not in _PRODUCTS:
         return None
     if operator_of(node) == "einsum":
@@ -61,12 +66,9 @@ def _einsum(node: Node) -> Product | None:
 
 
 def as_scores(product: Product) -> tuple[Operand, Operand] | None:
-    """The query and key of a product whose last two axes are queries and keys; None where it is none of scores."""
+    """Query and key of a product of scores [..., queries, keys]; None where the product gives no scores."""
     *batch, queries, keys = list(product.axes)
-    sides = [(product.left, product.left_axes), (product.right, product.right_axes)]
-    if queries not in sides[0][1]:
-        sides.reverse()
-    (query, query_axes), (key, key_axes) = sides
+    (query, query_axes), (key, key_axes) = product.sides(first_is_left=queries in product.left_axes)
     shared = [axis for axis in query_axes if axis in key_axes and axis not in product.axes]
     if len(shared) != 1 or sorted(query_axes) != sorted([*batch, queries, *shared]):
         return None
@@ -76,11 +78,8 @@ def as_scores(product: Product) -> tuple[Operand, Operand] | None:
 
 
 def as_output(product: Product, weights: Node) -> tuple[Operand, tuple[int, ...]] | None:
-    """The value that weights [..., queries, keys] are multiplied with, and the order of the result's axes."""
-    sides = [(product.left, product.left_axes), (product.right, product.right_axes)]
-    if product.left is not weights:
-        sides.reverse()
-    (_, axes), (value, value_axes) = sides
+    """The value by which weights [..., queries, keys] are multiplied, and the order of the result's axes."""
+    (_, axes), (value, value_axes) = product.sides(first_is_left=product.left is weights)
     *batch, queries, keys = list(axes)
     width = [axis for axis in value_axes if axis not in axes]
     if product.left is product.right or len(width) != 1 or sorted(value_axes) != sorted([*batch, keys, *width]):
@@ -96,38 +95,27 @@ def _operand(node: Node, axes: str, wanted: list[str]) -> Operand:
 
 
 def without_permutations(operand: Operand) -> Operand:
-    """The same operand, looked at before its axes were swapped."""
-    while True:
-        order = _permutation(operand.node)
-        if order is None:
-            return operand
-        source = operand.node.args[0]
-        assert isinstance(source, Node)
+    """The same operand, read before its axes were permuted."""
+    while (order := _permutation(operand.node)) is not None:
+        source: Any = operand.node.args[0]
         operand = Operand(source, tuple(order[axis] for axis in operand.order))
+    return operand
 
 
 def _permutation(node: Node) -> tuple[int, ...] | None:
-    """For a view that only swaps axes: which axis of its argument each of its own is."""
-    name, found = operator_of(node), tensor_of(node)
-    source = tensor_of(node.args[0]) if node.args else None
-    if found is None or source is None or source.ndim != found.ndim:
+    """For a view that only permutes axes: the source's axis of each of its own; None for any other node."""
+    name, rank, call = operator_of(node), len(shape_of(node)), OperatorCall.of(node)
+    if not rank or not node.args or len(shape_of(node.args[0])) != rank:
         return None
-    rank = found.ndim
     order = list(range(rank))
-    axes = (
-        (argument(node, "dim0"), argument(node, "dim1"))
-        if name == "transpose"
-        else OperatorCall.of(node).sequence("dims")
-    )
-    if name in ("transpose", "permute") and not all(type(axis) is int for axis in axes):
+    axes = call.sequence("dims") if name == "permute" else (call.argument("dim0"), call.argument("dim1"))
+    if name == "getattr" and node.args[1:] == ("mT",):
+        axes = (-2, -1)
+    elif name not in ("transpose", "permute") or not all(type(axis) is int for axis in axes):
         return None
-    if name == "transpose":
+    if name == "permute":
+        order = [axis % rank for axis in axes]
+    else:
         first, second = (axis % rank for axis in axes)
         order[first], order[second] = order[second], order[first]
-    elif name == "permute":
-        order = [axis % rank for axis in axes]
-    elif name == "getattr" and node.args[1:] == ("mT",):
-        order[-2:] = order[:-3:-1]
-    else:
-        return None
     return tuple(order) if sorted(order) == list(range(rank)) else None

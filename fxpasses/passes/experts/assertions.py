@@ -1,7 +1,8 @@
-"""Which assertions on the sizes of an expert's rows say nothing: those that Dynamo makes of every data-dependent size.
+"""Which assertions on the sizes of an expert's rows hold for any routing.
 
-`u0 >= 0` and `u0 <= 48`, where 48 is the number of elements of the mask, are true whatever the router chose, and go
-with the query. `torch._check(tok.numel() <= capacity)` looks the same, with a smaller number, and is the program's own.
+Dynamo asserts `u0 >= 0` and `u0 <= 48` of every data-dependent size, where 48 is the number of elements of the mask.
+These always hold, and are erased with the query. `torch._check(tok.numel() <= capacity)` has the same form, with a
+smaller number, but is the program's own.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from fxpasses.graph.symbols import constant, expression, is_symbolic
 
 
 class Sizes:
-    """What is known of the numbers of rows that the experts of a loop have.
+    """What is known about the numbers of rows that the experts of a loop have.
 
-    counts: a symbol for each expert's number of rows. known: what the symbols of the graph's sizes are, in terms of
-    `counts`. most: how many rows an expert may have at most. total: how many all of them have together. Both may be
-    None, for not known.
+    counts: a symbol for each expert's number of rows. known: the symbols of the graph's sizes, in terms of `counts`.
+    most: an upper bound of an expert's rows. total: the number of all experts' rows. Both may be None, for not known.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Sizes:
         self._last = {symbol: value.subs(rest) for symbol, value in self._known.items()} if rest else {}
 
     def number(self, node: Node) -> int | None:
-        """What a symbolic number is, if it follows from how many rows all experts have together."""
+        """The value of a symbolic number, if it follows from the number of all experts' rows; else None."""
         example = node.meta.get("example_value")
         if not self._last or not is_symbolic(example) or constant(example) is not None:
             return None
@@ -45,7 +45,7 @@ class Sizes:
         return int(found) if isinstance(found, sympy.Integer) else None
 
     def imply(self, assertion: Node) -> bool:
-        """Whether an assertion holds of any rows."""
+        """Whether an assertion holds for any numbers of rows."""
         condition = assertion.args[0] if assertion.args else None
         if not isinstance(condition, Node):
             return False
@@ -77,16 +77,16 @@ class Sizes:
 
 
 def _is_of_any_size(condition: Node, most_rows: int | None) -> bool:
-    """By the looks of it, where the sizes are not understood."""
+    """Whether a condition has a form that holds for any size; for sizes whose symbols are not known."""
     if len(condition.args) != 2:
         return False
     name, (left, right) = operator_of(condition), condition.args
     if name == "ge":
         return type(right) is int and right == 0
-    if name == "eq":  # sizes of operands that must fit, and parts that must cover; one that must be a number is not
-        return isinstance(right, Node) or operator_of(left) == "sym_sum" if isinstance(left, Node) else False
-    if name != "le" or not isinstance(left, Node):
+    if name not in ("eq", "le") or not isinstance(left, Node):
         return False
+    if name == "eq":  # equal sizes of operands, and parts that cover a whole, always hold; equality to a number may not
+        return isinstance(right, Node) or operator_of(left) == "sym_sum"
     if not isinstance(right, int):
         return isinstance(right, Node)
     bounds = [bound for bound in (_elements_of_mask(left), most_rows) if isinstance(bound, int)]
@@ -94,7 +94,7 @@ def _is_of_any_size(condition: Node, most_rows: int | None) -> bool:
 
 
 def _elements_of_mask(size: Node) -> Any:
-    """How many elements the mask has, where a size is that of what a query found; None elsewhere."""
+    """The number of elements of the mask, if a size is that of a query's result; else None."""
     node: Any = size.args[0] if operator_of(size).startswith("sym_size") else None
     while isinstance(node, Node):
         name, operands = operator_of(node), [arg for arg in node.args[:2] if isinstance(arg, Node)]
@@ -102,7 +102,6 @@ def _elements_of_mask(size: Node) -> Any:
             return operands[0].meta["example_value"].numel()
         if name == "getitem" and len(operands) == 2:
             return operands[1].meta["example_value"].numel()
-        node = (
-            operands[0] if name in ("getitem", "squeeze", "flatten", "view", "reshape", "unbind") and operands else None
-        )
+        keeps_rows = name in ("getitem", "squeeze", "flatten", "view", "reshape", "unbind")
+        node = operands[0] if keeps_rows and operands else None
     return None

@@ -1,4 +1,4 @@
-"""What all branches' values are together, and how their examples on fake tensors show where the rows are."""
+"""Batched values: the values of all branches together. The branches' examples show which dimension has the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpasses.graph.symbols import expression, is_unbacked
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor of all rows, which lie along one dimension of it (`row`)."""
+    """A tensor of all rows, along its dimension `row`."""
 
     node: Node
     row: int = 0
@@ -27,7 +27,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Flat:
-    """Rows [N, width] laid end to end, as `masked_select` gives them."""
+    """Rows [N, width] laid end to end, the result of `masked_select`."""
 
     rows: Rows
 
@@ -41,7 +41,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Weights:
-    """A tensor of one size for each expert: one tensor [E, ...], or E of them. transposed: their `.mT` is meant."""
+    """A tensor of one size for each expert: one tensor [E, ...], or E of them. transposed: stands for their `.mT`."""
 
     stacked: Node | None
     listed: tuple[Node, ...]
@@ -50,10 +50,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Order:
-    """The rows. places: int64 [N], the pair of each, and ids: int [N], its expert, where pairs were sorted.
+    """The order of the rows. places: int64 [N], the pair of each, and ids: int [N], its expert, where pairs are sorted.
 
-    offsets: int32 [E], where each expert's rows end. rows: N. valid: bool [N], the rows of experts; None where
-    all are.
+    offsets: int32 [E], where each expert's rows end. rows: N. valid: bool [N], which rows belong to experts; None where
+    all do.
     """
 
     places: Node | None
@@ -68,19 +68,15 @@ def parts_of(example: Any) -> list[Any]:
 
 
 def row_of(example: Any) -> int | None:
-    """The dimension along which a branch's tensor has its rows: the one whose size only the batch knows."""
+    """The dimension of a branch's rows: the only one whose size depends on the batch's values; else None."""
     if not isinstance(example, torch.Tensor):
         return None
-    found = [d for d, size in enumerate(example.shape) if _is_data(size)]
+    found = [dimension for dimension, size in enumerate(example.shape) if is_unbacked(size)]
     return found[0] if len(found) == 1 else None
 
 
-def _is_data(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and is_unbacked(size) and not isinstance(expression(size), int)
-
-
 def example_of(value: Node | Template) -> Any:
-    """The value on fake tensors; of a family, that of the first branch."""
+    """The value on fake tensors; for a template, that of the first branch."""
     return value.example if isinstance(value, Template) else value.meta["example_value"]
 
 
@@ -94,11 +90,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def dimensions_of(index: Sequence[Any]) -> list[Any]:
-    """The index parts that make a dimension of the result: adjacent index tensors make one together."""
-    found: list[Any] = []
-    for part in index:
-        if isinstance(part, Rows) and any(isinstance(other, Rows) for other in found):
-            continue
-        if not isinstance(part, int):
-            found.append(part)
-    return found
+    """The index parts with a dimension in the result: adjacent index tensors have one together."""
+    first = next((place for place, part in enumerate(index) if isinstance(part, Rows)), None)
+    parts = [part for place, part in enumerate(index) if not isinstance(part, Rows) or place == first]
+    return [part for part in parts if not isinstance(part, int)]

@@ -1,6 +1,6 @@
-"""Which batching rule lifts a family: vmap's idea, with the rows of all experts as the batch.
+"""The table of batching rules, as those of vmap, with the rows of all experts as the batch.
 
-A rule takes the lifting, the family and its first operand, lifted; it gives a batched value, or raises `NotProved`.
+A rule takes the lifting, the template and its first operand, lifted; it returns a batched value, or raises `NotProved`.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ _OF_ROWS: dict[str, Rule] = dict.fromkeys(rowwise.ALONG, rowwise.along) | {
 }  # fmt: skip
 
 
-def lift(lifting: Lifting, family: Template) -> Any:
-    """The lifted value of a family; raises `NotProved`."""
-    if family.is_input:
-        return Weights(None, family.nodes)
-    if is_query(family):
-        return gathering.query(lifting, family)
-    if (cut := cut_of(family)) is not None:
+def lift(lifting: Lifting, template: Template) -> Any:
+    """The batched value of a template; raises `NotProved`."""
+    if template.is_input:
+        return Weights(None, template.nodes)
+    if is_query(template):
+        return gathering.query(lifting, template)
+    if (cut := cut_of(template)) is not None:
         return lifting.parts(cut)
-    if not _has_rows(family):
-        return products.of_each_expert(lifting, family)
-    if not family.args:
-        raise NotProved(f"`{family.name}` with keyword arguments alone", family.nodes[0])
-    first = lifting.lift(family.args[0])
-    return _rule(family, first)(lifting, family, first)
+    if not _has_rows(template):
+        return products.of_each_expert(lifting, template)
+    if not template.args:
+        raise NotProved(f"`{template.name}` with keyword arguments alone", template.nodes[0])
+    first = lifting.lift(template.args[0])
+    return _rule(template, first)(lifting, template, first)
 
 
-def _rule(family: Template, first: Any) -> Rule:
-    rule = _BY_OPERAND.get(type(first)) or _BY_OPERATOR.get(family.name)
-    if rule is None and rowwise.is_elementwise(family.name):
+def _rule(template: Template, first: Any) -> Rule:
+    rule = _BY_OPERAND.get(type(first)) or _BY_OPERATOR.get(template.name)
+    if rule is None and rowwise.is_elementwise(template.name):
         rule = rowwise.elementwise
     if rule is None and not isinstance(first, Rows):
-        raise NotProved(f"`{family.name}` of what is no row", family.nodes[0])
-    rule = rule or _OF_ROWS.get(family.name)
+        raise NotProved(f"`{template.name}` of what is no row", template.nodes[0])
+    rule = rule or _OF_ROWS.get(template.name)
     if rule is None:
-        raise NotProved(f"`{family.name}` is not known to work row by row", family.nodes[0])
+        raise NotProved(f"`{template.name}` is not known to work row by row", template.nodes[0])
     return rule
 
 
-def _has_rows(family: Template) -> bool:
-    """Whether a family's tensors are made of rows: their size is known by the batch alone."""
-    return any(row_of(part) is not None or isinstance(part, torch.SymInt) for part in parts_of(family.example))
+def _has_rows(template: Template) -> bool:
+    """Whether a template's tensors hold rows: their size depends on the batch's values."""
+    return any(row_of(part) is not None or isinstance(part, torch.SymInt) for part in parts_of(template.example))

@@ -1,4 +1,4 @@
-"""Loops and queries in the words of their programs, for the report."""
+"""Descriptions of loops and queries for the report, as the program spells them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _QUERIES = {"where": "torch.where(mask)", "nonzero": "mask.nonzero()", "getitem"
 _MERGES = {"setadd": "out[…] += y", "assign": "out[…] = y", "cat": "torch.cat"}
 
 
-def spelling(question: Node, kind: str, times: int) -> str:
+def describe_loop(query: Node, kind: str, times: int) -> str:
     """`torch.where(mask) … index_add_ ×8`."""
-    return f"{query_in_words(question)} … {_MERGES.get(kind, kind)} ×{times}"
+    return f"{describe_query(query)} … {_MERGES.get(kind, kind)} ×{times}"
 
 
-def query_in_words(question: Node) -> str:
-    return _QUERIES.get(operator_of(question), operator_of(question) or "a mask")
+def describe_query(query: Node) -> str:
+    return _QUERIES.get(operator_of(query), operator_of(query) or "a mask")
 
 
-def described(experts: int, slots: int | None) -> str:
+def describe_routing(experts: int, slots: int | None) -> str:
     """`E = 8, top-2`."""
     return f"E = {experts}, top-{slots}" if slots is not None else f"E = {experts}"

@@ -1,7 +1,7 @@
-"""What else the graph does around a loop over experts: whether one program at its end may stand for all branches.
+"""Whether one program at the end of a loop over experts may replace all branches.
 
-Nothing else may look at the branches' rows, nothing may write to what they are made of, and nobody may look at the
-results before all are there.
+No other node may use the branches' rows, no node may write to their operands, and no node may use the results before
+all of them are complete.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _GRAD_MODES = ("_set_grad_enabled", "set_grad_enabled")
 _MODES = ("_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 
 
-class Surroundings:
-    """One loop in its graph. inside: what goes with the loop. known: numbers that follow from the sizes of all rows.
+class Legality:
+    """One loop in its graph. inside: the nodes to erase with it. known: numbers that follow from the sizes of all rows.
 
-    at: the end of the loop in whose place the program comes. sizes: what is known of the numbers of rows.
+    at: the end of the loop that the program replaces. sizes: what is known about the numbers of rows.
     """
 
     def __init__(
@@ -37,41 +37,37 @@ class Surroundings:
         graph: Graph,
         loop: Loop,
         memory: AliasAnalysis,
-        families: list[Template],
+        templates: list[Template],
         rows: set[Node],
         totals: set[Node],
         sizes: Sizes,
     ) -> None:
-        """rows: the nodes of the branches that hold rows, and the cuts. totals: those which anyone may look at.
+        """rows: the nodes of the branches that hold rows, and the cuts. totals: those that any node may use.
 
         Raises `NotProved` where the loop may not be moved.
         """
         self.graph, self.loop, self.memory, self.sizes = graph, loop, memory, sizes
         self.positions = memory.positions
-        own = {node for family in families for node in family.nodes}
+        own = {node for template in templates for node in template.nodes}
         self._rows = rows | {part for merge in loop.merges for part in merge.parts}
         self.known: dict[Node, int] = {}
         scaffolding = self.assertions_on(self._rows, self.known)
-        self._check_onlookers(scaffolding, totals)
-        first, last = self._span()
+        self._check_users(scaffolding, totals)
+        # The span of the loop: from the first node that holds rows to the last end.
+        first = min(self.positions[node] for node in (*self._rows, *loop.ends))
+        last = max(self.positions[node] for node in loop.ends)
         self._check_between(first, last)
         self._check_before(own, first)
         self._check_buffer(own, first, last)
-        self.at = self._place(families)
-        # What only led to the rows (masks, a weight of each expert) goes with them, if nobody else looks at it.
+        self.at = self._place(templates)
+        # The operands of the rows (masks, a weight of each expert) are erased with them, unless they have other users.
         made = {node for node in own if node.op.startswith("call") and not written_operands(node)}
         self.inside = self._rows | scaffolding | made
 
-    def _span(self) -> tuple[int, int]:
-        """The positions of the first node that holds rows, and of the last end."""
-        first = min(self.positions[node] for node in (*self._rows, *self.loop.ends))
-        return first, max(self.positions[node] for node in self.loop.ends)
-
-    def _check_onlookers(self, scaffolding: set[Node], totals: set[Node]) -> None:
-        for node in self._rows - totals:
-            for user in node.users:
-                if user not in self._rows and user not in self.loop.ends and user not in scaffolding:
-                    raise NotProved(f"`{user.name}` looks at an expert's tokens as well", user)
+    def _check_users(self, scaffolding: set[Node], totals: set[Node]) -> None:
+        for user in {user for node in self._rows - totals for user in node.users}:
+            if user not in self._rows and user not in self.loop.ends and user not in scaffolding:
+                raise NotProved(f"`{user.name}` uses an expert's tokens as well", user)
 
     def _check_between(self, first: int, last: int) -> None:
         for node in self.graph.nodes:
@@ -84,7 +80,7 @@ class Surroundings:
                 raise NotProved(f"`{node.name}` writes in the middle of the loop", node)
 
     def _has_all_gradients(self) -> bool:
-        """Whether gradients go through everything, so that `no_grad` in the loop is around queries alone."""
+        """Whether no result of differentiable operands lacks a gradient: `no_grad` in the loop covers queries alone."""
         enabled = None
         for node in self.graph.nodes:
             if operator_of(node) in _GRAD_MODES:
@@ -93,13 +89,13 @@ class Surroundings:
                 continue
             if written_operands(node) and enabled is not True:
                 return False
-            if operator_of(node) != "detach" and _needs_gradient(node) is False:
-                if any(map(_needs_gradient, node.all_input_nodes)):
-                    return False
+            loses_gradient = operator_of(node) != "detach" and _needs_gradient(node) is False
+            if loses_gradient and any(map(_needs_gradient, node.all_input_nodes)):
+                return False
         return True
 
     def _check_before(self, own: set[Node], first: int) -> None:
-        """What was made before the loop, and is made anew for all rows at its end, must not have changed."""
+        """Raise `NotProved` if memory is written that nodes before the loop use, which are recomputed at its end."""
         made = [node for node in own if node.op.startswith("call") and self.positions[node] < first]
         kept = {
             key for node in made for operand in (node, *node.all_input_nodes) for key in self.memory.sets.of(operand)
@@ -108,7 +104,7 @@ class Surroundings:
         for node in self.graph.nodes:
             between = start <= self.positions[node] < first and node not in self._rows
             if between and kept & self.memory.written_by(node):
-                raise NotProved(f"`{node.name}` writes to what the branches are made of", node)
+                raise NotProved(f"`{node.name}` writes to an operand of the branches", node)
 
     def _check_buffer(self, own: set[Node], first: int, last: int) -> None:
         buffer = self.loop.buffer
@@ -122,37 +118,37 @@ class Surroundings:
                     raise NotProved(f"`{node.name}`, a part of the sum, is used by itself", node)
         elif operator_of(buffer) not in FACTORIES | {"clone"} and not _is_new_memory(buffer):
             raise NotProved(f"`{buffer.name}`, which the results are merged into, may share memory", buffer)
-        lookers = [user for holder in {buffer, *chained} for user in holder.users]
+        users = [user for holder in {buffer, *chained} for user in holder.users]
         if not self.loop.is_functional:
-            lookers += self.memory.users(buffer, buffer, None)  # by views of it
-        for user in lookers:
+            users += self.memory.users(buffer, buffer, None)  # those of its views
+        for user in users:
             if user not in chained | parts and first <= self.positions[user] < last:
-                raise NotProved(f"`{user.name}` looks at the sum before it is complete", user)
+                raise NotProved(f"`{user.name}` uses the sum before it is complete", user)
         if any(node in own for node in (buffer, *chained)):
             raise NotProved("a branch reads what another has added", buffer)
 
-    def _place(self, families: list[Template]) -> Node:
-        """The last end; of several lists, the first one, where all is there by then that the program is made of."""
+    def _place(self, templates: list[Template]) -> Node:
+        """The last end; of several lists, the first one if all operands of the program are computed before it."""
         ends = sorted(self.loop.ends, key=self.positions.__getitem__)
         if self.loop.kind != "cat" or len(ends) == 1:
             return ends[-1]
-        looked_at = {leaf for family in families for leaf in leaves((family.args, family.kwargs))}
-        if any(end in looked_at for end in ends):
-            raise NotProved("a branch reads what others have given", ends[0])
-        made_of = {node for family in families for node in family.nodes} | {n for n in looked_at if isinstance(n, Node)}
-        if all(self.positions[node] < self.positions[ends[0]] for node in made_of):
+        operands = {leaf for template in templates for leaf in leaves((template.args, template.kwargs))}
+        if any(end in operands for end in ends):
+            raise NotProved("a branch reads the results of others", ends[0])
+        nodes = [*(leaf for leaf in operands if isinstance(leaf, Node)), *(n for t in templates for n in t.nodes)]
+        if all(self.positions[node] < self.positions[ends[0]] for node in nodes):
             return ends[0]
         for user in (user for end in ends[:-1] for user in end.users):
             if self.positions[user] < self.positions[ends[-1]]:
-                raise NotProved(f"`{user.name}` looks at a part of the results before all are there", user)
+                raise NotProved(f"`{user.name}` uses a part of the results before all are complete", user)
         return ends[-1]
 
     # Assertions of sizes
 
     def assertions_on(self, rows: set[Node], known: dict[Node, int] | None = None) -> set[Node]:
-        """What only asserts sizes of rows as Dynamo does: all that follows from it ends in such an assertion.
+        """The nodes that lead to nothing but assertions on sizes of rows, as Dynamo makes them, these included.
 
-        known: if given, or in a number that follows from how many rows there are; such numbers are put in.
+        known: if given, nodes may also lead to numbers that follow from the number of all rows, which are added to it.
         """
         found: set[Node] = set()
         for node in reversed(self.graph.nodes):
@@ -169,18 +165,18 @@ class Surroundings:
         return found
 
     def _follows(self, node: Node, rows: set[Node]) -> bool:
-        """Whether a number is made of rows, by numbers and elements of tensors."""
+        """Whether a number depends on rows, through numbers and elements of tensors."""
 
         def operands(current: Node) -> list[Node]:
             example = current.meta.get("example_value")
             is_element = isinstance(example, torch.Tensor) and current.target is operator.getitem
             return current.all_input_nodes if current not in rows and (is_symbolic(example) or is_element) else []
 
-        return any(made_of in rows for made_of in reached([node], operands))
+        return any(found in rows for found in reached([node], operands))
 
 
 def _is_new_memory(node: Node) -> bool:
-    """Whether a tensor was made by an operator that returned none of its operands, nor a view of one."""
+    """Whether an operator allocated a tensor: it is neither an operand nor a view of one."""
     if not node.op.startswith("call_f") or isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     if not isinstance(node.meta.get("example_value"), torch.Tensor) or operator_of(node) == "getitem":
@@ -193,7 +189,7 @@ def _is_tensor_op(node: Node) -> bool:
 
 
 def _needs_gradient(node: Node) -> bool | None:
-    """None for what can have none."""
+    """None for a node that can have no gradient."""
     found = [leaf for leaf in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(leaf, torch.Tensor)]
     floating = [tensor.requires_grad for tensor in found if tensor.dtype.is_floating_point]
     return any(floating) if floating else None

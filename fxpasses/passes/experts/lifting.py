@@ -1,9 +1,8 @@
 """Run the branches' common program once, on the rows of all experts.
 
-The rows of all branches lie one after the other in the order of the loop: those of the first expert, then the second's.
-A *lifted* value is what all branches' values are together (`batched_values.py`). How a template is lifted is for its
-batching rule to say (`batching_rules.py`); here is what rules have in common: the rows' order, their coordinates, and
-what is lifted.
+The rows of all branches are concatenated in the order of the loop: those of the first expert, then those of the second.
+To *lift* a template is to compute its batched value (`batched_values.py`) by its batching rule (`batching_rules.py`).
+This module holds what the rules share: the rows' order, their coordinates, and the lifted values.
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, so
 
 
 class Lifting:
-    """Lifts families into nodes made by `emit(target, args, kwargs)` (a string target is a method), by a rule."""
+    """Lifts templates by batching rules; `emit` creates the nodes."""
 
     def __init__(self, emit: NodeBuilder, routing: Routing, rule: Callable[[Lifting, Template], Any]) -> None:
         self.emit, self.routing, self._rule = emit, routing, rule
         self.order: Order | None = None
         self.selection: Selection | None = None
         self.cut: Cut | None = None
-        self.axes_of: dict[Node, tuple[int, ...]] = {}  # of the ids, that a coordinate of the rows tells
+        self.axes_of: dict[Node, tuple[int, ...]] = {}  # of the ids, by the coordinate that determines them
         self._lifted: dict[int, Any] = {}
-        self._read: Node | None = None  # what the counts add up to, where the host reads it
+        self._read: Node | None = None  # the sum of the counts, if the host reads it
         self._first_rows: dict[Node, Node] = {}
         self._stacks: dict[Weights, Node] = {}
 
     # Queries
 
     def begin(self, selection: Selection) -> None:
-        """Sort the pairs; before anything is lifted."""
+        """Sort the pairs, before anything is lifted."""
         self.selection, self.order = selection, sorted_pairs(self.emit, selection)
 
     def begin_cut(self, cut: Cut) -> None:
-        """The rows lie sorted already; before anything is lifted."""
+        """Use rows that are sorted already, before anything is lifted."""
         self.cut = self._whole(cut)
         self.order = cut_rows(self.emit, self.cut)
 
     def _whole(self, cut: Cut) -> Cut:
-        """The cut of the first rows alone, where only so many are cut as the counts add up to."""
+        """The same cut of the first rows alone, where the program cuts only as many as the counts add up to."""
         if not cut.totals:
             return cut
         total = self.total(cut)
@@ -69,7 +68,7 @@ class Lifting:
         return replace(cut, rows=rows, checks=False, totals=())
 
     def total(self, cut: Cut) -> int | Node:
-        """What the counts add up to: a number that is no more than there are rows, or else one that the host reads."""
+        """The sum of the counts: a known number within the number of rows, or else one that the host reads."""
         total = self.routing.total(cut.counts, cut.running)
         size = cut.rows.meta["example_value"].shape[0]
         if isinstance(total, int) and isinstance(size, int) and total <= size:
@@ -79,18 +78,18 @@ class Lifting:
         return self._read
 
     def parts(self, cut: Cut) -> Rows:
-        """Lift the parts of a tensor: they are the tensor. Several may be cut, all at the same places."""
+        """The parts of a tensor, lifted: the tensor. Several tensors may be cut, all at the same places."""
         assert self.cut is not None
         cut = self._whole(cut)
         if (cut.counts, cut.running) != (self.cut.counts, self.cut.running):
-            raise NotProved("parts that were cut by different counts", cut.rows)
+            raise NotProved("parts that are cut by different counts", cut.rows)
         self.check_covered(cut.rows, cut.checks)
         if not cut.index:
             return Rows(cut.rows)
         return Rows(self.emit(operator.getitem, (cut.rows, (slice(None), *cut.index))))
 
     def check_covered(self, rows: Node, checks: bool) -> None:
-        """That all parts together are the whole tensor; checks: the program raises an error if they are not."""
+        """Raise `NotProved` unless the parts cover the tensor. checks: the program raises an error if they do not."""
         assert self.cut is not None
         size, first = (expression(node.meta["example_value"].shape[0]) for node in (rows, self.cut.rows))
         if checks and self.cut.checks and size == first:
@@ -101,19 +100,19 @@ class Lifting:
             raise NotProved("the slices are not known to cover the rows", rows)
 
     def coordinates_of(self, mask: Template, spread: bool = False) -> tuple[Rows, ...]:
-        """The coordinates of the rows in a mask that is used as an index; spread: see `selection.read`."""
+        """The coordinates of the rows in a mask that is used as an index; spread: see `mask_fact`."""
         selection = selection_of(self.routing, mask, spread)
         if self.selection is None:
             raise NotProved("a query in a loop over parts", mask.nodes[0])
         asked, sorted_by = ((one.ids, one.axes, one.scores) for one in (selection, self.selection))
         if asked != sorted_by:
-            raise NotProved("the loop asks for tokens in several orders", mask.nodes[0])
+            raise NotProved("the loop queries tokens in several orders", mask.nodes[0])
         if (selection.first, selection.step) != (self.selection.first, self.selection.step):
-            raise NotProved("a branch asks for the tokens of two experts", mask.nodes[0])
+            raise NotProved("a branch queries the tokens of two experts", mask.nodes[0])
         return self._coordinates(selection)
 
     def _coordinates(self, selection: Selection) -> tuple[Rows, ...]:
-        """Where the pairs lie along each dimension of the mask."""
+        """The coordinates of the pairs along each dimension of the mask."""
         assert self.order is not None and self.order.places is not None
         rest, found = self.order.places, []
         shape = selection.ids.meta["example_value"].shape
@@ -139,7 +138,7 @@ class Lifting:
         return self._lifted[key]
 
     def index(self, part: Any) -> Any:
-        """A part of an index; the number of the expert becomes the expert of each row."""
+        """A part of an index, lifted; the number of the expert becomes the expert of each row."""
         if isinstance(part, Constants):
             if self.selection is None or self.order is None or self.order.ids is None:
                 raise NotProved("an index by the expert")
@@ -154,7 +153,7 @@ class Lifting:
     # Everything else
 
     def lift(self, value: Any) -> Any:
-        """The lifted value of a family; what is shared is itself. Raises `NotProved`."""
+        """The batched value of a template; a shared value is itself. Raises `NotProved`."""
         if not isinstance(value, Template):
             return value
         if id(value) not in self._lifted:
@@ -170,20 +169,20 @@ class Lifting:
             self._stacks[weights] = self.emit(torch.stack, (list(weights.listed),))
         return self._stacks[weights]
 
-    def emit_like(self, family: Template, convert: Callable[[Any], Any]) -> Node:
+    def emit_like(self, template: Template, convert: Callable[[Any], Any]) -> Node:
         """The branches' operator with each operand converted."""
-        args, kwargs = map_aggregate((family.args, family.kwargs), convert)
-        return self.emit(family.nodes[0].target, args, kwargs, like=family.nodes[0])
+        args, kwargs = map_aggregate((template.args, template.kwargs), convert)
+        return self.emit(template.nodes[0].target, args, kwargs, like=template.nodes[0])
 
-    def apply(self, family: Template) -> Any:
-        """The same operator on lifted operands; the rows are where the branches' results have them."""
+    def apply(self, template: Template) -> Any:
+        """The same operator on lifted operands; the rows lie in the same dimension as in the branches' results."""
 
         def convert(leaf: Any) -> Any:
             lifted = self.lift(leaf)
             if isinstance(lifted, Constants):
-                raise NotProved(f"`{family.name}` by a number that differs between the experts", family.nodes[0])
+                raise NotProved(f"`{template.name}` by a number that differs between the experts", template.nodes[0])
             if isinstance(lifted, (Weights, Places, tuple)):
-                raise NotProved(f"`{family.name}` of a tensor of each expert", family.nodes[0])
+                raise NotProved(f"`{template.name}` of a tensor of each expert", template.nodes[0])
             return lifted.node if isinstance(lifted, Rows) else lifted
 
         def rows(node: Node, example: Any) -> Rows:
@@ -192,7 +191,7 @@ class Lifting:
                 raise NotProved("a result without rows")
             return Rows(node, row)
 
-        node = self.emit_like(family, convert)
-        if isinstance(family.example, (tuple, list)):
-            return tuple(rows(self.emit(operator.getitem, (node, i)), part) for i, part in enumerate(family.example))
-        return rows(node, family.example)
+        node = self.emit_like(template, convert)
+        if isinstance(template.example, (tuple, list)):
+            return tuple(rows(self.emit(operator.getitem, (node, i)), part) for i, part in enumerate(template.example))
+        return rows(node, template.example)

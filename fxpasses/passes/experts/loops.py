@@ -1,10 +1,10 @@
-"""Find loops over experts by where their branches end: E results that are merged into one tensor.
+"""Find loops over experts by the ends of their branches: E results that are merged into one tensor.
 
 out.index_add_(0, tok_e, y_e)        E writes into one buffer, or a chain of E values
 out[tok_e] += y_e                    three nodes a branch: getitem, iadd, setitem
 y[mask_e] = y_e                      or y[start_e:stop_e] = y_e
 out = out + zeros.masked_scatter(mask_e, y_e)
-torch.cat([y_0, y_1, ...])           or several lists, one of each thing that a branch gives
+torch.cat([y_0, y_1, ...])           or several lists, one for each result of a branch
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 
 @dataclass(frozen=True)
 class Merge:
-    """The end of one branch: `node` merges `values`. parts: what belongs to it, the `getitem` and `iadd` of a `+=`.
+    """The end of one branch: `node` merges `values`. parts: its other nodes, the `getitem` and `iadd` of a `+=`.
 
-    Of lists, `node` is the first that is concatenated, and `values` are the branch's parts of all lists.
+    For lists, `node` is the first `torch.cat`, and `values` are the branch's parts of all lists.
     """
 
     node: Node
@@ -45,7 +45,7 @@ class Merge:
 class Loop:
     """kind: "index_add" (the operator of the merges), "setadd", "assign", "masked_add", "masked_add_" or "cat".
 
-    buffer: what is merged into, before the first. lists: the `torch.cat` of each list.
+    buffer: the tensor before the first merge. lists: the `torch.cat` of each list.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Loop:
 
     @property
     def is_functional(self) -> bool:
-        """Whether each merge gives a new sum, and leaves the one before as it was."""
+        """Whether each merge returns a new sum, and does not write to the one before."""
         return self.kind in _FUNCTIONAL
 
     def rounds(self) -> Iterator[list[Loop]]:
@@ -95,11 +95,8 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
             roots[node] = roots.get(node.args[0], (node.args[0], kind))
             if roots[node][1] == kind:
                 buffers[roots[node]].append(merge)
-        elif name == "setitem":
-            merge = _assignment(node)
-            if merge is not None:
-                kind = "setadd" if merge.parts else "assign"
-                buffers[node.args[0], kind].append(merge)
+        elif name == "setitem" and (merge := _assignment(node)) is not None:
+            buffers[node.args[0], "setadd" if merge.parts else "assign"].append(merge)
     found = [Loop(name, tuple(merges), buffer) for (buffer, name), merges in buffers.items() if len(merges) > 1]
     for group in _made_together(lists):
         branches: Any = zip(*(node.args[0] for node in group), strict=True)
@@ -108,14 +105,14 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
 
 
 def _merges_numbers(loop: Loop) -> bool:
-    """Whether a branch gives floating-point numbers, as experts do; what builds a mask part by part does not."""
+    """Whether a branch returns floating-point numbers, as experts do; a loop that builds a mask does not."""
     values = (leaf for merge in loop.merges for leaf in leaves(merge.values) if isinstance(leaf, Node))
     examples = (value.meta.get("example_value") for value in values)
     return any(isinstance(example, torch.Tensor) and example.dtype.is_floating_point for example in examples)
 
 
 def _made_together(lists: list[Node]) -> list[list[Node]]:
-    """Lists of as many parts, of which the first ones are made of the same rows: the results of one loop."""
+    """Groups of lists of equal length whose first parts depend on the same rows: the results of one loop."""
     groups: list[tuple[int, set[Node], list[Node]]] = []
     for node in lists:
         parts: Any = node.args[0]
@@ -128,7 +125,7 @@ def _made_together(lists: list[Node]) -> list[list[Node]]:
 
 
 def _rows_behind(part: Node) -> set[Node]:
-    """What holds rows and leads to a part of a list; not what another loop has given."""
+    """The nodes with rows on which a part of a list depends, up to the results of other loops."""
 
     def rows(nodes: list[Node]) -> list[Node]:
         return [node for node in nodes if operator_of(node) != "cat" and has_rows(node)]
@@ -137,21 +134,16 @@ def _rows_behind(part: Node) -> set[Node]:
 
 
 def has_rows(node: Node) -> bool:
-    """Whether some size of a node's tensor, or of one of its tensors, is known by the batch alone."""
+    """Whether some size of a node's tensor, or of one of its tensors, depends on the batch's values."""
     example = node.meta.get("example_value")
-    return any(
-        isinstance(part, torch.Tensor) and any(isinstance(s, torch.SymInt) and is_unbacked(s) for s in part.shape)
-        for part in (example if isinstance(example, (tuple, list)) else (example,))
-    )
+    parts = example if isinstance(example, (tuple, list)) else (example,)
+    return any(isinstance(part, torch.Tensor) and any(map(is_unbacked, part.shape)) for part in parts)
 
 
 def _root_of_chain(node: Node, name: str) -> Node:
-    """What `out = out.index_add(...)`, again and again, started from; in place, every link is the same memory."""
-    current = node.args[0]
-    while isinstance(current, Node):
-        target = operator_of(current)
-        if target != name or (not name.endswith("_") and len(current.users) != 1):
-            break
+    """The first buffer of a chain `out = out.index_add(...)`; in place, every link is the same memory."""
+    current: Any = node.args[0]
+    while operator_of(current) == name and (name.endswith("_") or len(current.users) == 1):
         current = current.args[0]
     assert isinstance(current, Node)
     return current
@@ -161,18 +153,15 @@ def _assignment(node: Node) -> Merge | None:
     """`out[key] = value`, and `out[key] += y`, which reads `out[key]` first."""
     buffer, key, value = node.args
     keys = key if isinstance(key, tuple) else (key,)
-    if not isinstance(buffer, Node) or not any(_names_rows(k) for k in keys):
+    if not isinstance(buffer, Node) or not any(map(_depends_on_batch, keys)):
         return None
     if isinstance(value, Node) and value.op.startswith("call") and len(value.args) == 2:
-        name = operator_of(value)
         read, added = value.args
         if isinstance(read, Node) and read.target is operator.getitem and read.args[0] is buffer:
             others = {user for user in read.users if user.target is not torch.ops.aten.sym_size.int}
-            if name not in _IN_PLACE_ADD or read.args[1] != key or others != {value}:
-                return None
-            if set(value.users) != {node}:
-                return None
-            return Merge(node, (key, added), (read, value))
+            is_sum = operator_of(value) in _IN_PLACE_ADD and read.args[1] == key
+            is_own = others == {value} and set(value.users) == {node}
+            return Merge(node, (key, added), (read, value)) if is_sum and is_own else None
     return Merge(node, (key, value))
 
 
@@ -190,15 +179,10 @@ def _masked_addition(node: Node) -> Merge | None:
     return Merge(node, (zeros, mask, source), (addend,)) if known else None
 
 
-def _names_rows(key: Any) -> bool:
-    """Whether a part of a key depends on the batch: places, a mask, a slice with a bound that was read."""
+def _depends_on_batch(key: Any) -> bool:
+    """Whether a part of a key depends on the batch's values: places, a mask, a slice whose bound is a host read."""
     if isinstance(key, slice):
-        return any(
-            isinstance(bound, Node) and is_unbacked(bound.meta["example_value"]) for bound in (key.start, key.stop)
-        )
-    return isinstance(key, Node) and has_rows_or_mask(key)
-
-
-def has_rows_or_mask(node: Node) -> bool:
-    example = node.meta.get("example_value")
-    return has_rows(node) or (isinstance(example, torch.Tensor) and example.dtype is torch.bool)
+        bounds = [bound for bound in (key.start, key.stop) if isinstance(bound, Node)]
+        return any(is_unbacked(bound.meta["example_value"]) for bound in bounds)
+    is_mask = isinstance(key, Node) and getattr(key.meta.get("example_value"), "dtype", None) is torch.bool
+    return is_mask or (isinstance(key, Node) and has_rows(key))

@@ -1,7 +1,7 @@
-"""Put the rows of all experts where the branches put theirs: one addition, in the order of the loop, or one assignment.
+"""Merge the rows of all experts as the branches merge theirs: one addition in the order of the loop, or one assignment.
 
-`out[tok] += y` and `out[tok] = y` are not sums where a place is met twice: the last value wins. So for them the places
-must be known to differ, within an expert or among all.
+`out[tok] += y` and `out[tok] = y` do not sum over places that occur twice: the last value wins. So their places must be
+known to differ, within an expert or among all.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fxpasses.passes.experts.batched_values import Rows, example_of, same_size
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop
 from fxpasses.passes.experts.row_partition import Spans
-from fxpasses.passes.experts.selection import Selection
+from fxpasses.passes.experts.selection import Selection, is_mask
 
 
 class Merging:
-    """The ends of one loop, made anew for all rows."""
+    """The ends of one loop, rebuilt for all rows."""
 
     def __init__(self, lifting: Lifting, loop: Loop) -> None:
         self._lifting, self._loop, self._emit = lifting, loop, lifting.emit
         self._first = loop.merges[0].node
 
     def results(self, values: Any) -> list[Node]:
-        """One for each list that is concatenated, or one; `values` are what the branches merge. Raises `NotProved`."""
+        """One result for each list, or one; `values` are those that the branches merge. Raises `NotProved`."""
         kind = self._loop.kind
         if kind == "cat":
             return [self._concatenated(value) for value in values]
@@ -43,7 +43,7 @@ class Merging:
     def _concatenated(self, value: Any) -> Node:
         rows, order = self._lifting.lift(value), self._lifting.order
         if not isinstance(rows, Rows) or rows.row != 0 or order is None or order.valid is not None:
-            raise NotProved("the rows of all experts together are not known to be all rows")
+            raise NotProved("the experts' rows are not known to cover all rows")
         return rows.node
 
     def _added(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
@@ -52,7 +52,7 @@ class Merging:
             if call.argument("accumulate") is not True:
                 raise NotProved("`index_put` without accumulate", self._first)
         elif loop.kind.startswith("scatter_reduce") and not _sums(call):
-            raise NotProved("`scatter_reduce` that takes no sum", self._first)
+            raise NotProved("`scatter_reduce` that is no sum", self._first)
         elif call.argument("dim") != 0:
             raise NotProved(f"`{loop.kind}` along another dimension", self._first)
         lifted_args = [self._argument(arg) for arg in args]
@@ -73,7 +73,7 @@ class Merging:
         return lifted
 
     def _covered(self, rows: Rows) -> Node:
-        """The rows, with zeros where a row is of no expert."""
+        """The rows, with zeros for those of no expert."""
         order = self._lifting.order
         assert order is not None
         if order.valid is None:
@@ -83,13 +83,13 @@ class Merging:
         return self._emit(torch.where, (self._emit("reshape", (order.valid, shape)), rows.node, 0))
 
     def _masked(self, zeros: Any, mask: Any, value: Any) -> Node:
-        """`out + zeros.masked_scatter(mask, value)`: whole rows added to the tokens of the mask."""
+        """`out + zeros.masked_scatter(mask, value)`, which adds whole rows to the tokens of the mask."""
         buffer, selection = self._loop.buffer, self._lifting.selection
         rows = self._lifting.lift(value)
         if selection is None or not isinstance(mask, Template) or not isinstance(rows, Rows) or buffer is None:
             raise NotProved("`masked_scatter` of what is not known", self._first)
         if isinstance(zeros, Node) and not self._lifting.routing.is_constant(zeros):
-            raise NotProved(f"`{zeros.name}`, which results are scattered to, is written to", zeros)
+            raise NotProved(f"`{zeros.name}`, into which results are scattered, is written to", zeros)
         (places,) = self._lifting.coordinates_of(mask, spread=True)
         examples = [example_of(part) for part in (zeros, value, buffer, rows.node)]
         widths = {constant(example.shape[-1]) if example.ndim == 2 else None for example in examples}
@@ -97,32 +97,29 @@ class Merging:
         if not alike or rows.row != 0 or len(widths) != 1 or None in widths:
             raise NotProved("`masked_scatter` of rows into a tensor of another size", self._first)
         if not self._differ_within_expert([places.node], selection):
-            raise NotProved("a token may be twice in one expert, as far as the graph shows", selection.ids)
+            raise NotProved("a token may occur twice in one expert", selection.ids)
         target = "index_add" if self._loop.is_functional else "index_add_"
         return self._emit(target, (buffer, 0, places.node, self._covered(rows)))
 
     def _by_key(self, key: Any, value: Any) -> Node:
         selection, order = self._lifting.selection, self._lifting.order
         if selection is None or order is None:
-            raise NotProved("parts are put in places that are not known", self._first)
+            raise NotProved("parts are assigned to places that are not known", self._first)
         places: list[Node] = []
         keys = key if isinstance(key, tuple) else (key,)
         while len(keys) > 1 and (keys[-1] is Ellipsis or keys[-1] == slice(None)):
             keys = keys[:-1]
         for part in keys:
-            if isinstance(part, Template) and part.example.dtype is torch.bool:
-                places += [coordinate.node for coordinate in self._lifting.coordinates_of(part)]
-            else:
-                lifted = self._lifting.lift(part)
-                if not isinstance(lifted, Rows):
-                    raise NotProved("a key that is not known", self._first)
-                places.append(lifted.node)
+            lifted = self._lifting.coordinates_of(part) if is_mask(part) else (self._lifting.lift(part),)
+            if not all(isinstance(coordinate, Rows) for coordinate in lifted):
+                raise NotProved("a key that is not known", self._first)
+            places += [coordinate.node for coordinate in lifted]
         rows = self._lifting.lift(value)
         if not isinstance(rows, Rows) or rows.row != 0:
             raise NotProved("a value that is no row", self._first)
         adds = self._loop.kind == "setadd"
         if adds and not self._differ_within_expert(places, selection):
-            raise NotProved("a place may be twice in one expert, as far as the graph shows", selection.ids)
+            raise NotProved("a place may occur twice in one expert", selection.ids)
         if not adds and not self._differ(places, selection):
             raise NotProved("the last expert of a token overwrites the others", self._first)
         dtype = self._loop.buffer.meta["example_value"].dtype  # type: ignore[union-attr]
@@ -137,47 +134,40 @@ class Merging:
             return self._emit("index_add_", (self._loop.buffer, 0, places[0], node))
         return self._emit("index_put_", (self._loop.buffer, tuple(places), node), {"accumulate": adds})
 
-    def _told(self, places: list[Node]) -> set[int]:
-        """Along which axes of the ids the places tell where a pair lies."""
+    def _determined(self, places: list[Node]) -> set[int]:
+        """The axes of the ids along which the places determine a pair's coordinate."""
         return {axis for place in places for axis in self._lifting.axes_of.get(place, ())}
 
     def _differ(self, places: list[Node], selection: Selection) -> bool:
-        """Whether no place is met twice: it tells all coordinates of a pair, but for those of which there is one."""
-        sizes = selection.ids.meta["example_value"].shape
-        told = self._told(places)
-        return all(axis in told or expression(sizes[axis]) == 1 for axis in selection.axes)
+        """Whether no place occurs twice: each determines all coordinates of a pair, except along axes of size 1."""
+        sizes, determined = selection.ids.meta["example_value"].shape, self._determined(places)
+        return all(axis in determined or expression(sizes[axis]) == 1 for axis in selection.axes)
 
     def _differ_within_expert(self, places: list[Node], selection: Selection) -> bool:
-        """Whether an expert meets no place twice: it tells the pair, or the token of one that has many experts."""
-        told = self._told(places)
+        """Whether no place occurs twice in an expert: each determines the pair, or a token whose experts differ."""
+        determined, order = self._determined(places), self._lifting.order
         last = len(selection.axes) - 1  # the slots
-        if all(axis in told or (axis == last and selection.distinct) for axis in selection.axes):
+        if all(axis in determined or (axis == last and selection.distinct) for axis in selection.axes):
             return True
-        return any(self._is_token_of_pair(place, selection) for place in places)
-
-    def _is_token_of_pair(self, place: Node, selection: Selection) -> bool:
-        """`pairs // k`, where k ids in a row differ."""
-        order = self._lifting.order
-        if order is None or place.args != (order.places, selection.slots) or selection.slots == 1:
-            return False
-        return operator_of(place) == "floor_divide"
+        tokens = (order.places, selection.slots) if order is not None and selection.slots > 1 else None
+        return any(operator_of(place) == "floor_divide" and place.args == tokens for place in places)  # pairs // k
 
     def _by_spans(self, spans: Spans, value: Any) -> Node:
-        """`y[start:stop] = value`, which all branches together do to the whole of y."""
+        """`y[start:stop] = value`, which all branches together do to all of y."""
         buffer, cut = self._loop.buffer, self._lifting.cut
         assert buffer is not None
         rows = self._lifting.lift(value)
         if cut is None or (cut.counts, cut.running) != (spans.counts, spans.running) or self._loop.kind != "assign":
-            raise NotProved("parts are put in places that are not known", self._first)
+            raise NotProved("parts are assigned to places that are not known", self._first)
         self._lifting.check_covered(buffer, checks=False)
-        # Fewer dimensions would be broadcast, and the rows be taken for features.
+        # A value of fewer dimensions would be broadcast, its rows taken for features.
         if not isinstance(rows, Rows) or rows.row != 0 or rows.ndim != buffer.meta["example_value"].ndim:
             raise NotProved("a value that is no row", self._first)
         return self._emit("copy_", (buffer, rows.node))
 
 
 def _sums(call: OperatorCall) -> bool:
-    """Whether `scatter_reduce(buffer, dim, index, src, reduce, include_self)` adds to what is there."""
+    """Whether `scatter_reduce(buffer, dim, index, src, reduce, include_self)` adds to the buffer."""
     return call.argument("reduce") == "sum" and call.argument("include_self", True) is True
 
 

@@ -1,10 +1,10 @@
-"""Rows that lie sorted already, and are cut into a part for each expert: by `split`, or by slices in a row.
+"""Rows that are sorted already, and are cut into a part for each expert: by `split`, or by consecutive slices.
 
     parts = rows.split(counts.tolist())            rows[start : start + counts[e]], the start running on
                                                    rows[ends[e - 1] : ends[e]]
 
-A split checks that its sizes cover the rows. Slices do not: they leave rows out or are clamped, unless the counts are
-known to be those of as many ids as there are rows (`graph/routing.py`).
+A split checks that its sizes cover the rows. Slices do not: they may omit rows or be clamped, unless the counts are
+known to count as many ids as there are rows (`graph/routing.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fxpasses.passes.experts.selection import progression
 
 @dataclass(frozen=True)
 class Spans(Constants):
-    """The branches' slices, each from where the one before it ended, the first from 0.
+    """The branches' slices, each of which starts where the one before it ends, the first at 0.
 
-    values: the slices. counts: an integer tensor [experts]. running: whether it holds the sizes of the parts, or where
-    they end. nodes: the bounds, and the reads that they are made of.
+    values: the slices. counts: an integer tensor [experts]. running: whether it holds the sizes of the parts, rather
+    than their ends. nodes: the bounds, and the reads that they depend on.
     """
 
     counts: Node
@@ -42,9 +42,9 @@ class Spans(Constants):
 class Cut:
     """A tensor cut into parts along its first dimension.
 
-    rows: the tensor. index: what else is asked of each part, such as `(None,)` of `scores[start:stop, None]`. counts,
+    rows: the tensor. index: the rest of each part's index, such as `(None,)` of `scores[start:stop, None]`. counts,
     running, nodes: see `Spans`. checks: whether the program raises an error where the parts do not cover the rows.
-    totals: the sum of the counts where only so many of the rows are cut, as in `rows[: sum(counts)].split(counts)`.
+    totals: the sum of the counts if only that many rows are cut, as in `rows[: sum(counts)].split(counts)`.
     """
 
     rows: Node
@@ -56,17 +56,17 @@ class Cut:
     totals: tuple[Node, ...] = ()
 
 
-def cut_of(family: Any) -> Cut | None:
-    """The cut that a family of parts comes from, if it does; raises `NotProved` for one of another order."""
-    if not isinstance(family, Template) or family.name != "getitem" or len(family.args) != 2:
+def cut_of(template: Any) -> Cut | None:
+    """The cut of a template of parts; None if there is none. Raises `NotProved` for parts in another order."""
+    if not isinstance(template, Template) or template.name != "getitem" or len(template.args) != 2:
         return None
-    source, index = family.args
+    source, index = template.args
     index = index if isinstance(index, tuple) else (index,)
     if index and isinstance(index[0], Spans):
         if not isinstance(source, Node):
-            raise NotProved("slices of what each branch made", family.nodes[0])
+            raise NotProved("slices of a tensor that each branch computes", template.nodes[0])
         if any(isinstance(leaf, (Node, Template, Constants)) for leaf in leaves(index[1:])):
-            raise NotProved("slices with an index that is not known", family.nodes[0])
+            raise NotProved("slices with an index that is not known", template.nodes[0])
         spans = index[0]
         return Cut(source, index[1:], spans.counts, spans.running, spans.nodes, checks=False)
     if isinstance(source, Node) and len(index) == 1 and isinstance(index[0], Constants):
@@ -102,7 +102,7 @@ def _bound_of_prefix(rows: Node) -> Node | None:
 
 
 def spans_of(slices: Sequence[slice]) -> Spans | None:
-    """What the branches' slices are together; None where no bound is read from a tensor. Raises `NotProved`."""
+    """The branches' slices together; None where no bound is read from a tensor. Raises `NotProved`."""
     bounds = [bound for part in slices for bound in (part.start, part.stop) if isinstance(bound, Node)]
     if not bounds:
         return None
@@ -111,7 +111,7 @@ def spans_of(slices: Sequence[slice]) -> Spans | None:
     elements = {place: symbol(node.meta["example_value"]) for _, place, (node, *_) in reads}
     by_place = sorted(reads, key=lambda read: read[1])
     if len(reads) != len(slices) or None in elements.values() or len(set(elements.values())) != len(slices):
-        raise NotProved("slices whose bounds are not made of an element for each expert", bounds[0])
+        raise NotProved("slices whose bounds do not depend on one element for each expert", bounds[0])
     counts = _all_of([read[:2] for read in by_place], bounds[0])
     starts = [_value(part.start) for part in slices]
     stops = [_value(part.stop) for part in slices]
@@ -120,13 +120,13 @@ def spans_of(slices: Sequence[slice]) -> Spans | None:
     in_order = [elements[place] for place in range(len(slices))]
     running = stops == list(itertools.accumulate(in_order))
     if not running and stops != in_order:
-        raise NotProved("slices whose bounds are not the sums of the counts, in their order", bounds[0])
+        raise NotProved("slices whose bounds are not the running sums of the counts", bounds[0])
     reading = tuple(node for read in reads for node in read[2])
     return Spans(tuple(slices), counts, running, tuple(dict.fromkeys((*reading, *nodes))))
 
 
 def _made_of(bounds: Sequence[Node]) -> list[Node]:
-    """The bounds, and all that they are summed up from, down to the reads."""
+    """The bounds, and all their summands, down to the reads."""
 
     def summands(node: Node) -> list[Node]:
         if operator_of(node) in ("add", "sym_sum") and is_symbolic(node.meta.get("example_value")):
@@ -145,7 +145,7 @@ def _value(bound: Any) -> Any:
 
 
 def _all_of(reads: Sequence[tuple[Node, int]], at: Node) -> Node:
-    """The tensor of which the reads are all elements, in order."""
+    """The tensor whose elements are the reads, all of them, in order."""
     counts = reads[0][0]
     if any(read != (counts, place) for place, read in enumerate(reads)):
         raise NotProved("sizes of parts that are not the elements of one tensor, in order", at)

@@ -1,17 +1,17 @@
-"""What the masks of a loop over experts select: which (token, slot) pairs of the router's choice, and in which order.
+"""Which (token, slot) pairs of the router's choice the masks of a loop over experts select, and in which order.
 
-A loop asks for the tokens of expert e with a mask: `idx == e`, `one_hot(idx, E).permute(2, 1, 0)[e]`, either of them
-`.any(-1)` over the slots, or column e of a matrix. The routing analysis (`graph/routing.py`) tells what one mask means;
-a `Selection` is what those of all experts of a loop do: the expert id of every pair, in the order in which
-`torch.where(mask)` finds pairs, and how to get from a pair's place to the mask's coordinates. Sorted stably by expert,
-the places are the queries' results one after the other.
+A loop queries the tokens of expert e by a mask: `idx == e`, `one_hot(idx, E).permute(2, 1, 0)[e]`, either of them
+`.any(-1)` over the slots, or column e of a matrix. The routing analysis (`graph/routing.py`) finds the fact of one
+mask. A `Selection` combines those of all experts of a loop: the expert id of every pair, in the order in which
+`torch.where(mask)` finds pairs, and how a pair's place maps to the mask's coordinates. Sorted stably by expert, the
+places are the concatenated results of the queries.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,15 +27,15 @@ from fxpasses.graph.symbols import expression
 
 @dataclass(frozen=True)
 class Selection:
-    """ids: an integer tensor; its axes in the order `axes`, flattened, are the expert ids of all pairs.
+    """ids: an integer tensor; permuted by `axes` and flattened, it holds the expert ids of all pairs.
 
     axes: the axes of `ids`, in the order of the mask's own dimensions; for a mask over tokens alone (`any` over the
-    slots) the slots' axis comes last, and `dims` is 1. dims: how many dimensions the mask has. first, step, count: the
-    branches' expert ids are first + step * branch, with step 1 or -1. choices: how many experts there are to choose
-    from, if the ids are known to be below that. distinct: whether the ids along the last axis differ from each other.
+    slots) the slots' axis comes last, and `dims` is 1. dims: the number of the mask's dimensions. first, step, count:
+    the branches' expert ids are first + step * branch, with step 1 or -1. choices: the number of experts to choose
+    from, if all ids are known to be below it. distinct: whether the ids along the last axis differ from each other.
     slots: of one-dimensional ids, how many in a row (from a multiple of it on) differ from each other. flat: whether
-    the mask's `dims` dimensions were laid flat, into one. scores: a matrix [T, E] made by scattering the pairs' scores;
-    those alone are pairs whose score passes the tests. top: how many experts each token goes to, for a report.
+    the mask's `dims` dimensions were flattened into one. scores: a matrix [T, E] of scattered scores; only those pairs
+    count whose score passes its tests. top: the number of experts of each token, for a report.
     """
 
     ids: Node
@@ -53,50 +53,50 @@ class Selection:
 
     @property
     def covers(self) -> bool:
-        """Whether each pair is known to be of one of the experts."""
+        """Whether each pair is known to belong to one of the experts."""
         lowest = min(self.first, self.first + self.step * (self.count - 1))
         return self.choices == self.count and lowest == 0
 
 
-def is_query(family: Template) -> bool:
-    """Whether the branches ask for their tokens here."""
-    if family.name == "masked_select":
-        return len(family.args) == 2 and isinstance(family.args[1], Template)
-    if family.name == "where":
-        return len(family.args) == 1 and not family.kwargs
-    if family.name == "nonzero":
-        return bool(family.args)
-    if family.name != "getitem" or not isinstance(family.args[1], Template):
-        return False
-    index = family.args[1].example
-    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
+def is_query(template: Template) -> bool:
+    """Whether the branches query their tokens here."""
+    name, args = template.name, template.args
+    if name == "masked_select":
+        return len(args) == 2 and isinstance(args[1], Template)
+    if name == "where":
+        return len(args) == 1 and not template.kwargs
+    return bool(args) if name == "nonzero" else name == "getitem" and is_mask(args[1])
+
+
+def is_mask(part: Any) -> bool:
+    """Whether a part of an index is a mask of each branch."""
+    return isinstance(part, Template) and getattr(part.example, "dtype", None) is torch.bool
 
 
 def selection_of(routing: Routing, masks: Any, spread: bool = False) -> Selection:
-    """What the masks of all branches mean; spread: see `read`. Raises `NotProved`."""
+    """What the masks of all branches select; spread: see `mask_fact`. Raises `NotProved`."""
     if not isinstance(masks, Template):
-        raise NotProved("the experts ask the same question")
-    found = [read(routing, mask, spread) for mask in masks.nodes]
+        raise NotProved("the experts share one query")
+    found = [mask_fact(routing, mask, spread) for mask in masks.nodes]
     ids, axes, dims, flat = found[0].ids, found[0].axes, found[0].dims, found[0].flat
-    if any((mask.ids, mask.axes, mask.dims, mask.flat) != (ids, axes, dims, flat) for mask in found):
+    if any(replace(mask, expert=found[0].expert) != found[0] for mask in found):
         raise NotProved("the routing differs between the experts", masks.nodes[0])
     first, step = progression(Constants(tuple(mask.expert for mask in found)))
     if isinstance(ids, Columns):
         chosen = _scattered_scores(routing, ids) if axes == (0, 1) else None
         if chosen is None:
-            text = "how many tokens the experts have together is not known, nor bounded by a number of slots"
+            text = "the number of tokens of all experts is neither known nor bounded by a number of slots"
             raise NotProved(text, ids.matrix)
         top = routing.choice(chosen).top
         return Selection(chosen, axes, dims, first, step, len(found), None, distinct=True, scores=ids, top=top)
-    known = routing.choice(ids)
-    choices, distinct, slots, top = known.choices, known.distinct, known.slots, known.top
-    return Selection(ids, axes, dims, first, step, len(found), choices, distinct, slots, flat, top=top)
+    of = routing.choice(ids)
+    return Selection(ids, axes, dims, first, step, len(found), of.choices, of.distinct, of.slots, flat, top=of.top)
 
 
-def read(routing: Routing, mask: Node, spread: bool = False) -> Mask:
-    """The meaning of a mask, or of numbers that are not zero where the mask is true; raises `NotProved`.
+def mask_fact(routing: Routing, mask: Node, spread: bool = False) -> Mask:
+    """The fact of a mask, or of numbers that are not zero where the mask is true; raises `NotProved`.
 
-    spread: the mask's last dimension says nothing; it is broadcast, or to be broadcast, over a token's features.
+    spread: the mask's last dimension only broadcasts over a token's features.
     """
     fact = routing.of(mask)
     if isinstance(fact, Mask) and fact.spread == spread:
@@ -107,7 +107,7 @@ def read(routing: Routing, mask: Node, spread: bool = False) -> Mask:
 
 
 def _scattered_scores(routing: Routing, columns: Columns) -> Node | None:
-    """The ids [T, k] of `zeros.scatter(1, ids, scores)`, where a pair with a score of zero fails the tests."""
+    """The ids [T, k] of `zeros.scatter(1, ids, scores)`, if a score of zero fails the tests; else None."""
     value: Any = 0.0
     for test, number in columns.tests:
         value = getattr(operator, getattr(test, "__name__", test).strip("_"))(value, number)
@@ -115,8 +115,8 @@ def _scattered_scores(routing: Routing, columns: Columns) -> Node | None:
     return fact.ids if isinstance(fact, Scattered) and columns.dim == 1 and not value else None
 
 
-def asked_by(query: Template) -> tuple[Any, bool]:
-    """The mask of a query, or of an assignment by a mask, and whether it is spread over features: see `read`."""
+def mask_of(query: Template) -> tuple[Any, bool]:
+    """The mask of a query, and whether it is spread over features: see `mask_fact`."""
     if query.name == "masked_select":
         source = query.args[0].nodes[0] if isinstance(query.args[0], Template) else query.args[0]
         return query.args[1], is_spread(source, query.args[1].nodes[0])
@@ -124,7 +124,7 @@ def asked_by(query: Template) -> tuple[Any, bool]:
 
 
 def is_spread(source: Node, mask: Node) -> bool:
-    """Whether a mask of as many dimensions says the same of all features of a token, its last dimension of a source."""
+    """Whether a mask of the source's rank has the same value for all features of a token, the last dimension."""
     example, wanted = mask.meta["example_value"], source.meta["example_value"]
     if example.ndim != wanted.ndim or example.ndim < 2:
         return False
@@ -136,10 +136,10 @@ def is_spread(source: Node, mask: Node) -> bool:
 
 
 def progression(constants: Constants) -> tuple[int, int]:
-    """(first, step) of ids that follow one another, up or down; raises `NotProved`."""
+    """(first, step) of consecutive ids, ascending or descending; raises `NotProved`."""
     values = constants.values
     if len(values) < 2 or any(not isinstance(value, int) or isinstance(value, bool) for value in values):
-        raise NotProved("the experts are not told apart by integers")
+        raise NotProved("integers do not distinguish the experts")
     step = values[1] - values[0]
     if step not in (1, -1) or any(b - a != step for a, b in itertools.pairwise(values)):
         raise NotProved(f"the experts {values} do not follow one another")

@@ -1,9 +1,9 @@
-"""Bring the rows of all experts into one order: sort the pairs, or take rows that lie sorted already."""
+"""Put the rows of all experts in one order: sort the pairs, or use rows that are sorted already."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,13 @@ from torch.fx import Node
 
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import operator_of
+from fxpasses.graph.routing_facts import Columns
 from fxpasses.passes.experts.batched_values import Order
 from fxpasses.passes.experts.row_partition import Cut
-from fxpasses.passes.experts.selection import Columns, Selection
-
-Emit = Callable[..., Node]
+from fxpasses.passes.experts.selection import Selection
 
 
-def sorted_pairs(emit: Emit, selection: Selection) -> Order:
+def sorted_pairs(emit: NodeBuilder, selection: Selection) -> Order:
     """Sort the pairs by expert, in the order of the loop."""
     first, step, count = selection.first, selection.step, selection.count
     covers = selection.covers
@@ -27,9 +26,7 @@ def sorted_pairs(emit: Emit, selection: Selection) -> Order:
     example = flat.meta["example_value"]
     wanted = emit(torch.arange, (count,), {"device": example.device, "dtype": example.dtype})
     offsets = emit(torch.searchsorted, (in_order, wanted), {"right": True, "out_int32": True})
-    rows = example.shape[0]
-    size = rows if isinstance(rows, int) else emit(torch.ops.aten.sym_size.int, (flat, 0))
-    valid = None
+    size, valid = emit.size(flat, 0), None
     if not covers:
         valid, places, in_order, offsets = _filled(emit, places, in_order, offsets, size, count)
     by_row = in_order
@@ -38,12 +35,12 @@ def sorted_pairs(emit: Emit, selection: Selection) -> Order:
     return Order(places, by_row, offsets, size, valid)
 
 
-def _with_scores(emit: Emit, ids: Node, scores: Columns) -> Node:
-    """The ids, and -1 for a pair whose score does not pass the tests: it is of no expert."""
+def _with_scores(emit: NodeBuilder, ids: Node, scores: Columns) -> Node:
+    """The ids, with -1 for a pair whose score fails the tests: it belongs to no expert."""
     return emit(torch.where, (passed(emit, scores, emit("gather", (scores.matrix, 1, ids))), ids, -1))
 
 
-def passed(emit: Emit, columns: Columns, elements: Node) -> Node:
+def passed(emit: NodeBuilder, columns: Columns, elements: Node) -> Node:
     """Whether elements of the matrix pass the tests."""
     for test, number in columns.tests:
         elements = emit(test, (elements, number))
@@ -52,25 +49,25 @@ def passed(emit: Emit, columns: Columns, elements: Node) -> Node:
 
 
 def sort_by_branch(
-    emit: Emit,
+    emit: NodeBuilder,
     ids: Node,
     axes: Sequence[int],
     experts: tuple[int, int, int],
     missing: Sequence[int],
     covers: bool,
 ) -> tuple[Node, Node, Node]:
-    """(flat, in_order, places): the ids of all pairs, the branch of each in sorted order, and where each pair was.
+    """(flat, in_order, places): the ids of all pairs, the branch of each pair in sorted order, and its place in `flat`.
 
-    axes: those of `ids`, in the order in which pairs are counted. experts: (first, step, count); branch b is of expert
-    first + step * b. Pairs of other experts, and of those that are missing, are of branch `count`, after all others.
-    covers: there are no such pairs.
+    axes: those of `ids`, in the order in which pairs are numbered. experts: (first, step, count); branch b is that of
+    expert first + step * b. Pairs of missing and of other experts go to branch `count`, the last. covers: there are no
+    such pairs.
     """
     example = ids.meta["example_value"]
     if tuple(axes) != tuple(range(example.ndim)):
         ids = emit("permute", (ids, tuple(axes)))
     flat = emit("reshape", (ids, -1)) if example.ndim > 1 else ids
     if example.dtype not in (torch.int64, torch.int32):
-        flat = emit("long", (flat,))  # so that the number of experts fits, and that it is an index
+        flat = emit("long", (flat,))  # a dtype for indices, in which the number of experts fits
     first, step, count = experts
     branch = flat
     if (first, step) != (0, 1):
@@ -84,12 +81,9 @@ def sort_by_branch(
     return flat, emit(operator.getitem, (pair, 0)), emit(operator.getitem, (pair, 1))
 
 
-def coordinates(emit: Emit, ids: Node, axes: Sequence[int], places: Node) -> list[Node]:
-    """Where the pairs lie along each of the axes."""
-    sizes: list[Any] = []
-    for axis in axes:
-        size = ids.meta["example_value"].shape[axis]
-        sizes.append(size if isinstance(size, int) else emit(torch.ops.aten.sym_size.int, (ids, axis)))
+def coordinates(emit: NodeBuilder, ids: Node, axes: Sequence[int], places: Node) -> list[Node]:
+    """The coordinates of the pairs along each of the axes."""
+    sizes = [emit.size(ids, axis) for axis in axes]
     found, rest = [], places
     for size in reversed(sizes[1:]):
         found.append(emit(operator.mod, (rest, size)))
@@ -98,12 +92,12 @@ def coordinates(emit: Emit, ids: Node, axes: Sequence[int], places: Node) -> lis
 
 
 def _filled(
-    emit: Emit, places: Node, in_order: Node, offsets: Node, size: Any, count: int
+    emit: NodeBuilder, places: Node, in_order: Node, offsets: Node, size: Any, count: int
 ) -> tuple[Node, Node, Node, Node]:
-    """Which rows are of an expert, and the others as copies of the last one that is; of the first row, if none is.
+    """Mark the rows of experts, and replace the others by copies of the last marked row; of the first, if none is.
 
-    A copy is as finite as a row of the loop; a row of zeros is not, where the program divides by its norm, and a
-    NaN gets through any mask on its way back.
+    A copy is as finite as a row of the loop. A row of zeros is not, where the program divides by its norm, and in
+    backward a NaN passes through any mask.
     """
     total = emit(operator.getitem, (offsets, slice(-1, None)))
     device = {"device": places.meta["example_value"].device}
@@ -115,12 +109,9 @@ def _filled(
     return valid, filled[0], existing, emit("to", (ends, torch.int32))
 
 
-def cut_rows(emit: Emit, cut: Cut) -> Order:
-    """The rows are sorted already. Where a split checked that the counts cover them, the device checks it."""
-    counts = cut.counts
-    example = cut.rows.meta["example_value"]
-    rows = example.shape[0]
-    size = rows if isinstance(rows, int) else emit(torch.ops.aten.sym_size.int, (cut.rows, 0))
+def cut_rows(emit: NodeBuilder, cut: Cut) -> Order:
+    """The order of rows that are sorted already. Where a split checks that the counts cover them, the device does."""
+    counts, example, size = cut.counts, cut.rows.meta["example_value"], emit.size(cut.rows, 0)
     ends = emit("cumsum", (counts, 0)) if cut.running else counts
     if cut.checks:
         covers = emit(operator.eq, (emit(operator.getitem, (ends, -1)), size))
@@ -131,9 +122,9 @@ def cut_rows(emit: Emit, cut: Cut) -> Order:
 
 
 def read_total(emit: NodeBuilder, cut: Cut) -> Node:
-    """What the counts add up to, read by the host where the program reads the first of them.
+    """The sum of the counts, which the host reads where the program reads the first count.
 
-    Where one is negative, the program raises an error as it splits; here the device does.
+    A negative count raises an error in the program's split; here it does on the device.
     """
     first = min(node for node in cut.nodes if operator_of(node) == "item")
     with emit.graph.inserting_before(first):
@@ -145,10 +136,8 @@ def read_total(emit: NodeBuilder, cut: Cut) -> Node:
 
 
 def first_rows(emit: NodeBuilder, rows: Node, total: Node) -> Node:
-    """`rows[:total]`, of which the size is known to be the total."""
-    size = rows.meta["example_value"].shape[0]
-    whole = size if isinstance(size, int) else emit(torch.ops.aten.sym_size.int, (rows, 0))
-    words = "the experts have more rows than there are"
-    emit(torch.ops.aten._assert_scalar.default, (emit(operator.le, (total, whole)), words))
+    """`rows[:total]`, whose size is known to be the total."""
+    whole, text = emit.size(rows, 0), "the experts have more rows than there are"
+    emit(torch.ops.aten._assert_scalar.default, (emit(operator.le, (total, whole)), text))
     parts = emit(torch.split, (rows, [total, emit(operator.sub, (whole, total))]))
     return emit(operator.getitem, (parts, 0))

@@ -1,12 +1,12 @@
-"""Attention that is written out: two products with a softmax between them, and a mask before it.
+"""Matches unfused attention: two products with a softmax between them, and a mask before it.
 
     scores = query @ key.transpose(2, 3) * scale        or scaled before, divided, in the letters of `einsum`
     scores = scores + mask                              or masked_fill, where
     weights = softmax(scores, -1, dtype=float32).to(query.dtype)
     output = dropout(weights, p=0.0) @ value
 
-It is found from its softmax: upwards to the scores, downwards to the output. Every step between must be known, and
-nobody else may look at what it gives.
+The match starts at the softmax: upwards to the product of query and key, downwards to the product with the value. Every
+step between must be known, and its result may have no other user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.attention.found import Attention, Mask
+from fxpasses.passes.attention.match import Attention, Mask
 from fxpasses.passes.attention.products import Product, as_output, as_scores, product_of
 from fxpasses.passes.attention.spelling import constant_of, is_cast, shape_of, tensor_of
 from fxpasses.report import Reason
@@ -27,11 +27,11 @@ _ADDS = frozenset({"add", "add_"})
 _FILLS = frozenset({"masked_fill", "masked_fill_"})
 _SCALES = frozenset({"mul", "mul_"})
 _DIVISIONS = frozenset({"div", "div_"})
-_NEAR = 12  # steps from a softmax up to a product, at most, for the two to be spoken of as one attention
+_NEAR = 12  # the most steps from a softmax up to a product for a near miss to be reported
 
 
 def is_softmax(node: Node) -> bool:
-    """Whether a node is a softmax over the last axis of what may be the scores of an attention."""
+    """Whether a node is a softmax over the last axis of a tensor that may be the scores of an attention."""
     if operator_of(node) != "softmax" or not node.args:
         return False
     found = tensor_of(node.args[0])
@@ -40,22 +40,21 @@ def is_softmax(node: Node) -> bool:
     return argument(node, "dim") in (-1, found.ndim - 1)
 
 
-class Written:
-    """One softmax, and the attention around it. obstacle: why a value is not the batch's metadata; None where it is."""
+class Unfused:
+    """The attention around one softmax. check_mask: raises `Refused` unless a mask is the batch's metadata."""
 
-    def __init__(self, softmax: Node, obstacle: Callable[[Node], Refused | None]) -> None:
-        self.softmax = softmax
-        self._obstacle = obstacle
+    def __init__(self, softmax: Node, check_mask: Callable[[Node], None]) -> None:
+        self._softmax, self._check_mask = softmax, check_mask
         self._scale = 1.0
         self._mask: Mask | None = None
         self._steps: list[Node] = []  # from the softmax up to the product
 
     def attention(self) -> Attention | None:
-        """None if there is none, or none with a mask. Raises `Refused`."""
+        """The attention; None if there is none, or one without a mask. Raises `Refused`."""
         try:
             product = self._upwards()
         except Refused:
-            if _is_near_miss(self.softmax):
+            if _is_near_miss(self._softmax):
                 raise
             return None
         scores = as_scores(product) if product is not None else None
@@ -74,49 +73,50 @@ class Written:
         return Attention(weights[-1], *scores, value, self._mask, self._scale, product.node, order, inside)
 
     def _upwards(self) -> Product | None:
-        """The product that the scores come from."""
-        node = self.softmax.args[0]
+        """The product of query and key."""
+        node = self._softmax.args[0]
         while isinstance(node, Node) and node.op.startswith("call"):
             self._steps.append(node)
-            product = product_of(node)
-            if product is not None:
+            if (product := product_of(node)) is not None:
                 return product
             node = self._before(node)
         return None
 
     def _before(self, node: Node) -> Any:
-        """The scores that a step takes; raises `Refused` for a step that is not known."""
+        """The scores before a step, which is a cast, a scale or the mask; raises `Refused` for any other."""
         name = operator_of(node)
         if is_cast(node):
             return node.args[0]
         scaled = _scaled(node, name)
-        if scaled is not None and self._mask is not None:  # below the mask, it would scale what hides a score too
+        if scaled is not None and self._mask is not None:  # after the mask, it would scale the mask as well
             self._scale *= scaled[1]
             return scaled[0]
         masked = self._masked(node, name)
         if masked is None:
             raise _changed(node, "the scores")
-        obstacle = self._obstacle(masked[1].node)
-        if obstacle is not None:
-            raise obstacle
+        self._check_mask(masked[1].node)
         if self._mask is not None:
             raise Refused(Reason.SCORES_CHANGED, "the scores are masked twice", node)
         self._mask = masked[1]
         return masked[0]
 
     def _masked(self, node: Node, name: str) -> tuple[Node, Mask] | None:
-        """The scores and the mask of a step that masks."""
+        """The scores and the mask of a step that applies a mask; None for another step."""
         if name in _ADDS and not node.kwargs.get("alpha") and len(node.args) == 2:
             return self._added(node)
         if name in _FILLS:
+            scores, condition, hides = node.args[0], argument(node, "mask"), True
             fill = constant_of(argument(node, "value"))
-            return self._filled(node.args[0], argument(node, "mask"), fill, hides=True)
-        if name == "where" and len(node.args) == 3:
+        elif name == "where" and len(node.args) == 3:
             condition, *sides = node.args
             fills = [constant_of(side) for side in sides]
-            hides = fills[1] is None  # what the condition holds for is the number
-            return self._filled(sides[hides], condition, fills[not hides], hides)
-        return None
+            hides = fills[1] is None  # the number is where the condition holds
+            scores, fill = sides[hides], fills[not hides]
+        else:
+            return None
+        if fill is None or not isinstance(scores, Node) or not isinstance(condition, Node):
+            return None
+        return scores, Mask(condition, fill, hides)
 
     def _added(self, node: Node) -> tuple[Node, Mask] | None:
         scores, mask = node.args
@@ -129,14 +129,9 @@ class Written:
             return None
         return scores, Mask(mask)
 
-    def _filled(self, scores: Any, condition: Any, fill: float | None, hides: bool) -> tuple[Node, Mask] | None:
-        if fill is None or not isinstance(scores, Node) or not isinstance(condition, Node):
-            return None
-        return scores, Mask(condition, fill, hides)
-
     def _downwards(self) -> list[Node]:
         """The nodes from the softmax to the product with the value; raises `Refused`."""
-        nodes = [self.softmax]
+        nodes = [self._softmax]
         while True:
             node = nodes[-1]
             if len(node.users) != 1:
@@ -154,16 +149,13 @@ class Written:
 
 
 def _scaled(node: Node, name: str) -> tuple[Node, float] | None:
-    """What a step scales, and by how much."""
-    if len(node.args) != 2 or node.kwargs:
+    """The operand that a step scales, and the factor; None for another step."""
+    if len(node.args) != 2 or node.kwargs or name not in _SCALES | _DIVISIONS:
         return None
-    sides = [node.args, node.args[::-1]] if name in _SCALES else [node.args]
-    for scores, factor in sides:
+    for scores, factor in [node.args, node.args[::-1]] if name in _SCALES else [node.args]:
         number = constant_of(factor)
-        if number is not None and isinstance(scores, Node):
-            if name in _SCALES:
-                return scores, number
-            return (scores, 1 / number) if name in _DIVISIONS and number else None
+        if number is not None and isinstance(scores, Node) and (number or name in _SCALES):
+            return scores, number if name in _SCALES else 1 / number
     return None
 
 
@@ -178,7 +170,7 @@ def _changed(node: Node, what: str) -> Refused:
 
 
 def _product_above(node: Node, steps: int = _NEAR) -> bool:
-    """Whether a product of two batches of matrices is among what a value is made of, a few steps back."""
+    """Whether a value depends on a product of two batches of matrices, a few steps back."""
     if product_of(node) is not None:
         return True
     if steps == 0 or not node.op.startswith("call") or len(shape_of(node)) not in (3, 4):
@@ -187,7 +179,7 @@ def _product_above(node: Node, steps: int = _NEAR) -> bool:
 
 
 def _is_near_miss(softmax: Node) -> bool:
-    """Whether a softmax is that of an attention with a mask, as far as can be told, although not of a known one."""
+    """Whether a softmax looks like that of a masked attention, although the attention does not match."""
     waiting, masked = [(softmax.args[0], 0)], False
     while waiting:
         node, steps = waiting.pop()
