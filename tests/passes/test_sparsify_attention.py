@@ -262,6 +262,10 @@ def masked_then_scaled(q, k, v, allowed):
     return ((q @ k.mT + added(allowed, LEAST)) * 0.1).softmax(-1) @ v
 
 
+def added_zero_times(q, k, v, allowed):
+    return torch.add(q @ k.mT, added(allowed, LEAST), alpha=0).softmax(-1) @ v
+
+
 def mildly_filled(q, k, v, allowed):
     return (q @ k.mT).masked_fill(~allowed, -1e4).softmax(-1) @ v
 
@@ -304,7 +308,8 @@ REFUSED = {
     dropping: Reason.DROPOUT, dropping_written: Reason.DROPOUT,
     from_activations: Reason.ACTIVATION, biased: Reason.ACTIVATION,
     softcapped: Reason.SCORES_CHANGED, with_sinks: Reason.SCORES_CHANGED, twice_masked: Reason.SCORES_CHANGED,
-    masked_then_scaled: Reason.SCORES_CHANGED, mildly_filled: Reason.SCORES_CHANGED,
+    masked_then_scaled: Reason.SCORES_CHANGED, added_zero_times: Reason.SCORES_CHANGED,
+    mildly_filled: Reason.SCORES_CHANGED,
     weights_changed: Reason.SCORES_CHANGED, weights_used: Reason.WEIGHTS_USED, scores_used: Reason.WEIGHTS_USED,
     query_written: Reason.WRITTEN_BY_LAYER, in_three_dimensions: Reason.NOT_BY_HEADS, few_tokens: Reason.SMALL,
     under_vmap: Reason.HIGHER_ORDER,

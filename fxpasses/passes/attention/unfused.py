@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxpasses.graph.calls import argument, operator_of
+from fxpasses.graph.calls import OperatorCall, argument, operator_of
 from fxpasses.graph.refusals import Refused
 from fxpasses.passes.attention.match import Attention, Mask
 from fxpasses.passes.attention.products import Product, as_output, as_scores, product_of
@@ -102,7 +102,7 @@ class Unfused:
 
     def _masked(self, node: Node, name: str) -> tuple[Node, Mask] | None:
         """The scores and the mask of a step that applies a mask; None for another step."""
-        if name in _ADDS and not node.kwargs.get("alpha") and len(node.args) == 2:
+        if name in _ADDS and OperatorCall.of(node).has_only("input", "other"):
             return self._added(node)
         if name in _FILLS:
             scores, condition, hides = node.args[0], argument(node, "mask"), True
@@ -119,7 +119,7 @@ class Unfused:
         return scores, Mask(condition, fill, hides)
 
     def _added(self, node: Node) -> tuple[Node, Mask] | None:
-        scores, mask = node.args
+        scores, mask = argument(node, "input"), argument(node, "other")
         if not isinstance(scores, Node) or not isinstance(mask, Node):
             return None
         if _product_above(mask) and not _product_above(scores):
