@@ -172,8 +172,11 @@ def _check_example(node: Node, output: Any) -> None:
     pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(example), strict=False) if example is not None else ()
     for seen, expected in pairs:
         if isinstance(seen, torch.Tensor) and isinstance(expected, torch.Tensor):
-            if (seen.dtype, seen.device, seen.ndim) != (expected.dtype, expected.device, expected.ndim):
-                raise Refused(Reason.UNKNOWN_OPERATOR, f"returns {seen.dtype} here and {expected.dtype} in the program")
+            here, there = (
+                f"{tensor.dtype} on {tensor.device} in {tensor.ndim} dimensions" for tensor in (seen, expected)
+            )
+            if here != there:
+                raise Refused(Reason.UNKNOWN_OPERATOR, f"returns {here} here and {there} in the program")
 
 
 @contextlib.contextmanager
