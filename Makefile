@@ -72,11 +72,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[hf,dev,bench,browser]'
 	@touch $@
 
-# The pins of constraints.txt hold here too, less torch and setuptools, whose bounds differ between torch versions.
+# The pins of constraints.txt hold here too, less torch, triton and setuptools, whose bounds differ between versions of
+# torch.
 .compat/%/.installed: pyproject.toml constraints.txt
 	@echo "Installing torch $* and what the tests need into .compat/$* ..."
 	@test -x .compat/$*/bin/pip || $(PYTHON) -m venv .compat/$*
-	@grep -vE '^(torch|setuptools)==' constraints.txt > .compat/$*/constraints.txt
+	@grep -vE '^(torch|triton|setuptools)==' constraints.txt > .compat/$*/constraints.txt
 	@.compat/$*/bin/python $(PIP_INSTALL) -c .compat/$*/constraints.txt torch==$* $(COMPAT_PACKAGES)
 	@.compat/$*/bin/python $(PIP_INSTALL) --no-deps -e .
 	@touch $@

@@ -1,22 +1,25 @@
 """The implementation of the operators of `grouped_linear.py`, on tensors with data and below autograd.
 
-There are two. On CUDA devices with a grouped kernel (bf16, compute capability 9 or 10, widths of a multiple of 16
-bytes) products use `torch.nn.functional.grouped_mm`, and the host waits for nothing. Everywhere else they use one `mm`
-per group that has rows, which is the call that a loop over the experts makes. This needs the offsets on the host: each
-operator waits once for offsets on a device. With offsets on the CPU nothing waits, wherever the rows are.
+`grouped_ways.py` chooses between three ways: `torch.nn.functional.grouped_mm`, `grouped_triton.py`, and one `mm` for
+each group that has rows, which is the call that a loop over the experts makes. The host waits for nothing in the first
+two. The last needs the offsets on the host: each operator waits once for offsets on a device, unless there are no rows.
+With offsets on the CPU nothing waits, wherever the rows are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
+from fxpasses.runtime import grouped_ways
+from fxpasses.runtime.grouped_ways import VECTOR, Way
+
 Weights = torch.Tensor | Sequence[torch.Tensor]
 
-_VECTOR = 16  # bytes: F.grouped_mm takes only rows and columns that start at multiples of this
 _CACHE_LINE = 64  # bytes: what PyTorch's CPU allocator aligns to
 
 
@@ -25,7 +28,10 @@ def matmul(
 ) -> torch.Tensor:
     """`rows[a:b] @ weights[e] (+ bias[e])` for each group, zeros for the rows after the last: [N, K] -> [N, M]."""
     width = weights[0].shape[0 if transposed else 1]
-    if _has_grouped_kernel(rows, rows.shape[1], width):
+    way = _way(rows, rows.shape[1], width)
+    if way is Way.TRITON:
+        return _triton().matmul(rows, weights, _on_device(offsets, rows), bias, transposed)
+    if way is Way.LIBRARY:
         stacked = weights if isinstance(weights, torch.Tensor) else torch.stack(list(weights))
         ends = _on_device(offsets, rows)
         out = F.grouped_mm(_vectorised(rows), _vectorised(stacked.mT if transposed else stacked), offs=ends)
@@ -51,7 +57,10 @@ def matmul(
 def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B]."""
     shape = (offsets.shape[0], left.shape[1], right.shape[1])
-    if _has_grouped_kernel(left, *shape[1:]):
+    way = _way(left, *shape[1:])
+    if way is Way.TRITON:
+        return _triton().outer(left, right, _on_device(offsets, left))
+    if way is Way.LIBRARY:
         ends = _on_device(offsets, left)
         out = F.grouped_mm(_vectorised(left).t(), _vectorised(right), offs=ends)
         # Empty groups stay uninitialised on compute capability 10 (pytorch/pytorch#172439), and are zero on 9.
@@ -69,7 +78,10 @@ def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> tor
 
 def outer_list(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
     """`outer` with each product in memory of its own: E tensors [A, B]."""
-    if _has_grouped_kernel(left, left.shape[1], right.shape[1]):
+    way = _way(left, left.shape[1], right.shape[1])
+    if way is Way.TRITON:
+        return _triton().outer_list(left, right, _on_device(offsets, left))
+    if way is Way.LIBRARY:
         return [product.clone() for product in outer(left, right, offsets)]
     sizes = _sizes(offsets, left.shape[0])
     groups = zip(sizes[:-1], _parts(left, sizes), _parts(right, sizes), strict=False)
@@ -78,9 +90,12 @@ def outer_list(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -
 
 def total(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The sum of each group's rows: [N, M] -> [E, M]."""
-    if _has_grouped_kernel(rows, rows.shape[1]):
+    way = _way(rows, rows.shape[1])
+    if way is Way.TRITON:
+        return _triton().total(rows, _on_device(offsets, rows))
+    if way is Way.LIBRARY:
         # A product with ones accumulates in float32 and in a fixed order; `index_add_` with its atomics does not.
-        ones = rows.new_ones(rows.shape[0], _VECTOR // rows.element_size())
+        ones = rows.new_ones(rows.shape[0], VECTOR // rows.element_size())
         return outer(ones, rows, offsets)[:, 0].contiguous()
     out = rows.new_empty(offsets.shape[0], rows.shape[1])
     for part, target in zip(rows.split(_sizes(offsets, rows.shape[0])), out.unbind(0), strict=False):
@@ -91,7 +106,7 @@ def total(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 def expand(values: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tensor:
     """`values[e]` for each row of group e, zeros for the rows after the last: [E, M] -> [size, M]."""
     padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
-    ends = offsets.to(values.device)
+    ends = offsets.to(values.device, non_blocking=True)
     # `torch.bincount` would wait for the device, as its output's size depends on data; searching the offsets does not.
     groups = torch.searchsorted(ends, torch.arange(size, device=ends.device, dtype=ends.dtype), right=True)
     return padded.index_select(0, groups)
@@ -105,6 +120,8 @@ def _matrices(weights: Weights, transposed: bool) -> Sequence[torch.Tensor]:
 
 def _sizes(offsets: torch.Tensor, size: int) -> list[int]:
     """The number of rows in each group, then of those after the last group; checks the offsets."""
+    if size == 0 and offsets.device.type != "cpu":
+        return [0] * (offsets.shape[0] + 1)  # not worth waiting for
     ends = offsets.tolist()
     sizes = [end - start for start, end in zip([0, *ends], [*ends, size], strict=True)]
     if min(sizes) < 0:
@@ -140,29 +157,26 @@ def _starts_aligned(elements: int | torch.SymInt, tensor: torch.Tensor) -> bool:
     return bool(elements * tensor.element_size() % _CACHE_LINE == 0)
 
 
-def _has_grouped_kernel(operand: torch.Tensor, *widths: int) -> bool:
-    """Whether `F.grouped_mm` runs without reading the offsets on the host.
+def _way(operand: torch.Tensor, *widths: int) -> Way:
+    if operand.shape[0] == 0:  # F.grouped_mm rejects a contraction of length 0, and one by one there is nothing to do
+        return Way.EACH
+    return grouped_ways.way_of(operand.device, operand.dtype, *widths)
 
-    Follows aten/src/ATen/native/cuda/GroupedBlas.cpp and its checks of strides; not tested on a device.
-    """
-    return (
-        operand.is_cuda
-        and torch.version.hip is None
-        and operand.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(operand.device)[0] in (9, 10)
-        and operand.shape[0] > 0  # the kernel rejects a contraction of length 0
-        and all(width > 0 and width * operand.element_size() % _VECTOR == 0 for width in widths)
-    )
+
+def _triton() -> ModuleType:
+    from fxpasses.runtime import grouped_triton  # imports triton, which need not be there
+
+    return grouped_triton
 
 
 def _vectorised(matrices: torch.Tensor) -> torch.Tensor:
     """`matrices`, copied where its strides or its address do not suit `F.grouped_mm`."""
-    step = _VECTOR // matrices.element_size()
+    step = VECTOR // matrices.element_size()
     rows, columns = matrices.shape[-2:]
     row_stride, column_stride = matrices.stride()[-2:]
     row_major = column_stride == 1 and row_stride >= columns and row_stride % step == 0
     column_major = row_stride == 1 and column_stride >= rows and column_stride % step == 0
-    suits = (row_major or column_major) and matrices.data_ptr() % _VECTOR == 0
+    suits = (row_major or column_major) and matrices.data_ptr() % VECTOR == 0
     return matrices if suits else matrices.clone(memory_format=torch.contiguous_format)
 
 
