@@ -28,17 +28,19 @@ _KEPT = frozenset(
         torch.ops.aten._local_scalar_dense.default,
     }
 )
+_KEPT_NAMES = frozenset({"fxpasses.offsets_on_host.default"})  # the runtime registers it
 
 
 def _keep_routing(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operator in _KEPT or str(operator) in _KEPT_NAMES
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
-_OURS = "fxpasses.save_routing.1"
+_OURS = "fxpasses.save_routing.2"
 
 
 def has_policy(body: GraphModule) -> bool:

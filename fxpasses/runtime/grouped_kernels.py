@@ -112,6 +112,11 @@ def expand(values: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tens
     return padded.index_select(0, groups)
 
 
+def copy_to_host(offsets: torch.Tensor) -> torch.Tensor:
+    """The offsets in memory of the CPU, which nothing else has; waits for them."""
+    return offsets.to("cpu", copy=True)
+
+
 def _matrices(weights: Weights, transposed: bool) -> Sequence[torch.Tensor]:
     if isinstance(weights, torch.Tensor):  # transposed once: with many experts, a call for each adds up
         return (weights.mT if transposed else weights).unbind(0)

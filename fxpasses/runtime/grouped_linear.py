@@ -10,11 +10,12 @@ Rows [N, K] are sorted by group; offsets [E], int32 or int64, are the ends of th
 | `grouped_outer(left, right, offsets)` | `left[a:b].T @ right[a:b]` | `grouped_mm` |
 | `grouped_sum(rows, offsets)` | `rows[a:b].sum(0)` | `grouped_expand` |
 | `grouped_expand(values, offsets, size)` | `values[e]` for each row | `grouped_sum` |
+| `offsets_on_host(offsets)` | none: a copy on the CPU, for the other operators | none |
 | `gather_rows(rows, index)` | none: `rows[index]`, sorted or not | `index_add`, last row first |
 
 On the CPU each group makes the call that a loop over the experts would make, forward and backward, so results and
-gradients equal the loop's bit for bit. On CUDA devices with a grouped kernel they equal them up to rounding.
-`grouped_kernels.py` says which implementation runs, and when the host waits for the device.
+gradients equal the loop's bit for bit. On devices with a grouped kernel they equal them up to rounding.
+`grouped_ways.py` says which implementation runs, and `grouped_kernels.py` when the host waits for the device.
 """  # noqa: E501 - a table row is one line
 
 from __future__ import annotations
@@ -82,6 +83,16 @@ def grouped_expand(values: Tensor, offsets: Tensor, size: int) -> Tensor:
     return kernels.expand(values, offsets, size)
 
 
+@custom_op("fxpasses::offsets_on_host", mutates_args=())
+def offsets_on_host(offsets: Tensor) -> Tensor:
+    """A copy on the CPU; the host waits for it. The other operators then need not, backward included: they save it.
+
+    An operator of its own, so that checkpoints can keep its result, and nothing computes it again: a copy that is kept
+    by the address of the offsets would be taken for that of the tensor which compiled code puts there next.
+    """
+    return kernels.copy_to_host(offsets)
+
+
 @custom_op("fxpasses::gather_rows", mutates_args=())
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """`rows[index]`, whose gradient accumulates from the last row to the first: [T, D], int64 [N] -> [N, D].
@@ -123,6 +134,11 @@ def _(rows: Tensor, offsets: Tensor) -> Tensor:
 @grouped_expand.register_fake
 def _(values: Tensor, offsets: Tensor, size: int) -> Tensor:
     return values.new_empty(size, values.shape[1])
+
+
+@offsets_on_host.register_fake
+def _(offsets: Tensor) -> Tensor:
+    return offsets.new_empty(offsets.shape, device="cpu")
 
 
 @gather_rows.register_fake

@@ -30,6 +30,11 @@ def way_of(device: torch.device, dtype: torch.dtype, *widths: int | torch.SymInt
     return Way.TRITON if dtype in _TRITON_DTYPES and _has_triton(device) else Way.EACH
 
 
+def reads_offsets(offsets: torch.device, device: torch.device, dtype: torch.dtype, *widths: int | torch.SymInt) -> bool:
+    """Whether each product on `device`, as in `way_of`, would make the host wait for offsets that lie on a device."""
+    return offsets.type != "cpu" and way_of(device, dtype, *widths) is Way.EACH
+
+
 def _has_library_kernel(device: torch.device, dtype: torch.dtype, widths: tuple[int | torch.SymInt, ...]) -> bool:
     """Whether `F.grouped_mm` runs without reading the offsets on the host.
 

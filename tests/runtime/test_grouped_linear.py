@@ -15,6 +15,7 @@ from fxpasses.runtime.grouped_linear import (
     grouped_outer,
     grouped_outer_list,
     grouped_sum,
+    offsets_on_host,
 )
 
 GROUPS = {
@@ -268,6 +269,7 @@ def operator_calls():
         "outer_list": (grouped_outer_list, (left, right, offsets)),
         "sum": (grouped_sum, (left, offsets)),
         "expand": (grouped_expand, (values, offsets, 6)),
+        "offsets": (offsets_on_host, (offsets,)),
         "gather": (gather_rows, (left, torch.tensor([5, 0, 0, 3]))),
     }
     for form in FORMS:

@@ -128,7 +128,8 @@ class Grouping:
         self._erase(left | known.keys())
         self._emit.update(results)
         erase_unused(self.graph, self.proof.conditions - legality.inside, legality.assertions_on)
-        return f"{spelling} → level 2, one grouped program ({routing})"
+        read = " and a copy of its offsets to the host" if lifting.offsets_on_host is not None else ""
+        return f"{spelling} → level 2, one grouped program{read} ({routing})"
 
     def _own_memory(self, concatenated: Node, result: Node) -> Node:
         """The result; a copy if it aliases others where the program writes to or returns the result of `torch.cat`."""

@@ -27,6 +27,7 @@ from fxpasses.passes.experts.batched_values import Order, Places, Rows, Weights,
 from fxpasses.passes.experts.row_partition import Cut
 from fxpasses.passes.experts.selection import Selection, progression, selection_of
 from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, sorted_pairs
+from fxpasses.runtime import grouped_ways
 
 
 class Lifting:
@@ -42,6 +43,7 @@ class Lifting:
         self._read: Node | None = None  # the sum of the counts, if the host reads it
         self._first_rows: dict[Node, Node] = {}
         self._stacks: dict[Weights, Node] = {}
+        self.offsets_on_host: Node | None = None  # the copy, where a product needs it
 
     # Queries
 
@@ -168,6 +170,19 @@ class Lifting:
         if weights not in self._stacks:
             self._stacks[weights] = self.emit(torch.stack, (list(weights.listed),))
         return self._stacks[weights]
+
+    def offsets(self, product: torch.Tensor, *widths: int | torch.SymInt) -> Node:
+        """Where the rows of each expert end, for a product: on the host where it needs them there, in one copy for all.
+
+        product: an example of what a branch computes, with the dtype that autocast gives it.
+        """
+        assert self.order is not None
+        offsets = self.order.offsets
+        if not grouped_ways.reads_offsets(offsets.meta["example_value"].device, product.device, product.dtype, *widths):
+            return offsets
+        if self.offsets_on_host is None:
+            self.offsets_on_host = self.emit(torch.ops.fxpasses.offsets_on_host.default, (offsets,))
+        return self.offsets_on_host
 
     def emit_like(self, template: Template, convert: Callable[[Any], Any]) -> Node:
         """The branches' operator with each operand converted."""

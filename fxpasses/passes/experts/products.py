@@ -35,9 +35,9 @@ def product(lifting: Lifting, template: Template, rows: Any) -> Rows:
     if biases is not None and not isinstance(biases, Weights):
         raise NotProved("a bias that all experts share", node)
     stacked_biases = lifting.stacked(biases) if biases is not None else None
-    assert lifting.order is not None
     is_stacked = lifted.stacked is not None
-    args = (lifting.order.offsets, stacked_biases, lifted.transposed != is_linear)
+    offsets = lifting.offsets(template.example, rows.node.meta["example_value"].shape[1], template.example.shape[1])
+    args = (offsets, stacked_biases, lifted.transposed != is_linear)
     grouped = ops.grouped_mm.default if is_stacked else ops.grouped_mm_list.default
     return Rows(lifting.emit(grouped, (rows.node, lifted.stacked if is_stacked else list(lifted.listed), *args)))
 

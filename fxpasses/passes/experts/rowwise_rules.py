@@ -88,8 +88,9 @@ def elementwise(lifting: Lifting, template: Template, source: Any) -> Rows:
             if len(parts_of(leaf.example)) != 1 or leaf.example.ndim != 1 or (out.ndim, row) != (2, 0):
                 raise NotProved(f"`{template.name}` of rows and a tensor of each expert", node)
             assert lifting.order is not None
-            arguments = (lifting.stacked(lifted), lifting.order.offsets, lifting.order.rows)
-            return lifting.emit(ops.grouped_expand.default, arguments)
+            stacked = lifting.stacked(lifted)
+            offsets = lifting.offsets(stacked.meta["example_value"], leaf.example.shape[0])
+            return lifting.emit(ops.grouped_expand.default, (stacked, offsets, lifting.order.rows))
         if isinstance(lifted, Node) and is_tensor(lifted):
             example = lifted.meta["example_value"]
             size = example.shape[example.ndim - place] if example.ndim >= place else 1
