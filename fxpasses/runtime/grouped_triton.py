@@ -136,7 +136,8 @@ def total(rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-# Kernels
+# Kernels. Triton compiles each again as numbers are 1, multiples of 16, or others; not for `size`, which changes with
+# the batch.
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def _address(tensors, group, stride, LISTED: tl.constexpr):
         return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _matmul(
     rows,
     weights,
@@ -226,7 +227,7 @@ def _bounds(group, offsets, size):
     return tl.maximum(start, 0), tl.minimum(end, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _outer(
     left,
     right,
@@ -265,7 +266,7 @@ def _outer(
     tl.store(target, products.to(matrix.dtype.element_ty), mask=in_rows & in_columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _total(
     rows, offsets, out, size, width, row_stride, row_step, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr
 ):

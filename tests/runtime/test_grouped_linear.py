@@ -356,17 +356,21 @@ def test_the_way_of_grouped_kernels(form, sizes, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_grouped_kernels_agree_with_the_loop_and_wait_for_nothing(form):
+@pytest.mark.parametrize("widths", [(32, 48), (17, 13)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_grouped_kernels_agree_with_the_loop_and_wait_for_nothing(form, widths, dtype):
     for sizes in GROUPS.values():
-        case = Case(*form, sizes, widths=(32, 48), dtype=torch.bfloat16)
+        case = Case(*form, sizes, widths, dtype=dtype)
         expected = case.loop()
         leaves = [leaf.detach().cuda().requires_grad_() for leaf in case.leaves]
-        direction = torch.ones(expected.shape, dtype=torch.bfloat16)
+        direction = torch.ones(expected.shape, dtype=dtype)
         gradients_expected = torch.autograd.grad(expected, case.leaves, direction, materialize_grads=True)
         case.rows, case.offsets, direction = leaves[0], case.offsets.cuda(), direction.cuda()
         case.weights = leaves[1 : 1 + len(sizes)] if form[0] == "list" else leaves[1]
         case.bias = None if case.bias is None else leaves[-1]
-        has_kernel = torch.cuda.get_device_capability()[0] in (9, 10)
+        has_kernel = grouped_ways.way_of(leaves[0].device, dtype, *widths) is not grouped_ways.Way.EACH
+        if has_kernel:
+            torch.autograd.grad(case.grouped(), leaves, direction)  # compiles
         torch.cuda.set_sync_debug_mode("error" if has_kernel else "default")
         try:
             actual = case.grouped()
