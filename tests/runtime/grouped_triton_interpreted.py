@@ -21,6 +21,7 @@ GROUPS = {
     "several_tiles": [65, 130, 0, 1],
     "whole_tiles": [64, 0, 128, 0],
     "one": [20],
+    "one_row_each": [1, 1, 1, 1],
     "all_in_one": [0, 0, 18, 0],
     "empty": [0, 0, 0, 0],
     "many": [0, 2, 1, 0] * 16,
@@ -53,6 +54,10 @@ def uninitialised_memory_is_nan():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def backwards(builder, *place, set_grid_idx=InterpreterBuilder.set_grid_idx):
+    set_grid_idx(builder, *(size - 1 - index for size, index in zip(builder.grid_dim, place, strict=True)))
 
 
 def both_ways(monkeypatch, program):
@@ -99,7 +104,11 @@ def test_forward_and_gradients(form, dtype, monkeypatch):
 
 @pytest.mark.parametrize("sizes", GROUPS)
 @pytest.mark.parametrize("form", [("stacked", False, True), ("list", True, False)], ids=str)
-def test_any_groups(form, sizes, monkeypatch):
+@pytest.mark.parametrize("order", ["first to last", "last to first"])
+def test_any_groups(form, sizes, order, monkeypatch):
+    """Programs run one after the other here, and at once on a device: none may depend on what another one writes."""
+    if order == "last to first":
+        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)
     given = operands(*form, GROUPS[sizes], trailing=0 if form[0] == "list" else 2)
     actual, expected = both_ways(monkeypatch, lambda: outputs_and_gradients(*given))
     assert_close(actual, expected, torch.float32)
