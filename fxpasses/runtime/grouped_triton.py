@@ -214,7 +214,8 @@ def _matmul(
         right += BLOCK_DEPTH * depth_stride
     if HAS_BIAS:
         added = bias + group.to(tl.int64) * bias_stride + column * bias_step
-        products += tl.load(added, mask=(column < width) & (group < groups), other=0.0).to(tl.float32)[None, :]
+        biased = tl.where(group < groups, width, 0)
+        products += tl.load(added, mask=column < biased, other=0.0).to(tl.float32)[None, :]
     target = out + row.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(target, products.to(out.dtype.element_ty), mask=in_rows & in_columns)
 

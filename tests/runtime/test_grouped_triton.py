@@ -21,6 +21,10 @@ GROUPS, ROWS, DEPTH, WIDTH = 8, 512, 64, 128
 
 @pytest.mark.timeout(1200)
 def test_in_the_interpreter():
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("Triton 3.6's interpreter does not loop up to a number with NumPy 2.4")
     path = Path(__file__).with_name("grouped_triton_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
