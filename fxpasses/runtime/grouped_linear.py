@@ -53,7 +53,7 @@ def grouped_mm_list(
 ) -> Tensor:
     """`grouped_mm` with weights in E tensors [K, M] (or [M, K]) of one size, each with a gradient of its own.
 
-    A device's grouped kernel needs one tensor: there every use copies the weights into one.
+    `F.grouped_mm` needs one tensor: there every use copies the weights into one.
     """
     _check(rows, weights, offsets, bias, transposed)
     return kernels.matmul(rows, weights, offsets, bias, transposed)
