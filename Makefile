@@ -12,7 +12,7 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 # What the test suite needs besides torch and the package itself.
-COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm pytest pytest-timeout pytest-xdist hypothesis
+COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm ninja pytest pytest-timeout pytest-xdist hypothesis
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint format bench bench-quick bench-report compat clean

@@ -27,6 +27,17 @@ if torch.get_num_threads() > MAX_THREADS:
     torch.set_num_threads(MAX_THREADS)
 
 
+_DEVICE = Path(__file__).with_name("device")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests on the simulated device are collected where they are asked for: `test_device.py` gives them a process."""
+    if collection_path != _DEVICE:
+        return None
+    asked = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
+    return None if any(path == _DEVICE or _DEVICE in path.parents for path in asked) else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
