@@ -15,7 +15,7 @@ from fxpasses.inspect.model import MAIN, Graph, Node, Region, bodies_of, short_n
 
 _TARGET = re.compile(r"(torch|_operator|math|builtins)(\.[A-Za-z_]\w*)+")
 _METHOD = re.compile(r"[A-Za-z_]\w*")
-_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|meta)(:\d+)?")
+_DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|mtia|xpu)(:\d+)?")
 _CHECKPOINT = "torch.ops.higher_order.tag_activation_checkpoint"
 _FORBIDDEN = frozenset({"eval", "exec", "compile", "open", "__import__", "input", "breakpoint", "system", "load"})
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "hpu", "mtia", "xpu")
 library = Library("fxpasses", "FRAGMENT")  # a registration lives as long as its library
 
 
@@ -31,3 +31,9 @@ def register(name: str, rule: Callable[[str], Callable[..., Any]]) -> None:
     """Register `rule(device_type)` as what the operator `fxpasses::name` does under autocast."""
     for device_type in DEVICES:
         library.impl(name, rule(device_type), f"Autocast{device_type.upper()}")
+
+    def of_another_backend(*args: Any, **kwargs: Any) -> Any:
+        # Private name, checked on torch 2.11 to 2.15. A backend may be given its name after this module is loaded.
+        return rule(torch._C._get_privateuse1_backend_name())(*args, **kwargs)
+
+    library.impl(name, of_another_backend, "AutocastPrivateUse1")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from fxpasses.runtime.batch_cache import BatchCache, State
 
+log = logging.getLogger(__name__)
 _ALIGNMENT = 16  # bytes; a multiple of the size of every integer dtype
 
 
@@ -64,7 +66,7 @@ def start_copy(tensors: Sequence[torch.Tensor]) -> PendingCopy:
             packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
             for target, flat in zip(packed.split(sizes), flats, strict=True):
                 target[: flat.numel()].copy_(flat)
-        pinned = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        pinned = _host_bytes(packed.numel(), device)
         pinned.copy_(packed, non_blocking=True)
         event = None
         if device.type != "cpu":
@@ -82,6 +84,17 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to a device without waiting."""
     if device.type == "cpu":
         return tensor
-    if device.type == "cuda":
+    try:
         tensor = tensor.pin_memory()
+    except RuntimeError as error:
+        log.debug("a copy to %s waits: %s", device, error)
     return tensor.to(device, non_blocking=True)
+
+
+def _host_bytes(size: int, device: torch.device) -> torch.Tensor:
+    """uint8 [size] of the host, pinned where a device copies into it and memory can be pinned."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    except RuntimeError as error:
+        log.debug("a copy from %s waits: %s", device, error)
+        return torch.empty(size, dtype=torch.uint8)

@@ -391,7 +391,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> pinned.Pool:
     pool = pinned.Pool()
     monkeypatch.setattr(pinned, "POOL", pool)
     monkeypatch.setattr(device_copies, "of", lambda device: ThreadCopies())
-    monkeypatch.setattr(pinned, "pin", lambda memory: None)
+    monkeypatch.setattr(pinned, "pin", lambda memory: memory)
     monkeypatch.setattr(pinned, "unpin", lambda memory: None)
     return pool
 
@@ -429,7 +429,7 @@ def test_the_host_budget_keeps_tensors_on_the_device(host):
 
 
 def test_memory_that_cannot_be_pinned_is_pageable(host, monkeypatch):
-    def exhausted(memory: torch.Tensor) -> None:
+    def exhausted(memory: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("cannot allocate pinned memory")
 
     monkeypatch.setattr(pinned, "pin", exhausted)

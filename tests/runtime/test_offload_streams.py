@@ -69,9 +69,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Any:
         Stream=Stream,
         Event=Event,
         accelerator=types.SimpleNamespace(current_stream=lambda device: current.stream),
-        cuda=types.SimpleNamespace(is_current_stream_capturing=lambda: False),
     )
     monkeypatch.setattr(device_copies, "torch", fake)
+    monkeypatch.setattr(device_copies.cuda_extras, "is_capturing", lambda device: False)
     current.stream = Stream()
     current.stream.log.append("compute")
     return DeviceCopies(DEVICE)
@@ -106,6 +106,6 @@ def test_a_thread_that_copies_for_another_follows_the_others_stream(copies):
 
 
 def test_nothing_is_copied_while_a_graph_is_captured(copies, monkeypatch):
-    monkeypatch.setattr(device_copies.torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(device_copies.cuda_extras, "is_capturing", lambda device: True)
     with pytest.raises(OffloadError, match="a CUDA graph is captured"):
         copies.start(Memory("host"), Memory("x"), out=True, after=[])

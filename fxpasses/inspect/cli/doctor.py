@@ -85,9 +85,9 @@ def _devices() -> Iterator[Finding]:
     if not torch.accelerator.is_available():
         yield Finding("devices", "note", "the CPU alone: host reads cost little here, and the passes save little time")
         return
-    names = {str(torch.accelerator.current_accelerator())}
-    if torch.cuda.is_available():
-        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    kind = torch.accelerator.current_accelerator()
+    name = getattr(torch.get_device_module(kind), "get_device_name", lambda index: str(kind))
+    names = {name(index) for index in range(torch.accelerator.device_count())}
     yield Finding("devices", "ok", f"{torch.accelerator.device_count()} × {', '.join(sorted(names))}")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpasses.errors import OffloadError
+from fxpasses.runtime import cuda_extras
 from fxpasses.runtime.offload import stats
 
 
@@ -92,7 +93,7 @@ class DeviceCopies:
         self._out, self._in = torch.Stream(device=device), torch.Stream(device=device)
 
     def mark(self) -> DeviceTicket:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if cuda_extras.is_capturing(self._device):
             raise OffloadError(
                 "activations cannot be moved while a CUDA graph is captured: a replay would not wait for their copies. "
                 'Capture without "fastpack.offload"'
@@ -122,10 +123,5 @@ class DeviceCopies:
 
 
 def unified_memory(device: torch.device) -> bool:
-    """Whether the device and the host share memory, so that moving a tensor frees nothing.
-
-    Private detail, checked on torch 2.11 and 2.13: `is_integrated` of CUDA's device properties.
-    """
-    if device.type == "cuda":
-        return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
-    return device.type == "mps"
+    """Whether the device and the host share their memory, so that moving frees nothing."""
+    return device.type == "mps" or cuda_extras.shares_memory_with_host(device)

@@ -1,8 +1,9 @@
 """Pinned host memory in blocks of exact size, reused across steps.
 
-PyTorch's own allocator of pinned memory rounds sizes up to a power of two, which could waste half of the memory. Blocks
-are ordinary host memory, registered with the driver. If that fails they stay pageable: copies are slower, and results
-are the same.
+PyTorch's own allocator of pinned memory for CUDA rounds sizes up to a power of two, which would waste up to half of
+what is offloaded: there, blocks are ordinary host memory, registered with the driver. Other accelerators have no such
+call, and blocks are PyTorch's pinned memory. Where neither works they stay pageable: copies are slower and the results
+the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxpasses.runtime import cuda_extras
 from fxpasses.runtime.offload import stats
 from fxpasses.runtime.offload.device_copies import Ticket
 
@@ -28,7 +30,7 @@ class Block:
 
     def pin(self) -> None:
         try:
-            pin(self.memory)
+            self.memory = pin(self.memory)
             self.pinned = True
         except RuntimeError as error:
             text = f"{self.size} bytes of host memory cannot be pinned ({error}); they are pageable, and copied slower"
@@ -115,12 +117,15 @@ class Pool:
 POOL = Pool()
 
 
-def pin(memory: Tensor) -> None:
-    """Register host memory with the CUDA driver; raises `RuntimeError`."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA device")
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+def pin(memory: Tensor) -> Tensor:
+    """`memory`, or in its place pinned memory of its size; raises `RuntimeError` where there is none to be had."""
+    if not cuda_extras.is_used():
+        return torch.empty_like(memory, pin_memory=True)
+    cuda_extras.register(memory)
+    return memory
 
 
 def unpin(memory: Tensor) -> None:
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+    """Undo what `pin` did; PyTorch's own pinned memory is freed as any tensor is."""
+    if cuda_extras.is_used():
+        cuda_extras.unregister(memory)
