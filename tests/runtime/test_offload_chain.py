@@ -250,8 +250,8 @@ def test_what_was_read_ahead_makes_room_for_what_is_needed(tmp_path, monkeypatch
     assert len(chain._ahead) == 1
     free_slots = chain._free_slots
 
-    def freed(keep: int) -> None:
-        free_slots(keep)
+    def freed(keep: int, now: bool = False) -> None:
+        free_slots(keep, now)
         device.room = 1
 
     monkeypatch.setattr(chain, "_free_slots", freed)

@@ -153,7 +153,7 @@ def _fetch(stored: Stored, handle: Tensor, device: torch.device) -> Fetched:
         if not _is_out_of_memory(error):
             raise
     _tight.add(device)
-    _free_slots(0)  # these tensors can be read again
+    _free_slots(0, now=True)  # these tensors can be read again
     try:
         return Fetched(stored, handle, device)
     except (RuntimeError, MemoryError) as error:
@@ -178,11 +178,11 @@ def _read_ahead(handle: Tensor, device: torch.device, slots: int) -> None:
         stats.fell_back("one_buffer", f"{text}; up to the next forward pass they are read when they are needed")
 
 
-def _free_slots(keep: int) -> None:
+def _free_slots(keep: int, now: bool = False) -> None:
     while len(_ahead) > keep:
         try:
             oldest = next(iter(_ahead))
-            _ahead.pop(oldest).incoming.abandon()
+            _ahead.pop(oldest).incoming.abandon(now)
         except (KeyError, StopIteration, RuntimeError):  # taken by another thread meanwhile
             continue
 

@@ -8,6 +8,7 @@ process's memory, and `posix_fadvise` drops written pages from the page cache.
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import errno
 import functools
@@ -155,10 +156,11 @@ class OnDisk:
         """Start to read into bytes [n] of any device."""
         self._report_failure()
         if target.device.type == "cpu":
-            return Reading(_thread("read").submit(self._read_into, target), target)
+            return Reading(_thread("read").submit(self._read_into, target), [target])
         # The reading thread has its own current stream and device, so memory and mark are taken in the caller's.
         at, block = device_copies.of(target.device).mark(), pinned.POOL.take(target.numel())
-        return Reading(_thread("read").submit(self._read_staged, target, block, at), target, block)
+        held = [target]
+        return Reading(_thread("read").submit(self._read_staged, held, block, at), held, block)
 
     def _report_failure(self) -> None:
         """Warn of a failed write; in the writing thread, a warning that is turned into an error would be lost."""
@@ -185,8 +187,9 @@ class OnDisk:
             pinned.POOL.give(block)
             _staging.release()
 
-    def _read_staged(self, target: Tensor, block: pinned.Block, at: device_copies.Ticket) -> device_copies.Ticket:
+    def _read_staged(self, held: list[Tensor], block: pinned.Block, at: device_copies.Ticket) -> device_copies.Ticket:
         try:
+            (target,) = held
             for ticket in block.tickets:
                 ticket.synchronize()
             self._writing.result()
@@ -212,12 +215,15 @@ class OnDisk:
 
 
 class Reading:
-    """A read in flight into `target`, through `block` if the target is on an accelerator."""
+    """A read in flight into what `held` holds, through `block` if that is on an accelerator.
+
+    held: a list, emptied once the read has ended: a thread pool keeps its arguments for longer than that.
+    """
 
     def __init__(
-        self, future: Future[device_copies.Ticket | None], target: Tensor, block: pinned.Block | None = None
+        self, future: Future[device_copies.Ticket | None], held: list[Tensor], block: pinned.Block | None = None
     ) -> None:
-        self._future, self._target, self._block = future, target, block
+        self._future, self._held, self._block = future, held, block
 
     def wait(self) -> None:
         """Wait until the target holds the data; raises `OffloadError`."""
@@ -226,19 +232,24 @@ class Reading:
         if ticket is not None:
             ticket.wait()
 
-    def abandon(self) -> None:
-        """Keep the memory of a target that is no longer needed until the copy into it has ended, without waiting."""
-        if self._future.cancel() and self._block is not None:
-            pinned.POOL.give(self._block)
-        self._future.add_done_callback(functools.partial(_release, target=self._target))
+    def abandon(self, now: bool = False) -> None:
+        """Keep the memory of a target that is no longer needed until the copy into it has ended."""
+        if self._future.cancel():
+            if self._block is not None:
+                pinned.POOL.give(self._block)
+        elif now:
+            with stats.host_waits():
+                concurrent.futures.wait([self._future])
+        self._future.add_done_callback(functools.partial(_release, held=self._held))
 
 
-def _release(future: Future[device_copies.Ticket | None], target: Tensor) -> None:
-    """target: an argument, to keep its memory alive until here."""
+def _release(future: Future[device_copies.Ticket | None], held: list[Tensor]) -> None:
+    """held: an argument, to keep the target's memory alive until here."""
     if not future.cancelled() and future.exception() is None:
         ticket = future.result()
         if ticket is not None:
             ticket.release()
+    held.clear()
 
 
 def no_room(directory: str, size: int, error: Exception) -> str:

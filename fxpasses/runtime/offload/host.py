@@ -61,6 +61,6 @@ class CopyIn:
     def wait(self) -> None:
         self._copied.wait()
 
-    def abandon(self) -> None:
+    def abandon(self, now: bool = False) -> None:
         """The target is no longer needed. May be called on any stream and thread, as by a finalizer."""
         self._copied.release()

@@ -13,8 +13,11 @@ class Incoming(Protocol):
     def wait(self) -> None:
         """Wait, on the device's stream or on the host, until the target holds the data; raises `OffloadError`."""
 
-    def abandon(self) -> None:
-        """Keep the memory of a target that is no longer needed until the copy into it has ended, without waiting."""
+    def abandon(self, now: bool = False) -> None:
+        """Keep the memory of a target that is no longer needed until the copy into it has ended, without waiting.
+
+        now: wait, if need be, so that its memory goes with the caller's last reference.
+        """
 
 
 class Stored(Protocol):
