@@ -15,7 +15,7 @@ IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm ninja pytest pytest-timeout pytest-xdist hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench bench-quick bench-report compat clean
+.PHONY: help demo test test-slow device-coverage lint format bench bench-quick bench-report compat clean
 
 help: ## list the targets
 	@echo "make TARGET [ARGS='...']"
@@ -29,6 +29,11 @@ test: $(INSTALLED) ## run all tests but the slow ones; gpu tests skip themselves
 
 test-slow: $(INSTALLED) ## run the slow tests: more seeds, more arrangements, whole programs under Inductor
 	@$(BIN)/python -m pytest $(IN_PARALLEL) -m slow $(ARGS)
+
+device-coverage: $(INSTALLED) ## print the lines of device code that the tests on the simulated device do not reach
+	@$(BIN)/python -m coverage run --data-file=build/device-coverage --source=fxpasses \
+	  -m pytest -q -m "not slow" tests/device $(ARGS)
+	@$(BIN)/python -m tests.device.reached build/device-coverage
 
 lint: $(INSTALLED) ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .

@@ -46,6 +46,16 @@ def test_results_are_those_of_the_cpu(name, order):
     assert torch.equal(found.cpu(), OPERATORS[name](x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_norms_are_those_of_the_cpu(dtype, order):
+    def gradient(device: str) -> torch.Tensor:
+        x = torch.arange(20.0).view(4, 5).to(device, dtype).requires_grad_()
+        F.layer_norm(x, (5,)).square().sum().backward()
+        return x.grad.cpu()
+
+    assert torch.equal(gradient("sim"), gradient("cpu"))
+
+
 def test_gradients_are_those_of_the_cpu(order):
     def gradients(device: str) -> list[torch.Tensor]:
         torch.manual_seed(1)

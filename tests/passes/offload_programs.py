@@ -86,14 +86,14 @@ class Packed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def _layer(self, layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-        mask = torch.zeros(x.shape[0], 1, device=x.device)
+        mask = torch.zeros(x.shape[0], 1, device=x.device, dtype=x.dtype)
         mask[: lengths.max().item()] = 1.0
         x = layer(x) * mask
         chosen = self.router(x).argmax(-1)
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             rows = torch.where(chosen == number)[0]
-            out = out.index_add(0, rows, expert(x[rows]))
+            out = out.index_add(0, rows, expert(x[rows]).to(out.dtype))
         return x + out
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:

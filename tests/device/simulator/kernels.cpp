@@ -133,12 +133,25 @@ Stack aliases_of(const Stack& arguments, Aliases& aliases) {
   return made;
 }
 
+// The CPU's kernels of norms keep statistics in the dtype of the operand, where those for meta tensors say float32.
+void correct_statistics(const c10::OperatorHandle& op, const Stack& arguments, Stack& found) {
+  const auto& name = op.schema().name();
+  if (name != "aten::native_layer_norm" && name != "aten::native_group_norm") return;
+  const auto dtype = arguments[0].toTensor().scalar_type();
+  for (size_t i = 1; i < arguments.size(); i++)
+    if (arguments[i].isTensor() && arguments[i].toTensor().defined() &&
+        arguments[i].toTensor().scalar_type() != dtype)
+      return;  // mixed
+  for (size_t i = 1; i < found.size(); i++) found[i] = found[i].toTensor().to(dtype);
+}
+
 // Whether meta tensors told the results' shapes.
 bool infer(const c10::OperatorHandle& op, const Stack& arguments, Aliases& aliases, Stack& found) {
   Plainly plainly;
   found = aliases_of(arguments, aliases);
   try {
     op.callBoxed(&found);
+    correct_statistics(op, arguments, found);
     return true;
   } catch (const std::exception&) {  // a call that is wrong is so for the CPU's kernel too, which says it better
     return false;
