@@ -1,7 +1,10 @@
 """Which lines of device code the tests on the simulated device reach: `make device-coverage`.
 
     python -m coverage run --data-file=DATA --source=fxpasses -m pytest tests/device
+    python -m coverage run --data-file=DATA --source=fxpasses --append -m pytest tests/runtime
     python -m tests.device.reached DATA
+
+The second run is of tests on the CPU: most of the runtime is the same for both.
 
 Device code is what moves tensors and metadata in `fxpasses/runtime`, and elsewhere the branches that ask for
 a device. Prints the lines that were not reached, and the share of those that were.

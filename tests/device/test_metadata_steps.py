@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpasses
 from fxpasses.runtime import grouped_kernels
 from fxpasses.runtime.batch_cache import batch_cache
+from fxpasses.runtime.transfers import to_device
 from tests.device import simulated
 from tests.device.simulated import counts
 from tests.end_to_end.test_training_step import Decoder
@@ -125,6 +126,28 @@ def test_a_batch_is_copied_once_and_again_after_an_edit():
     found = step(program, x, lengths)
     assert counts().copies_out == 1
     assert same(found, expected)
+
+
+def test_without_pinned_memory_the_copy_blocks_and_numbers_stay():
+    model = Decoder(2).to("sim")
+    program = compiled(model, "aot_eager")
+    step(program, *batch([5, 8, 3]))
+    simulated.refuse_pinning()
+    x, lengths = batch([1, 14, 1])
+    expected = step(model, x, lengths)
+    simulated.reset_counts()
+    found = step(program, x, lengths)
+    assert counts().copies_out == counts().blocking_copies == 1
+    assert same(found, expected)
+
+
+def test_a_tensor_goes_to_the_device_from_pinned_memory_where_there_is_some():
+    for refused in (False, True):
+        simulated.refuse_pinning(refused)
+        simulated.reset_counts()
+        found = to_device(torch.arange(5), torch.device("sim", 1))
+        assert found.device.index == 1 and counts().blocking_copies == refused
+        assert found.tolist() == list(range(5))
 
 
 def test_prefetch_copies_on_a_stream_of_its_own_while_the_device_works():
