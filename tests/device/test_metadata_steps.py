@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses
-from fxpasses.runtime import grouped_kernels
+from fxpasses.runtime import grouped_kernels, grouped_ways
 from fxpasses.runtime.batch_cache import batch_cache
 from fxpasses.runtime.transfers import to_device
 from tests.device import simulated
@@ -190,7 +190,7 @@ def grouped_mm(left, right, offs):
 
 def test_experts_in_one_program_do_not_stall_where_the_device_has_a_grouped_kernel(monkeypatch, order):
     monkeypatch.setattr(grouped_kernels.F, "grouped_mm", grouped_mm)
-    monkeypatch.setattr(grouped_kernels, "_has_grouped_kernel", lambda operand, *widths: operand.device.type == "sim")
+    monkeypatch.setattr(grouped_ways, "way_of", lambda *_: grouped_ways.Way.LIBRARY)
     model = Packed(2).to("sim", torch.bfloat16)
     program = compiled(model, "aot_eager")
     for number, lengths in enumerate(([5, 8, 3], [1, 14, 1])):
@@ -203,6 +203,22 @@ def test_experts_in_one_program_do_not_stall_where_the_device_has_a_grouped_kern
             assert counts().reads == counts().shapes == counts().blocking_copies == 0
             assert counts().copies_out == counts().synchronizations == 1
         torch.testing.assert_close(loss, model(x, lengths), rtol=2e-2, atol=2e-2)
+
+
+def test_experts_without_a_grouped_kernel_bring_their_offsets_to_the_host_once_a_layer(order):
+    """Before, each product of forward, recomputation and backward read them again: 8 times a layer."""
+    model = Packed(2).to("sim")
+    program = compiled(model, "aot_eager")
+    for lengths in ([5, 8, 3], [1, 14, 1]):
+        _, lengths = batch(lengths)
+        x = torch.randn(128, WIDTH).to("sim")
+        simulated.reset_counts()
+        loss = program(x, lengths)
+        loss.backward()
+        found = counts()
+        torch.testing.assert_close(loss, model(x, lengths))
+    assert found.reads == found.shapes == 0
+    assert found.copies_out == 1 + 2  # the batch's lengths, and a copy for each layer
 
 
 def test_autocast_is_that_of_the_device(order):

@@ -102,7 +102,9 @@ def test_scenarios_are_right(name, order, tmp_path):
     assert not goes_wrong(name, order, tmp_path)
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if at % 3 else ()) for at, name in enumerate(MUTATIONS)]
+)
 def test_without_a_wait_a_scenario_goes_wrong(name, monkeypatch, tmp_path):
     owner, function, line, instead = MUTATIONS[name]
     mutate(monkeypatch, owner, function, line, instead)
