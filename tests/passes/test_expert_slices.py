@@ -127,6 +127,7 @@ def test_a_policy_of_the_user_is_kept() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's Inductor has no such slice: NotImplementedError")
 def test_inductor() -> None:
     case = FIRST["capacity_drop"]
     model, x = model_of(case, 2), tokens(case)
