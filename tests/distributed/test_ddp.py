@@ -151,7 +151,7 @@ def compiled_optimizer(model: nn.Module, data: list[Any]) -> Numbers:
 ARRANGEMENTS = {
     "DDP(torch.compile(model))": Arrangement(lambda m: ddp(compiled(m))),
     "torch.compile(DDP(model))": Arrangement(lambda m: compiled(ddp(m)), breaks=3),
-    "ddp.compile()": Arrangement(lambda m: in_place(ddp(m)), breaks=2),
+    "ddp.compile()": Arrangement(lambda m: in_place(ddp(m)), breaks=2 if torch.__version__ < "2.15" else 3),
     "layer.compile(), DDP(model)": Arrangement(lambda m: ddp(by_layer(m)), pieces=2),
     "fxpasses.compile": Arrangement(lambda m: ddp(fxpasses.compile(m, options=OPTIONS))),
     "static_graph": Arrangement(**with_(static_graph=True)),
@@ -184,8 +184,12 @@ def test_reads_and_masks_are_those_of_one_layer() -> None:
         found = events(lambda: model(x, lengths.clone()).square().mean().backward())
         return sum(found[name] for name in HOST_READS), found["aten::full"]
 
-    assert counts(lambda m: ddp(compiled(m)), 1) == counts(lambda m: ddp(compiled(m)), 3) == COUNTS
-    assert counts(ddp, 3) == EAGER_COUNTS
+    # Torch 2.15 no longer reads the 0 of `mask[rows, columns] = 0`, of which a mask has three.
+    zeros = 3 if torch.__version__ < "2.15" else 0
+    (reads, masks), (eager_reads, eager_masks) = COUNTS, EAGER_COUNTS
+    ours = (reads - (3 - zeros) * masks, masks)
+    assert counts(lambda m: ddp(compiled(m)), 1) == counts(lambda m: ddp(compiled(m)), 3) == ours
+    assert counts(ddp, 3) == (eager_reads - (3 - zeros) * eager_masks, eager_masks)
 
 
 @pytest.mark.parametrize("optimized", [True, False])
