@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "inspect": {"graph", "runtime", "capture", "pipeline", "ddp_buckets"},
 }
 # Plain data, errors and words: they import one another alone.
-BASE = {"errors", "once", "options", "overrides", "prologue_program", "report", "units", "version"}
+BASE = {"cuda_graphs", "errors", "once", "options", "overrides", "prologue_program", "report", "units", "version"}
 
 
 def modules() -> dict[str, Path]:

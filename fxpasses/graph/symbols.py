@@ -1,8 +1,8 @@
 """Symbolic sizes: queries to PyTorch's shape environment.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols` and
-`constrain_unify`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the attributes `SymInt.node.expr`
-and `SymInt.node._expr`; `ShapeEnv._replacements_version_counter`, which 2.13 has.
+Private names, checked on torch 2.11, 2.13 and 2.15: `free_symbols`, `free_unbacked_symbols` and `constrain_unify` of
+`torch.fx.experimental.symbolic_shapes`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the
+attributes `SymInt.node.expr` and `SymInt.node._expr`; `ShapeEnv._replacements_version_counter`, which 2.13 has.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import constrain_unify, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_symbols as _free_symbols
 
 log = logging.getLogger(__name__)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -26,6 +27,16 @@ def is_symbolic(value: Any) -> bool:
 def is_unbacked(value: Any) -> bool:
     """Whether a number, or a tensor's size, is known only at run time."""
     return bool(free_unbacked_symbols(value))
+
+
+def unbacked_symbols(value: Any) -> set[Any]:
+    """The unbacked symbols in a symbolic number, or in a tensor's size, strides and offset."""
+    return set(free_unbacked_symbols(value))
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in a symbolic number, or in a tensor's size, strides and offset."""
+    return set(_free_symbols(value))
 
 
 def expression(value: Any) -> Any:

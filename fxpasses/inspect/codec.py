@@ -7,6 +7,7 @@ file as data: it executes nothing, checks every field, and ignores fields that a
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import json
 import math
@@ -19,7 +20,6 @@ from typing import Any
 
 from fxpasses.inspect import model
 from fxpasses.inspect.model import SCHEMA, VERSION, Graph, Run
-from fxpasses.report import Reason
 
 
 class RecordError(ValueError):
@@ -28,7 +28,7 @@ class RecordError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class OtherReason:
-    """A reason of another version of fxpasses, with the attributes of `Reason`'s members."""
+    """A reason of another version of fxpasses, with the attributes of members of `Reason` and `Obstruction`."""
 
     name: str
     value: str
@@ -108,7 +108,7 @@ def _graph(found: Any, where: str) -> Graph:
 
 def to_json(value: Any) -> Any:
     """A value of the model as JSON values, without fields that have their default."""
-    if isinstance(value, (Reason, OtherReason)):
+    if isinstance(value, (enum.Enum, OtherReason)):
         return {"name": value.name, "value": value.value}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
@@ -162,8 +162,8 @@ def _value(hint: Any, given: Any, where: str) -> Any:
     """`given` as the type that the model declares; raises a `RecordError` with its place if it is of another type."""
     if hint is Any:
         return given
-    if hint is Reason:
-        return _reason(given, where)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _reason(hint, given, where)
     if dataclasses.is_dataclass(hint):
         return _object(typing.cast(type, hint), given, where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -199,10 +199,10 @@ def _expect(kind: Any, given: Any, where: str) -> Any:
     return given
 
 
-def _reason(given: Any, where: str) -> Any:
+def _reason(kind: type[enum.Enum], given: Any, where: str) -> Any:
     _expect(dict, given, where)
     name, value = (str(given.get(key, "")) for key in ("name", "value"))
-    known = Reason.__members__.get(name)
+    known = kind.__members__.get(name)
     return known if known is not None and known.value == value else OtherReason(name, value)
 
 

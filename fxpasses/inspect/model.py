@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxpasses.cuda_graphs import Capturability
 from fxpasses.report import Report
 from fxpasses.runtime.attention.stats import AttentionStats
 
@@ -123,7 +124,7 @@ class Stage:
     regions: None if the pass changed nothing, so that the graph is that of the stage before. checks: texts of the
     assertions that are evaluated with the prologue. failure: why the pass was dropped, if it was. seconds: the time of
     the pass. partitioned: whether the pass worked on AOTAutograd's forward and backward graphs, whose nodes its report
-    names.
+    names. cuda_graph: whether a CUDA graph can record the graph; None if unknown, or without regions.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Stage:
     failure: str = ""
     seconds: float = 0.0
     partitioned: bool = False
+    cuda_graph: Capturability | None = None
 
 
 @dataclass(slots=True)
@@ -155,11 +157,16 @@ class Saved:
 
 @dataclass(slots=True)
 class Partition:
-    """AOTAutograd's forward and backward graphs: the FLOPs of each node, and the saved tensors."""
+    """AOTAutograd's forward and backward graphs: the FLOPs of each node, and the saved tensors.
+
+    forward_cuda_graph, backward_cuda_graph: whether a CUDA graph can record them; None if unknown.
+    """
 
     forward: list[int]
     backward: list[int]
     saved: list[Saved]
+    forward_cuda_graph: Capturability | None = None
+    backward_cuda_graph: Capturability | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -209,6 +216,15 @@ class Graph:
     def final(self) -> Stage:
         """The last stage that has a graph of its own."""
         return next(stage for stage in reversed(self.stages) if stage.regions is not None)
+
+    @property
+    def cuda_graphs(self) -> dict[str, Capturability]:
+        """What is known of CUDA graphs: of the graph after the passes, and of AOTAutograd's forward and backward."""
+        parts = {"graph": self.final.cuda_graph}
+        if self.partition is not None:
+            parts["forward"] = self.partition.forward_cuda_graph
+            parts["backward"] = self.partition.backward_cuda_graph
+        return {name: found for name, found in parts.items() if found is not None}
 
     def steps(self) -> Iterator[tuple[Stage, Stage]]:
         """(before, after) for every pass that changed the graph."""

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxpasses.graph.aliases import storages
+from fxpasses.graph.capturability import capturability
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.symbols import bytes_of
@@ -67,7 +68,8 @@ def partition(forward: GraphModule, backward: GraphModule) -> Partition:
         other = memory.setdefault(storage if storage is not None else -len(memory) - 1, saved)
         other.bytes = max(other.bytes or 0, saved.bytes or 0) if other.bytes is not None else saved.bytes
         other.needed_at, other.freed_at = min(other.needed_at, min(needed)), max(other.freed_at, max(needed))
-    return Partition(_flops(forward), _flops(backward), list(memory.values()))
+    recorded = capturability(forward), capturability(backward)
+    return Partition(_flops(forward), _flops(backward), list(memory.values()), *recorded)
 
 
 def _flops(gm: GraphModule) -> list[int]:

@@ -164,6 +164,7 @@ class _Recorder(Observer):
 
     @_observing
     def capture(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+        from fxpasses.graph.capturability import capturability
         from fxpasses.inspect import snapshot
 
         graph = self.graph
@@ -178,15 +179,17 @@ class _Recorder(Observer):
             inputs = (node for node in regions[0].nodes if node.op == "placeholder")
             for node, data in zip(inputs, snapshot.input_data(example_inputs), strict=False):
                 node.data = data
-        graph.stages.append(Stage(CAPTURED, regions))
+        graph.stages.append(Stage(CAPTURED, regions, cuda_graph=capturability(gm)))
 
     @_observing
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
+        from fxpasses.graph.capturability import capturability
         from fxpasses.inspect import snapshot
 
         stage = Stage(report.pass_name, report=None if failure else report, failure=failure, seconds=report.seconds)
         if report.changed and not failure:
             stage.regions = snapshot.snapshot(result.gm)
+            stage.cuda_graph = capturability(result.gm)
             if result.program is not None:
                 regions, stage.checks = snapshot.snapshot_prologue(result.program)
                 stage.regions += regions

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fxpasses.inspect.changes import diff
+from fxpasses.inspect.codec import to_json
 from fxpasses.inspect.collapse import Section, collapse
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.figures import Figures, figures, saved_before_and_after
@@ -41,6 +42,7 @@ def facts(graph: Graph, before: Figures, after: Figures, final: Dataflow) -> dic
         "compile_seconds": graph.compile_seconds,
         "figures": {"before": asdict(before), "after": asdict(after)},
         "saved_for_backward": dict(zip(("before", "after"), saved_before_and_after(graph), strict=True)),
+        "cuda_graphs": {name: {"whole": found.whole, **to_json(found)} for name, found in graph.cuda_graphs.items()},
         "transfers": [asdict(transfer) for report in graph.reports for transfer in report.transfers],
         "passes": [_pass(stage) for stage in graph.stages[1:]],
         "left_alone": [asdict(miss) for miss in near_misses(graph)],

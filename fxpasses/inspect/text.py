@@ -110,7 +110,7 @@ def title(graph: Graph, style: Style) -> str:
 def graph_report(graph: Graph, style: Style) -> str:
     """One graph: the passes' summaries, the figures, the changes, the refusals, and the symbols."""
     heading = f"{title(graph, style)}  {style.faint(_OUTCOMES.get(graph.outcome, ''))}".rstrip()
-    parts = [f"{heading}\n{passes(graph, style)}", _figures(graph, style)]
+    parts = [f"{heading}\n{passes(graph, style)}", _figures(graph, style), cuda_graphs(graph, style)]
     for before, after in graph.steps():
         parts.append(changes(before, after, f"what {after.name} changed", style))
     parts += [why_not(near_misses(graph), style), _symbols(graph, style)]
@@ -187,6 +187,14 @@ def saved_rows(graph: Graph) -> list[list[str]]:
         return []
     rows = [["saved for backward, on the device", "not known" if before is None else size(before), size(after), ""]]
     return rows if before is None else [*rows, ["moved off the device and back", size(0), size(before - after), ""]]
+
+
+def cuda_graphs(graph: Graph, style: Style) -> str:
+    """Whether a CUDA graph can record each graph whole, a line for each; "" if unknown."""
+    lines = []
+    for name, found in graph.cuda_graphs.items():
+        lines += _wrapped(f"  {name}: ", str(found), style)
+    return "\n".join([style.bold("CUDA graphs, after the passes"), *lines]) if lines else ""
 
 
 # Changes

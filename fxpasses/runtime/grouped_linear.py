@@ -83,7 +83,7 @@ def grouped_expand(values: Tensor, offsets: Tensor, size: int) -> Tensor:
     return kernels.expand(values, offsets, size)
 
 
-@custom_op("fxpasses::offsets_on_host", mutates_args=())
+@custom_op("fxpasses::offsets_on_host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def offsets_on_host(offsets: Tensor) -> Tensor:
     """A copy on the CPU; the host waits for it. The other operators then need not, backward included: they save it.
 
