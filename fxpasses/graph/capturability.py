@@ -98,13 +98,12 @@ class _Search:
         is_call = node.op.startswith("call")
         if is_call and _has_data_dependent_size(node, leaves):
             return Obstruction.DATA_DEPENDENT_SIZE, ""
-        if not new:
-            return None
-        text = ", ".join(sorted(map(str, new)))
-        if is_call and node.meta.get("unbacked_bindings"):
+        if is_call and new and node.meta.get("unbacked_bindings"):
             in_size = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
             return Obstruction.DATA_DEPENDENT_SIZE if in_size else Obstruction.HOST_READ, ""
-        return Obstruction.UNBACKED_NUMBER, text
+        if is_call or not new:  # a call that binds none has only another name for a symbol that is known
+            return None
+        return Obstruction.UNBACKED_NUMBER, ", ".join(sorted(map(str, new)))
 
     def _place(self, node: Node, in_main: bool) -> tuple[Obstruction, str] | None:
         """Tensors that are not on the graph's device, and copies to and from it."""
@@ -125,7 +124,7 @@ class _Search:
                 return (Obstruction.COPY_TO_HOST if from_device else Obstruction.ON_HOST), ""
             if device.type != "meta" and device != self.device:
                 return Obstruction.OTHER_DEVICE, f"{device}, and the graph is on {self.device}"
-        if results and any(from_host) and (not from_device or name == "copy_"):
+        if results and any(from_host) and (not from_device or name in ("copy", "copy_")):
             return Obstruction.COPY_FROM_HOST, ""
         return None
 
