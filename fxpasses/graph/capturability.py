@@ -113,11 +113,11 @@ class _Search:
         if self.device.type == "cpu":
             return (Obstruction.COPY_TO_HOST, "") if name == "cpu" else None
         results = [tensor.device for tensor in _tensors(node)]
-        operands = [(source, tensor.device) for source in node.all_input_nodes for tensor in _tensors(source)]
+        operands = [(operand, tensor.device) for operand in node.all_input_nodes for tensor in _tensors(operand)]
         if self._is_constant(node, results):
             self.constants.add(node)
             return None
-        from_host = [source not in self.constants for source, device in operands if device.type == "cpu"]
+        from_host = [operand not in self.constants for operand, device in operands if device.type == "cpu"]
         from_device = any(device.type not in ("cpu", "meta") for _, device in operands)
         for device in results:
             if device.type == "cpu":
@@ -130,7 +130,7 @@ class _Search:
 
     def _is_constant(self, node: Node, results: list[torch.device]) -> bool:
         on_cpu = [tensor for tensor in _tensors(node) if tensor.device.type == "cpu" and tensor.ndim == 0]
-        known = all(source in self.constants for source in node.all_input_nodes)
+        known = all(operand in self.constants for operand in node.all_input_nodes)
         return bool(results) and len(on_cpu) == len(results) and known and node.op != "placeholder"
 
 
@@ -213,7 +213,8 @@ def _value_of(node: Node) -> Any:
 
 
 def _leaves(node: Node) -> list[Any]:
-    leaves = pytree.tree_leaves(_value_of(node))
+    value = _value_of(node)
+    leaves = [value] if value is None or isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) or is_symbolic(leaf)]
 
 

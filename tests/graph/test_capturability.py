@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
+import fxpasses.runtime.grouped_linear  # noqa: F401 - registers operators
 from fxpasses.cuda_graphs import Capturability, NumberInput, Obstruction
 from fxpasses.graph.capturability import capturability
 from tests.support import captured
@@ -81,6 +82,8 @@ OBSTACLES: dict[str, tuple[Callable[..., Any], tuple[Input, ...], list[str]]] = 
     "a number on the host": (on_the_host, (X, ([], FLOAT, CPU)), ["ON_HOST"] * 2),
     "copied into a tensor": (aten.copy.default, (X, ([4], FLOAT, CPU)), ["ON_HOST", "COPY_FROM_HOST"]),
     "two devices": (lambda x, y: (x + 1, y), (X, ([4], FLOAT, OTHER)), ["OTHER_DEVICE"]),
+    "offsets for the host": (lambda n: torch.ops.fxpasses.offsets_on_host(n), (N,), ["UNSAFE_OPERATOR"]),
+    "offsets, on the CPU": (lambda n: torch.ops.fxpasses.offsets_on_host(n), (([4], INTS, CPU),), ["UNSAFE_OPERATOR"]),
     "a tagged operator": (lambda x: not_replayed(x), (X,), ["UNSAFE_OPERATOR"]),
 }  # fmt: skip
 CAPTURABLE: dict[str, tuple[Callable[..., Any], tuple[Input, ...]]] = {
