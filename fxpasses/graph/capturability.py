@@ -12,7 +12,7 @@ The graph's device is the one on which its floating-point tensors are. If they a
 for the same graph on an accelerator; only copies that name no device (`.cpu()`, `.numpy()`) are known as such there.
 
 The answer follows Inductor's, with `torch._inductor.config.graph_partition` off; with it on, Inductor records the
-pieces between the nodes in the way. Private names followed, on torch 2.13, none of which is imported:
+pieces between the nodes in the way. Private names followed, on torch 2.11, 2.13 and 2.15, none of which is imported:
 `torch._inductor.utils.get_first_incompatible_cudagraph_node`, which calls `is_cudagraph_unsafe_fx_node`
 (`FORBIDDEN_CUDAGRAPH_OPS`, the tag `cudagraph_unsafe`, `_fx_node_is_input_dependent_cudagraph_unsafe`, sparse results)
 and refuses any unbacked symbol; `torch._inductor.cudagraph_utils.check_lowering_disable_cudagraph`, which refuses CPU
@@ -48,6 +48,7 @@ _FORBIDDEN = frozenset(
         "fbgemm.jagged_to_padded_dense.default",
         "run_and_save_rng_state",
         "run_with_rng_state",
+        "aten._linalg_eigh.default",  # listed since 2.15
         *(["aten.topk.default"] if torch.version.hip is not None else []),
     }
 )

@@ -116,7 +116,7 @@ def test_what_is_not_in_the_way(name: str) -> None:
 
 
 def refused_by_inductor(gm: GraphModule) -> bool:
-    """Private names, checked on torch 2.11 and 2.13: the two functions, and `FakeTensor` values in `val`."""
+    """Private names, checked on torch 2.11, 2.13 and 2.15: the two functions that are imported here."""
     from torch._inductor.cudagraph_utils import check_lowering_disable_cudagraph
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 

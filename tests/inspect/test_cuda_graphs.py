@@ -111,7 +111,7 @@ def test_the_flash_path_takes_two_numbers(checkpointed: bool) -> None:
 
 
 def test_inductor_names_the_same_node_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Private name, checked on torch 2.11 and 2.13: `torch._inductor.utils.get_first_incompatible_cudagraph_node`."""
+    """Private name, checked on torch 2.11, 2.13 and 2.15: `get_first_incompatible_cudagraph_node`."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     seen: list[Any] = []
