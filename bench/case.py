@@ -23,6 +23,8 @@ CASES = (
     "all_together",
     "pass_time",
     "call_cost",
+    "simulated_device_stalls",
+    "simulated_device_reload",
 )
 
 
@@ -67,7 +69,7 @@ class Case:
     results. model: seconds by contender and value of `x`, as theory has them, drawn as dashed lines. notes: what the
     figures do not say themselves. timeline: on CUDA, record when copies and kernels ran. cpu_time: on one thread of a
     CPU, count the time that the process computes, which other work on the machine does not lengthen; for steps that
-    never wait.
+    never wait. simulated: steps run on the simulated device of the tests, and whatever is shown of them says so.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Case:
     notes: str = ""
     timeline: bool = False
     cpu_time: bool = False
+    simulated: bool = False
 
     def contender(self, name: str) -> Contender:
         return next(contender for contender in self.contenders if contender.name == name)

@@ -79,7 +79,7 @@ def times(case: Case, entries: Sequence[Mapping[str, Any]], file: Path) -> bool:
                 axis.set_xticks(sorted({entry["parameters"].get(case.x, 0) for entry in part}))
             else:
                 axis.set_xticks([])
-        axes[0].set_ylabel("ms a step (log scale)")
+        axes[0].set_ylabel("ms a step (log scale)" + ", simulated device" * case.simulated)
         axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return True
 

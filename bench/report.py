@@ -26,7 +26,7 @@ def write(folder: Path, cases: Sequence[str] = CASES) -> Path:
     measured = {
         (name, device): results.read(file)
         for name in cases
-        for device in DEVICES
+        for device in devices(load(name))
         if (file := results.path(folder, name, device)).exists() and results.read(file)["entries"]
     }
     if not measured:
@@ -39,12 +39,12 @@ def write(folder: Path, cases: Sequence[str] = CASES) -> Path:
         parts.append(f"*Expected.* {case.expected}\n")
         if case.notes:
             parts.append(f"*Note.* {case.notes}\n")
-        for device in DEVICES:
+        for device in devices(case):
             if (name, device) in measured:
                 file = results.path(folder, name, device)
                 parts += section(case, measured[name, device], file, target.parent)
             else:
-                parts.append(f"### {device.upper()}\n\nnot measured\n")
+                parts.append(f"### {place(case, device)}\n\nnot measured\n")
     target.write_text("\n".join(parts))
     return target
 
@@ -75,7 +75,7 @@ def in_short(measured: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]
             rows.append(
                 {
                     "case": case.name.rsplit(".", 1)[-1],
-                    "device": device,
+                    "device": place(case, device).lower() if case.simulated else device,
                     "ours": contender.name,
                     "baseline": case.baseline,
                     "to the baseline": extent(to_baseline),
@@ -86,6 +86,21 @@ def in_short(measured: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]
     return [text + markdown(rows) + "\n"] if rows else []
 
 
+def devices(case: Case) -> Sequence[str]:
+    """The simulated device is one of the host, and has results of the CPU alone."""
+    return DEVICES[:1] if case.simulated else DEVICES
+
+
+def place(case: Case, device: str) -> str:
+    """Where the steps of a case run, in words."""
+    return "Simulated device" if case.simulated else device.upper()
+
+
+def of_simulation(case: Case) -> str:
+    """What the heading of each table adds: a table may be quoted alone."""
+    return " (simulated device)" if case.simulated else ""
+
+
 def extent(values: Sequence[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.2f}" if values else NOTHING
@@ -94,18 +109,18 @@ def extent(values: Sequence[float]) -> str:
 
 def section(case: Case, found: Mapping[str, Any], file: Path, base: Path) -> list[str]:
     entries: Entries = found["entries"]
-    parts = [f"### {found['device'].upper()}\n", origin(found, file, base)]
+    parts = [f"### {place(case, found['device'])}\n", origin(found, file, base)]
     parts += tables(case, entries)
     if case.arithmetic and (rows := case.arithmetic(entries)):
-        parts.append("The arithmetic beside the measurement\n\n" + markdown(rows) + "\n")
+        parts.append(f"The arithmetic beside the measurement{of_simulation(case)}\n\n{markdown(rows)}\n")
     elif not case.arithmetic and (rows := own_figures(entries)):
-        parts.append("Counted by the contenders themselves\n\n" + markdown(rows) + "\n")
+        parts.append(f"Counted by the contenders themselves{of_simulation(case)}\n\n{markdown(rows)}\n")
     for suffix, draw in (("times", plots.times), ("timeline", lambda c, e, f: plots.timelines(e, f))):
         picture = file.with_suffix(f".{suffix}.svg")
         if draw(case, entries, picture):
             parts.append(f"![{case.name}, {found['device']}, {suffix}]({picture.relative_to(base)})\n")
     parts += missing(entries)
-    parts += where_ours_is_slower(entries)
+    parts += where_ours_is_slower(case, entries)
     return parts
 
 
@@ -194,7 +209,7 @@ def tables(case: Case, entries: Entries) -> list[str]:
             found.append((title, table(case, entries, cell)))
         if name == "time":
             found.append((f"The same as a ratio to {case.baseline}, with quartiles", ratios_table(case, entries)))
-    return [f"{title}\n\n{text}\n" for title, text in found if text]
+    return [f"{title}{of_simulation(case)}\n\n{text}\n" for title, text in found if text]
 
 
 def ratios_table(case: Case, entries: Entries) -> str:
@@ -267,7 +282,7 @@ def missing(entries: Entries) -> list[str]:
     return ["Without figures\n\n" + "\n".join(lines) + "\n"] if lines else []
 
 
-def where_ours_is_slower(entries: Entries) -> list[str]:
+def where_ours_is_slower(case: Case, entries: Entries) -> list[str]:
     """Where ours is slower than a peer in at least three quarters of the rounds, with the profiles of both."""
     rows, profiles = [], []
     theirs = {entry["contender"] for entry in entries if not entry["ours"]}
@@ -284,10 +299,10 @@ def where_ours_is_slower(entries: Entries) -> list[str]:
     if not rows:
         measured = any(entry["ours"] and "against" in entry for entry in entries)
         return ["Ours is not slower than any other contender beyond the spread.\n"] if measured else []
-    text = ["Where ours is slower beyond the spread\n\n" + markdown(rows) + "\n"]
+    text = [f"Where ours is slower beyond the spread{of_simulation(case)}\n\n{markdown(rows)}\n"]
     for one in profiles:
         text.append(
             f"<details><summary>Profile of {label(one, entries)}: the operators with the most time of their own"
-            f"</summary>\n\n{markdown(one['top'])}\n\n</details>\n"
+            f"{of_simulation(case)}</summary>\n\n{markdown(one['top'])}\n\n</details>\n"
         )
     return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bench.case import Parameters
+from bench.cases.identity_cache import IdentityCache
 from bench.cases.training import packings
 
 ENTRIES = 8  # of `lengths`, padded with zeros: `.tolist()` is unrolled, so another number is another graph
@@ -121,19 +121,6 @@ def packed_attention(
     return attend(module, query, key, value, block_causal_mask(lengths, query.shape[2]), scaling), None
 
 
-class IdentityCache:
-    """The last batch's mask, found again by the identity of `lengths`: what a model does to build its mask once."""
-
-    def __init__(self) -> None:
-        self.lengths: Any = lambda: None
-        self.mask: Tensor | None = None
-
-    def __call__(self, lengths: Tensor, tokens: int) -> Tensor:
-        if self.lengths() is not lengths or self.mask is None:
-            self.lengths, self.mask = weakref.ref(lengths), block_causal_mask(lengths, tokens)
-        return self.mask
-
-
 def cached_attention(
     module: nn.Module,
     query: Tensor,
@@ -148,7 +135,7 @@ def cached_attention(
     return attend(module, query, key, value, _cache(lengths, query.shape[2]), scaling), None
 
 
-_cache = IdentityCache()  # one process runs one model
+_cache = IdentityCache(block_causal_mask)  # one process runs one model
 AttentionInterface.register("bench_packed", packed_attention)
 AttentionInterface.register("bench_cached", cached_attention)
 

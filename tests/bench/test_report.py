@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_the_arithmetic_stands_beside_the_measurement():
     assert row["(L−1)·s, ms"] == pytest.approx(30)
     assert row["saved by eager, cached by identity against eager, ms"] == pytest.approx(32)
     assert row["saved by fastpack against Inductor, both flags, ms"] is None
+
+
+def test_whatever_is_quoted_of_a_simulation_says_so(tmp_path, monkeypatch):
+    case = dataclasses.replace(load("tests.bench.toy_case"), simulated=True)
+    monkeypatch.setattr(report, "load", lambda name: case)
+    text = written(tmp_path, ENTRIES)
+    assert "### Simulated device" in text and "### C" not in text  # neither CPU nor CUDA
+    assert "| toy_case | simulated device |" in re.sub(" +", " ", text)
+    headings = re.findall(r"^([^|#\n].*)\n\n\|", text, re.MULTILINE)
+    assert len(headings) > 3 and headings[0].startswith("In short")
+    assert all(heading.endswith(("(simulated device)", "(simulated device)</summary>")) for heading in headings[1:])
+    assert "simulated device" in (tmp_path / "toy_case.cpu.times.svg").read_text()
 
 
 def test_another_figure_is_another_report(tmp_path):

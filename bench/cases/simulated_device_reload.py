@@ -1,0 +1,142 @@
+"""Case 7b, a simulation: the backward pass of offloaded layers, with copies and kernels of set cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.case import Case, Contender, Parameters, Program
+from bench.cases.compilers import Compiler, ours
+from bench.cases.offload_sweep import BUFFERS, NO_OFFLOAD
+from bench.cases.simulated_device import DEVICE, NOTE, device_seconds, plug_in
+from bench.cases.simulated_device_stalls import on_simulated_device
+from bench.results import find, spread
+
+TOKENS, WIDTH = 64, 64
+PASSES = 7  # the time is their median
+ALLOWED = 0.05
+
+
+def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
+    simulated = plug_in()
+    import torch
+    from torch import Tensor, nn
+    from torch.utils.checkpoint import checkpoint
+
+    from bench.cases.offload import moved
+    from bench.cases.training import training_program
+
+    class Work(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for weight in self.weights:
+                x = x + x @ weight
+            return x
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Work() for _ in range(parameters["layers"]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1.0  # computed, so that the first layer's input can be moved like the others'
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x.sum()  # its gradient is no kernel: backward is layers, and nothing else
+
+    model = Stack().to(DEVICE)
+    compiled = compiler(model)
+    x = torch.randn(TOKENS, WIDTH).to(DEVICE)
+    program = training_program(model, lambda batch: compiled(batch["x"]), [{"x": x}])
+    bandwidth = x.numel() * x.element_size() / (parameters["copy_ms"] / 1e3)
+    program.step()  # compiles, and measures how fast copies of many megabytes are: before they are slow
+    simulated.costs(out=bandwidth, in_=bandwidth, kernel=parameters["kernel_ms"] / 1e3)
+    offloads = "offload" in compiler.keywords  # type: ignore[attr-defined]
+
+    def step() -> None:
+        program.step()
+        torch.accelerator.synchronize()
+
+    def backward_seconds() -> float:
+        loss = compiled(x)
+        seconds = device_seconds(loss.backward)
+        model.zero_grad(set_to_none=True)
+        return seconds
+
+    def figures() -> dict[str, float]:
+        if offloads and (found := moved(program)["tensors_out"]) != parameters["layers"]:
+            raise RuntimeError(f"{found} tensors were moved, not one a layer")
+        samples = [backward_seconds() for _ in range(PASSES)]
+        lower, median, upper = spread(samples)
+        return {"backward_s": median, "backward_q1_s": lower, "backward_q3_s": upper}
+
+    return dataclasses.replace(program, step=step, figures=figures)
+
+
+def groups(device: str, quick: bool) -> list[dict[str, Any]]:
+    copies = [20.0] if quick else [2.0, 6.0, 12.0, 20.0, 40.0, 60.0]
+    return [{"copy_ms": copy, "layers": 4 if quick else 8, "kernel_ms": 2.0} for copy in copies]
+
+
+def computed(layers: int, copy: float, compute: float, buffers: int) -> float:
+    """The backward pass, in the unit of `copy` and `compute`, which are those of a layer."""
+    if buffers == 1:
+        return layers * (copy + compute)
+    return copy + (layers - 1) * max(copy, compute) + compute
+
+
+def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """c is what was set, g what a layer's backward takes without offload."""
+    rows = []
+    for entry in entries:
+        if entry["contender"] != NO_OFFLOAD or not entry.get("figures"):
+            continue
+        parameters = entry["parameters"]
+        layers, copy = parameters["layers"], parameters["copy_ms"] / 1e3
+        compute = entry["figures"]["backward_s"] / layers
+        row: dict[str, Any] = {"c/g (simulated device)": copy / compute, "c, ms": 1e3 * copy, "g, ms": 1e3 * compute}
+        for name, buffers in BUFFERS.items():
+            figures = (find(entries, parameters, name) or {}).get("figures")
+            theory = computed(layers, copy, compute, buffers)
+            row[f"{name}, ms"] = 1e3 * figures["backward_s"] if figures else None
+            row["L·(c+g), ms" if buffers == 1 else "c+(L−1)·max(c,g)+g, ms"] = 1e3 * theory
+            off = figures["backward_s"] / theory - 1 if figures else None
+            row[f"{name}, off by"] = f"{100 * off:+.1f} %" + " (!)" * (abs(off) > ALLOWED) if off is not None else None
+        rows.append(row)
+    return rows
+
+
+def contender(name: str, **options: Any) -> Contender:
+    return on_simulated_device(ours(name, build, lowering="aot_eager", **options))
+
+
+CASE = Case(
+    name="simulated_device_reload",
+    title="Simulated device: reload of offloaded activations, with one buffer and with two",
+    groups=groups,
+    contenders=[
+        dataclasses.replace(contender(NO_OFFLOAD), ours=False),
+        *(
+            contender(name, offload="host", offload__min_bytes=0, offload__keep_last=0, offload__buffers=count)
+            for name, count in BUFFERS.items()
+        ),
+    ],
+    baseline=NO_OFFLOAD,
+    x="copy_ms",
+    shows=("time",),
+    expected=(
+        "If a layer's backward pass takes the time g and the copy of its activation c, the backward pass of L layers "
+        "takes L·(c+g) with one buffer and c+(L−1)·max(c,g)+g with two."
+    ),
+    arithmetic=arithmetic,
+    notes=NOTE
+    + (
+        " The last table is of the backward pass alone, by the device's events; a step has the forward pass, too, "
+        f"and its copies. (!) marks what is off by more than {100 * ALLOWED:.0f} %."
+    ),
+    simulated=True,
+)
