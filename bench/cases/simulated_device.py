@@ -18,7 +18,7 @@ NOTE = (
     "stream. Each kernel and each copy takes the time that is set for it, mostly asleep, in slow motion against the "
     "host. Counts are exact; times show what waits for what, and not how fast any device is."
 )
-CALIBRATION = 50  # kernels
+CALIBRATION = 30  # kernels
 _plugged = contextlib.ExitStack()  # PyTorch registers a backend once per process, and it stays
 
 
