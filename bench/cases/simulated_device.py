@@ -57,7 +57,7 @@ def device_seconds(run: Callable[[], object]) -> float:
 
 
 def kernel_seconds() -> float:
-    """What a queued kernel takes: the set time, and how late the machine wakes the thread of its stream."""
+    """What a queued kernel takes: the set time, unless the machine is busier than that."""
     import torch
 
     x = torch.ones(8, device=DEVICE)

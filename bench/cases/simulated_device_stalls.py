@@ -157,8 +157,8 @@ CASE = Case(
     arithmetic=arithmetic,
     notes=NOTE
     + (
-        " Kernels are set to 2 ms, and take a little longer, as this machine wakes the thread of their stream; the "
-        "copy of one read's 8 bytes takes 1 ms, and fastpack copies all lengths of the batch at once. `max`, `min` and "
+        " Kernels take 2 ms, and the "
+        "copy of one read's 8 bytes 1 ms; fastpack copies all lengths of the batch at once. `max`, `min` and "
         "`sum` are kernels, too: a step has as many as it has reads. Stock `torch.compile` has both capture flags, and "
         "is lowered by `aot_eager`, as is fastpack here: AOTAutograd merges what the layers of a graph without "
         "checkpoints ask, and reads as little as the cache by identity."

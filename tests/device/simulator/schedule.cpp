@@ -21,6 +21,7 @@ struct Entry {
   Work work;
   MomentPtr moment;
   bool records = false;
+  double queued_at = 0;
 };
 
 struct Stream {
@@ -28,6 +29,7 @@ struct Stream {
   std::deque<Entry> queue;
   uint64_t queued = 0, done = 0;
   bool used = false;
+  double clock = 0;  // timed order: when its last work ended, had its thread been woken in time
 };
 
 namespace {
@@ -44,6 +46,7 @@ struct State {
   std::array<double, 4> bandwidth{};
   double kernel_seconds = 0;
   std::array<std::array<std::mutex, 4>, kDevices> engines;  // each copies one thing at a time
+  std::array<std::array<double, 4>, kDevices> engine_clocks{};
 };
 
 State& state() {
@@ -81,7 +84,9 @@ void run(Stream& stream, const Work& work) {
 void pass(Stream& stream, const Entry& entry) {
   if (entry.records) {
     entry.moment->passed = true;
-    entry.moment->seconds = now();
+    entry.moment->seconds = state().order == Order::timed ? std::max(stream.clock, entry.queued_at) : now();
+  } else if (entry.moment) {
+    stream.clock = std::max(stream.clock, entry.moment->seconds);
   }
   stream.done++;
 }
@@ -131,19 +136,34 @@ void run_some() {
   }
 }
 
-// The timed order: a thread for each stream.
+// The timed order: a thread for each stream. Work starts when, by the clock of its stream, it could: a thread that a busy
+// machine wakes late delays what it runs next by nothing, unless it is late by more than the work takes.
 
-void take_time(Stream& stream, const Work& work) {
-  const auto bandwidth = state().bandwidth[static_cast<int>(work.engine)];
+void sleep_until(double time) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(time - now()));
+}
+
+void take_time(Stream& stream, const Work& work, double queued_at) {
+  const auto engine = static_cast<int>(work.engine);
+  const auto bandwidth = state().bandwidth[engine];
   const bool copies = work.engine != Engine::compute;
   const auto least = copies && bandwidth > 0 ? work.bytes / bandwidth : work.kernel ? state().kernel_seconds : 0;
   const auto seconds = std::max(work.seconds, least);
-  std::unique_lock<std::mutex> engine;
-  if (copies) engine = std::unique_lock(state().engines[stream.device][static_cast<int>(work.engine)]);
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  if (copies) std::this_thread::sleep_until(end);  // the data is there at the end, not at the beginning
+  auto start = std::max(stream.clock, queued_at);
+  std::unique_lock<std::mutex> busy;
+  auto& engine_clock = state().engine_clocks[stream.device][engine];
+  if (copies) {
+    busy = std::unique_lock(state().engines[stream.device][engine]);
+    start = std::max(start, engine_clock);
+  }
+  const auto end = start + seconds;
+  if (copies) sleep_until(end);  // the data is there at the end, not at the beginning
+  const auto begun = now();
   run(stream, work);
-  std::this_thread::sleep_until(end);
+  const auto ran = now() - begun;
+  sleep_until(end);
+  stream.clock = std::max(end, start + ran);
+  if (copies) engine_clock = stream.clock;
 }
 
 void work_on(Stream& stream, uint64_t order) {
@@ -155,7 +175,7 @@ void work_on(Stream& stream, uint64_t order) {
     stream.queue.pop_front();
     if (entry.moment == nullptr) {
       lock.unlock();
-      take_time(stream, entry.work);
+      take_time(stream, entry.work, entry.queued_at);
       lock.lock();
     }
     pass(stream, entry);
@@ -170,6 +190,7 @@ void start_worker(Stream& stream) {
 // What differs between the two kinds of order
 
 void put(Stream& stream, Entry entry) {
+  entry.queued_at = now();
   stream.queue.push_back(std::move(entry));
   stream.queued++;
   switch (state().order) {
