@@ -146,6 +146,17 @@ def test_in_the_timed_order_copies_take_the_time_of_their_bytes_beside_kernels()
     assert counts().streams == 2 and counts().synchronizations == 2
 
 
+def test_in_the_timed_order_a_thread_that_wakes_late_delays_nothing_after_it():
+    simulated.set_order("timed")
+    before, after = (torch.Event(device="sim", enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(100):
+        simulated.sleep(0.001)
+    after.record()
+    torch.accelerator.synchronize()
+    assert 99.9 <= before.elapsed_time(after) < 104  # threads sleep some 0.1 ms too long
+
+
 def test_devices_have_streams_of_their_own():
     one, other = torch.ones(SIZE, device="sim:0"), torch.ones(SIZE, device="sim:1")
     assert (one + 1).sum().item() == (other + 1).sum().item()
