@@ -116,7 +116,7 @@ def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["± (quartiles), ms"] = 1e3 * (figures["backward_q3_s"] - figures["backward_q1_s"]) / 2
         row["off by"] = f"{100 * off:+.1f} %" + " (!)" * (abs(off) > ALLOWED)
         rows.append(row)
-    return sorted(rows, key=lambda row: str(row["formula"]))
+    return sorted(rows, key=lambda row: (str(row["formula"]), row["c/g"]))
 
 
 def contender(name: str, **options: Any) -> Contender:
