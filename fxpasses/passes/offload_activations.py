@@ -57,7 +57,8 @@ class OffloadActivations:
                 candidates.append(known)
                 movable.append(group)
         choice = self._choose(partition, candidates, movable)
-        _warn_of_devices(refused)
+        if not movable:
+            _warn_of_devices(refused)
         mark(movable, {c.name for c in choice.moved})
         insert(partition, movable, self.options)
         self._describe(report, choice, refused)

@@ -19,7 +19,7 @@ SHORT = {
     ("accumulation, mixed", "host", "early"), ("retain_graph", "disk", "late"), ("autocast", "host", "late"),
     ("backward elsewhere", "host", "late"), ("two backward passes at once", "disk", "early"),
     ("an exception in backward", "host", "early"), ("strides, gaps, integers; dynamic sizes", "host", "late"),
-    ("hoisted metadata and grouped experts", "disk", "late"),
+    ("hoisted metadata and grouped experts", "host", "late"),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 
 from fxpasses.runtime import grouped_ways
