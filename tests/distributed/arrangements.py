@@ -45,10 +45,13 @@ class Outcome:
     moved: int = 0
 
     def on_this_torch(self, found: Outcome) -> Outcome:
-        """Torch 2.15 no longer reads the 0 of `mask[rows] = 0`: fewer reads than those that 2.13 makes, eager too."""
+        """Torch 2.15 no longer reads the 0 of `mask[rows] = 0`: fewer reads than those that 2.13 makes, eager too.
+
+        So few in eager mode, whose `.tolist()` of a CPU tensor no profiler shows, that the two no longer compare.
+        """
         if torch.__version__ < "2.15":
             return self
-        fewer = found.reads <= self.reads and found.reads <= found.eager_reads <= self.eager_reads
+        fewer = found.reads <= self.reads and found.eager_reads <= self.eager_reads
         return replace(self, reads=found.reads, eager_reads=found.eager_reads) if fewer else self
 
 
