@@ -113,6 +113,11 @@ def find(entries: Iterable[Mapping[str, Any]], parameters: Parameters, contender
     return next((entry for entry in entries if (entry["parameters"], entry["contender"]) == wanted), None)
 
 
+def with_figures(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The measured entries whose contender gave figures of its own."""
+    return [entry for entry in entries if entry["outcome"] == "measured" and entry.get("figures")]
+
+
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
     if len(samples) < 2:

@@ -18,42 +18,16 @@ FORWARDS = 5  # the time is their mean
 
 def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
     import torch
-    from torch import Tensor, nn
     from torch.utils.benchmark import Timer
-    from torch.utils.checkpoint import checkpoint
 
+    from bench.cases.checkpointed_products import Stack
     from bench.cases.offload import moved
     from bench.cases.training import training_program
 
-    width = parameters["width"]
-
-    class Work(nn.Module):
-        """A checkpointed layer: the sweep changes how long it computes, and it always keeps the same."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            count = parameters["products"]
-            self.weights = nn.ParameterList(torch.randn(width, width) / width for _ in range(count))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for weight in self.weights:
-                x = x + x @ weight
-            return x
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Work() for _ in range(parameters["layers"]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 1.0  # computed, so that the first layer's input can be moved like the others'
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
-            return x.square().mean()
-
     if device == "cpu":
         slow_down(parameters["copy_mb_s"] * 1e6)
-    model = Stack().to(device)
+    width = parameters["width"]
+    model = Stack(parameters["layers"], parameters["products"], width, lambda x: x.square().mean()).to(device)
     compiled = compiler(model)
     x = torch.randn(parameters["tokens"], width, device=device)
     program = training_program(model, lambda batch: compiled(batch["x"]), [{"x": x}])

@@ -11,7 +11,7 @@ from bench.cases.compilers import Compiler, ours
 from bench.cases.offload_sweep import BUFFERS, NO_OFFLOAD
 from bench.cases.simulated_device import DEVICE, NOTE, device_seconds, kernel_seconds, plug_in
 from bench.cases.simulated_device_stalls import on_simulated_device
-from bench.results import spread
+from bench.results import spread, with_figures
 
 TOKENS, WIDTH = 64, 64
 PASSES = 5  # the time is their median
@@ -22,34 +22,13 @@ FORMULAS = {None: "L·g", 1: "L·(c+g)", 2: "c+(L−1)·max(c,g)+g"}  # by the n
 def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
     simulated = plug_in()
     import torch
-    from torch import Tensor, nn
-    from torch.utils.checkpoint import checkpoint
 
+    from bench.cases.checkpointed_products import Stack
     from bench.cases.offload import moved
     from bench.cases.training import training_program
 
-    class Work(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for weight in self.weights:
-                x = x + x @ weight
-            return x
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Work() for _ in range(parameters["layers"]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 1.0  # computed, so that the first layer's input can be moved like the others'
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False)
-            return x.sum()  # its gradient is no kernel: backward is layers, and nothing else
-
-    model = Stack().to(DEVICE)
+    # The gradient of a sum is no kernel: backward is layers, and nothing else.
+    model = Stack(parameters["layers"], 2, WIDTH, torch.sum).to(DEVICE)
     compiled = compiler(model)
     x = torch.randn(TOKENS, WIDTH).to(DEVICE)
     program = training_program(model, lambda batch: compiled(batch["x"]), [{"x": x}])
@@ -102,10 +81,8 @@ def computed(layers: int, copy: float, compute: float, buffers: int | None) -> f
 def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """c is what was set; g what a layer's kernels take when nothing is copied, measured beside the pass."""
     rows = []
-    for entry in entries:
-        figures, parameters = entry.get("figures"), entry["parameters"]
-        if entry["outcome"] != "measured" or not figures:
-            continue
+    for entry in with_figures(entries):
+        figures, parameters = entry["figures"], entry["parameters"]
         layers, copy, buffers = parameters["layers"], parameters["copy_ms"] / 1e3, BUFFERS.get(entry["contender"])
         compute = figures["kernels"] * figures["kernel_s"] / layers
         theory = computed(layers, copy, compute, buffers)

@@ -11,6 +11,7 @@ from bench.case import Case, Contender, Parameters, Program
 from bench.cases.compilers import EAGER, OURS, Compiler, contender, eager, ours
 from bench.cases.packed_metadata import CACHED
 from bench.cases.simulated_device import DEVICE, NOTE, kernel_seconds, plug_in, unavailable
+from bench.results import with_figures
 
 READS = 4  # of each layer
 TOKENS, WIDTH = 16, 16  # so small that the set time of a kernel is all of it
@@ -109,10 +110,8 @@ def stalls(contender: str, parameters: Parameters) -> int | None:
 def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The stalls, and a step as the sum of its kernels and of its copies to the host, which nothing overlaps."""
     rows = []
-    for entry in entries:
-        figures, parameters = entry.get("figures"), entry["parameters"]
-        if entry["outcome"] != "measured" or not figures:
-            continue
+    for entry in with_figures(entries):
+        figures, parameters = entry["figures"], entry["parameters"]
         copies = figures["bytes_out"] / bandwidth_of(parameters)
         theory = figures["kernels"] * figures["kernel_s"] + copies
         row: dict[str, Any] = {"L": parameters["layers"], "checkpointed": parameters["checkpointed"]}

@@ -42,8 +42,8 @@ def moved(count: int, tier: Any, first: int = 1, size: int = SIZE) -> list[torch
     return handles
 
 
-def holds(tensor: torch.Tensor, number: float) -> None:
-    assert torch.equal(tensor.cpu(), torch.full((SIZE,), float(number)))
+def holds(tensor: torch.Tensor, number: float) -> bool:
+    return torch.equal(tensor.cpu(), torch.full((SIZE,), float(number)))
 
 
 def side() -> tuple[torch.Stream, torch.Stream]:
@@ -66,7 +66,7 @@ def there_and_back(path: Path) -> None:
         use_memory_again()
         found = [chain.reload(handles[n], SIM, handles[max(n - 1, 0) : n], 1) for n in (3, 2, 1, 0)]
         for number, tensor in enumerate(reversed(found)):
-            holds(tensor, first + number)
+            assert holds(tensor, first + number)
 
 
 @scenario
@@ -77,7 +77,7 @@ def there_and_back_before_a_slow_disk_has_it(path: Path) -> None:
         handles = moved(2, DiskTier(str(path)))
         use_memory_again()
         for number in (2, 1):
-            holds(chain.reload(handles[number - 1], SIM, [], 1), number)
+            assert holds(chain.reload(handles[number - 1], SIM, [], 1), number)
     finally:
         disk.UnlinkedFile.write = write  # type: ignore[method-assign]
 
@@ -109,7 +109,7 @@ def read_ahead_on_another_stream(path: Path) -> None:
         del found
     use_memory_again()
     with stream:
-        holds(raised, 2)
+        assert holds(raised, 2)
 
 
 @scenario
@@ -124,7 +124,7 @@ def a_block_of_the_pool_in_two_streams(path: Path) -> None:
     moved(2, HostTier(None), first=5)
     use_memory_again()
     with stream:
-        holds(found, 1)
+        assert holds(found, 1)
 
 
 def kept(count: int) -> list[torch.Tensor]:
@@ -142,7 +142,7 @@ def kept_and_taken_at_once(path: Path) -> None:
     handles = kept(2)
     with stream:
         for number, handle in enumerate(handles):
-            holds(chain.reload(handle, SIM, [], 1), number + 1)
+            assert holds(chain.reload(handle, SIM, [], 1), number + 1)
 
 
 @scenario
@@ -156,7 +156,7 @@ def kept_and_given_up(path: Path) -> None:
     use_memory_again()
     with stream:
         for number, tensor in enumerate(found):
-            holds(tensor, number + 1)
+            assert holds(tensor, number + 1)
 
 
 @scenario

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +14,14 @@ from fxpasses import once
 from fxpasses.runtime.offload import chain, disk, pinned
 from fxpasses.runtime.offload.disk import DiskTier
 from fxpasses.runtime.offload.host import HostTier
-from tests.device import simulated
+from tests.device import races, simulated
+from tests.device.races import SIM, SIZE, holds
 from tests.device.simulated import counts
 from tests.passes import offload_programs as programs
 from tests.passes.offload_programs import Decoder
 from tests.passes.test_offload_activations import assert_equal, compiled, numbers
 
-SIM = torch.device("sim", 0)
 TIERS = {"host": lambda path: HostTier(None), "disk": lambda path: DiskTier(str(path))}
-SIZE = 4096  # floats
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +37,7 @@ def fresh(sim, monkeypatch):
     assert not chain._leaving and not chain._stored and not chain._ahead and fxpasses.offload_stats().bytes_held == 0
 
 
-def moved(count: int, tier: Any, size: int = SIZE) -> list[torch.Tensor]:
-    """Handles of tensors that hold 0, 1, ..., whose own memory is free by now."""
-    handles = []
-    for number in range(count):
-        source = torch.full((size,), float(number), device=SIM)
-        handle = chain.store(source, tier)
-        chain.settle(handle, source)
-        handles.append(handle)
-    return handles
-
-
-def holds(tensor: torch.Tensor, number: float) -> bool:
-    return torch.equal(tensor.cpu(), torch.full((SIZE,), float(number)))
+moved = functools.partial(races.moved, first=0)  # tensors of 0, 1, ...
 
 
 @pytest.mark.parametrize("tier", TIERS)
