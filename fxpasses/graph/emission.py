@@ -144,7 +144,7 @@ class Emitter:
                 kwargs = {**kwargs, "device": torch.device("cpu")}
             if target == "to" and len(args) > 1 and isinstance(args[1], str):
                 args = (args[0], torch.device("cpu"), *args[2:])
-            if target == "cuda":
+            if isinstance(entry.fake, torch.Tensor) and target == entry.fake.device.type:  # `x.cuda()`, `x.xpu()`
                 target, args, kwargs = "cpu", args[:1], {}
         op = entry.node.op
         if entry.module is not None:

@@ -163,6 +163,7 @@ def _module() -> types.ModuleType:
         for device in range(DEVICES):
             _device.sim_set_generator(device, (ctypes.c_uint64 * 2)(seed % 2**64, 0))
 
+    module.is_initialized = lambda: True
     module.is_available = lambda: bool(_device.sim_is_plugged_in())
     module.device_count = lambda: DEVICES * _device.sim_is_plugged_in()
     module.current_device = lambda: _device.sim_current_device()

@@ -9,6 +9,7 @@ process's memory, and `posix_fadvise` drops written pages from the page cache.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import errno
 import functools
@@ -133,15 +134,15 @@ class OnDisk:
         if source.device.type == "cpu":
             self._writing = _thread("write").submit(self._write, source)
         else:
-            _staging.acquire()  # a disk slower than the device delays the host here, instead of filling its memory
-            try:
+            with contextlib.ExitStack() as undo:
+                _staging.acquire()  # a disk slower than the device delays the host here, instead of filling its memory
+                undo.callback(_staging.release)
                 block = pinned.POOL.take(source.numel())
+                undo.callback(pinned.POOL.give, block)
                 copies = device_copies.of(source.device)
                 self._staged = copies.start(block.memory, source, out=True, after=block.tickets)
                 self._writing = _thread("write").submit(self._write_staged, block)
-            except BaseException:
-                _staging.release()
-                raise
+                undo.pop_all()
 
     def settle(self) -> None:
         """Wait until the source may be reused."""
