@@ -3,6 +3,7 @@
 Fixtures that tests of several folders ask for are here as well.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def little_garbage() -> Iterator[None]:
+    """`gc.collect` looks only at what the module's tests make: all that a run leaves behind takes it seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

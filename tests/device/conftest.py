@@ -6,6 +6,8 @@ have processes of their own: `pytest tests/device`, or `tests/test_device.py` am
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +26,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if _MISSING:
         for item in items:
             item.add_marker(pytest.mark.skip(reason=f"the simulated device cannot be built: {_MISSING}"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def backward_is_traced() -> None:
+    """Autograd's threads are not Python's, so `coverage` misses what runs in them unless each installs its tracer."""
+    tracer = threading.gettrace()
+    if tracer is None or _MISSING:
+        return
+    with simulated.plugged_in():
+        for device in range(simulated.DEVICES):
+            x = torch.ones((), device=f"sim:{device}", requires_grad=True).clone()
+            x.register_hook(lambda _: sys.settrace(tracer))
+            x.backward()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage(little_garbage: None) -> None:
+    """Most tests collect it, to see that what was moved is let go."""
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,11 @@ from tests.support import compiled
 
 TOKENS, WIDTH = 16, 16
 
+# The tests of races look for waits that are missing; of the steps here, `make test` runs some in one order alone.
+late_or_slow = pytest.mark.parametrize(
+    "order", ["late", pytest.param("early", marks=pytest.mark.slow)], indirect=["order"]
+)
+
 
 @pytest.fixture(autouse=True)
 def no_batch_is_known(sim):
@@ -148,6 +153,8 @@ def test_a_tensor_goes_to_the_device_from_pinned_memory_where_there_is_some():
         found = to_device(torch.arange(5), torch.device("sim", 1))
         assert found.device.index == 1 and counts().blocking_copies == refused
         assert found.tolist() == list(range(5))
+    host = torch.arange(5)
+    assert to_device(host, torch.device("cpu")) is host
 
 
 def test_prefetch_copies_on_a_stream_of_its_own_while_the_device_works():
@@ -168,6 +175,7 @@ def test_prefetch_copies_on_a_stream_of_its_own_while_the_device_works():
         assert same(found, step(model, x, lengths))
 
 
+@late_or_slow
 def test_devices_have_prologues_of_their_own(order):
     for device in ("sim:0", "sim:1"):
         torch._dynamo.reset()
@@ -188,6 +196,7 @@ def grouped_mm(left, right, offs):
     return torch.stack([(left * mask) @ right for mask in own])
 
 
+@late_or_slow
 def test_experts_in_one_program_do_not_stall_where_the_device_has_a_grouped_kernel(monkeypatch, order):
     monkeypatch.setattr(grouped_kernels.F, "grouped_mm", grouped_mm)
     monkeypatch.setattr(grouped_ways, "way_of", lambda *_: grouped_ways.Way.LIBRARY)
@@ -205,6 +214,7 @@ def test_experts_in_one_program_do_not_stall_where_the_device_has_a_grouped_kern
         torch.testing.assert_close(loss, model(x, lengths), rtol=2e-2, atol=2e-2)
 
 
+@late_or_slow
 def test_experts_without_a_grouped_kernel_bring_their_offsets_to_the_host_once_a_layer(order):
     """Before, each product of forward, recomputation and backward read them again: 8 times a layer."""
     model = Packed(2).to("sim")
@@ -221,6 +231,7 @@ def test_experts_without_a_grouped_kernel_bring_their_offsets_to_the_host_once_a
     assert found.copies_out == 1 + 2  # the batch's lengths, and a copy for each layer
 
 
+@late_or_slow
 def test_autocast_is_that_of_the_device(order):
     model = Packed(2).to("sim")
     program = compiled(model, "aot_eager")

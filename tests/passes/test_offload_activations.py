@@ -18,6 +18,8 @@ from fxpasses.report import Reason
 from tests.passes import offload_programs as programs
 from tests.passes.offload_programs import Broken, Decoder, Packed, Plain
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 CASES: dict[str, tuple[Any, programs.Step]] = {
     "one step": (Decoder, programs.one_step),
     "three steps": (Decoder, programs.one_after_the_other),

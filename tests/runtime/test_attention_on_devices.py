@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.compilers import nop
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpasses.runtime.attention import cuda
+from fxpasses.runtime.attention import cuda, operators
 from fxpasses.runtime.attention.flash import Attention
 from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
 
@@ -66,3 +67,24 @@ def test_flex_attention_follows_the_plan(form, shape):
         torch.testing.assert_close(out, expected)
         gradients = torch.autograd.grad(out, leaves, grad)
         torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, grad))
+
+
+def test_where_a_graph_for_cuda_is_traced_the_operator_becomes_flex_attention(monkeypatch):
+    """On fake tensors, whose device need not be there."""
+    attended = []
+    monkeypatch.setattr(cuda, "attend", lambda attention, plan: attended.append(plan) or attention.query)
+    with FakeTensorMode():
+        query, key, value = (torch.empty(2, heads, 160, 16, device="cuda") for heads in (4, 2, 2))
+        mask = torch.empty(1, 1, 160, 200, dtype=torch.bool, device="cuda")
+        plan = torch.ops.fxpasses.attention_plan(mask)
+        assert plan.device.type == "cuda" and plan.shape == (1, 1, cuda.table_size(160, 200))
+        for given_mask in (mask, None):
+            assert operators.sparse_attention(query, key, value, given_mask, plan) is query
+    assert len(attended) == 2 and all(found is plan for found in attended)
+
+
+def test_the_plan_of_a_mask_in_blocks_is_made_by_the_way_of_its_device():
+    mask = documents([60, 100])
+    rows = lambda start, stop: mask[:, :, start:stop]  # noqa: E731
+    on_cuda = operators.plan_in_blocks(rows, tuple(mask.shape), device="cuda")
+    assert torch.equal(on_cuda, cuda.plan_in_blocks(rows, tuple(mask.shape)))

@@ -17,6 +17,8 @@ from fxpasses.runtime.batch_cache import BatchCache, State, batch_cache
 from fxpasses.runtime.prologue import live_prologues
 from tests.support import compiled, events
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 TOKENS = 12
 
 

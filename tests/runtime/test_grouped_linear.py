@@ -340,6 +340,12 @@ def test_operands_that_do_not_fit(operator, change, message):
         operator(torch.randn(6, 4), given, offsets, bias)
 
 
+def test_weights_of_several_sizes_do_not_fit():
+    weights = [torch.randn(4, 2), torch.randn(4, 3)]
+    with pytest.raises(ValueError, match=r"one size, but have \[\(4, 2\), \(4, 3\)\]"):
+        grouped_mm_list(torch.randn(6, 4), weights, torch.tensor([2, 6]))
+
+
 # On a device
 
 

@@ -1,5 +1,7 @@
 """Which way a grouped product takes, for devices that are not there."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -61,3 +63,8 @@ def test_a_cuda_tensor_without_a_device_has_no_kernel(machine):
     """Fake tensors, where code is compiled for a device that is not there."""
     machine(0)
     assert way_of(CUDA, torch.bfloat16, 64, 128) is Way.EACH
+
+
+def test_triton_is_looked_for_without_its_import():
+    found = grouped_ways._has_triton_package.__wrapped__()
+    assert found == (importlib.util.find_spec("triton") is not None)

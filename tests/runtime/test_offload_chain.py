@@ -21,6 +21,8 @@ from fxpasses.runtime.offload import chain, device_copies, disk, operators, pinn
 from fxpasses.runtime.offload.disk import DiskTier, UnlinkedFile
 from fxpasses.runtime.offload.host import HostTier
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 CPU = torch.device("cpu")
 
 
@@ -118,6 +120,12 @@ def test_without_nameless_files_the_name_goes_at_once(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     file, _ = UnlinkedFile.create(str(tmp_path), 4096)
     assert stat.S_IMODE(os.fstat(file.number).st_mode) == 0o600 and os.listdir(tmp_path) == []
+
+
+def test_without_a_way_to_reserve_space_the_file_has_its_size(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate")
+    file, mapped = UnlinkedFile.create(str(tmp_path), 4096)
+    assert os.fstat(file.number).st_size == mapped.numel() == 4096
 
 
 def test_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
