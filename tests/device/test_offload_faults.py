@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import time
 
 import pytest
@@ -157,8 +158,17 @@ def test_blocks_of_the_pool_are_written_behind_the_copies_that_read_them(order):
     assert pinned.POOL.used == pinned.POOL.free == 0
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("when", ["forward", "backward"])
+FAILING = {("host", "forward", "late"), ("host", "backward", "early"), ("disk", "backward", "late")}
+
+
+@pytest.mark.parametrize(
+    ("tier", "when", "order"),
+    [
+        pytest.param(*case, marks=() if case in FAILING else pytest.mark.slow)
+        for case in itertools.product(["host", "disk"], ["forward", "backward"], ["late", "early"])
+    ],
+    indirect=["order"],
+)
 def test_a_step_without_memory_fails_as_pytorch_has_it_and_the_next_one_is_right(tier, when, order):
     expected = numbers(Decoder, programs.one_step, "sim", "off")
     torch._dynamo.reset()

@@ -64,7 +64,14 @@ def test_a_warm_step_moves_each_activation_once_each_way_and_the_host_waits_for_
     assert found.bytes_out == stats.bytes_out and found.bytes_in == stats.bytes_in
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("tier", "order"),
+    [
+        ("host", "late"), ("disk", "early"),
+        pytest.param("host", "early", marks=pytest.mark.slow), pytest.param("disk", "late", marks=pytest.mark.slow),
+    ],
+    indirect=["order"],
+)  # fmt: skip
 def test_two_devices_move_their_own(tier, order):
     def run(tier: str) -> list[torch.Tensor]:
         torch._dynamo.reset()

@@ -101,8 +101,15 @@ def graphs_of_stock(model: PreTrainedModel, batches: list[Batch]) -> int:
 # Packed, with `position_ids` alone
 
 
-@both_kinds
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "checkpointed"),
+    [
+        pytest.param(name, kind == "checkpointed", id=f"{name}-{kind}", marks=pytest.mark.slow if is_slow else ())
+        for name in MODELS
+        for kind in ("plain", "checkpointed")
+        for is_slow in [(name == "llama") == (kind == "checkpointed")]
+    ],
+)
 def test_one_graph_for_all_packings_of_as_many_tokens(name, checkpointed):
     model, generator = new_model(name, checkpointed=checkpointed), random.Random(0)
     packings = [[10, 14, 8], [1] * TOKENS, [1, TOKENS - 1], *(random_packing(generator) for _ in range(20))]

@@ -36,7 +36,10 @@ def trained(folder: Path, compiled: bool, flash_arguments: bool) -> tuple[list[f
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
 
 
-@pytest.mark.parametrize("flash_arguments", [False, True], ids=["position_ids alone", "lengths given"])
+@pytest.mark.parametrize(
+    "flash_arguments",
+    [pytest.param(False, id="position_ids alone"), pytest.param(True, id="lengths given", marks=pytest.mark.slow)],
+)
 def test_trainer_trains_as_in_eager_mode(tmp_path: Path, flash_arguments: bool) -> None:
     expected, model = trained(tmp_path, compiled=False, flash_arguments=flash_arguments)
     with fxpasses.inspect.record() as record:

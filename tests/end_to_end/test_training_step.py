@@ -132,8 +132,13 @@ def test_trains_where_stock_inductor_fails():
     assert_same(Twice(), batches(), "inductor", tolerance=1e-5)
 
 
-@pytest.mark.parametrize("dynamic", [None, True, False])
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    ("fullgraph", "dynamic"),
+    [
+        (False, None), (True, True), (True, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, None), (False, True), (False, False))),
+    ],
+)  # fmt: skip
 def test_dynamic_and_fullgraph(dynamic, fullgraph):
     longer = torch.randn(20, WIDTH, requires_grad=True), torch.tensor([9, 9, 2])
     record = assert_same(Decoder(2), [*batches(), longer], "aot_eager", dynamic=dynamic, fullgraph=fullgraph)

@@ -79,9 +79,9 @@ def test_the_demo_on_hugging_faces_own_flash_path():
     ("arguments", "words"),
     [
         (["--tokens", "3"], "'3' is not a whole number from 16"),
-        (["--layers", "none"], "'none' is not a whole number from 1"),
         (["--peer", "xla"], "invalid choice: 'xla'"),
-        (["--attention", "none"], "invalid choice: 'none'"),
+        pytest.param(["--layers", "none"], "'none' is not a whole number from 1", marks=pytest.mark.slow),
+        pytest.param(["--attention", "none"], "invalid choice: 'none'", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_argument_gives_one_line_and_exit_code_2(arguments, words):
