@@ -8,14 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fxpasses
+from fxpasses import backend
+from fxpasses.inspect.cli import main
 from fxpasses.passes import omit_masks
 from fxpasses.report import Reason
 from fxpasses.runtime import grouped_kernels
+from fxpasses.runtime.attention import dense, flash
 from fxpasses.runtime.attention import operators as attention
 from fxpasses.runtime.batch_cache import batch_cache
+from fxpasses.runtime.prologue import Prologue, with_prologue
 from tests.device import simulated
 from tests.device.simulated import counts
 from tests.device.test_metadata_steps import Branching, batch, same, step
@@ -158,6 +163,23 @@ def test_lengths_that_the_graph_writes_to_are_read_when_it_asks():
         assert same(*found)
 
 
+def test_on_fake_inputs_the_prologue_does_not_run(monkeypatch):
+    """`DDPOptimizer` runs each piece of a graph on some, to see what it returns."""
+    made: list[Prologue] = []
+
+    def spy(main, prologue, captured, fakes):
+        made.append(prologue)
+        return with_prologue(main, prologue, captured, fakes)
+
+    monkeypatch.setattr(backend, "with_prologue", spy)
+    compiled(lambda x, lengths: x * lengths.max().item())(*batch([5, 8, 3]))
+    piece = with_prologue(lambda *inputs: inputs, made[0], captured=pytest.fail, fakes=["a fake number"])
+    with FakeTensorMode():
+        inputs = [torch.empty(3, device="sim") for _ in range(max(made[0].program.roots) + 1)]
+        simulated.reset_counts()
+        assert piece(*inputs) == (*inputs, "a fake number") and counts().stalls == 0
+
+
 def test_a_selective_checkpoint_does_not_see_the_prologue():
     """It counts operators, and recomputes a layer when the batch's numbers are there: fewer run then."""
 
@@ -243,6 +265,12 @@ def test_scores_that_a_finite_value_hides_stay_as_they_are_written():
     assert [refusal.reason for refusal in report.refusals] == [Reason.SCORES_CHANGED]
 
 
+def test_attention_over_all_pairs_is_the_devices_own():
+    q, k, v = (torch.randn(1, 2, 4, 8, device="sim") for _ in range(3))
+    found, logsumexp = dense.forward(flash.Attention(q, k, v, None, None))
+    assert torch.equal(found, F.scaled_dot_product_attention(q, k, v)) and logsumexp.device == q.device
+
+
 def test_there_is_no_attention_without_a_mask():
     x, plan = torch.ones(1, 2, 4, 8, device="sim"), torch.zeros(8, dtype=torch.int32, device="sim")
     with pytest.raises(ValueError, match="no attention without a mask on sim:0"):
@@ -275,8 +303,9 @@ def test_triton_launches_on_the_device_of_the_operands():
 
 
 def test_the_doctor_names_the_devices(capsys, monkeypatch):
-    from fxpasses.inspect.cli import main
-
     monkeypatch.delenv("FXPASSES_PASSES", raising=False)
     main(["doctor"])
     assert "2 × sim" in capsys.readouterr().out
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    main(["doctor"])
+    assert "the CPU alone" in capsys.readouterr().out
