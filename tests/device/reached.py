@@ -45,7 +45,8 @@ def run(part: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = time.monotonic()
     found = subprocess.run([*measured, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    print(f"{part}: {found.stdout.strip().splitlines()[-1]}, {time.monotonic() - started:.0f} s in all", flush=True)
+    last = [f"exit code {found.returncode}", *found.stdout.strip().splitlines()][-1]
+    print(f"{part}: {last}, {time.monotonic() - started:.0f} s in all", flush=True)
     return "" if found.returncode == 0 else found.stdout + found.stderr
 
 
@@ -58,7 +59,11 @@ def _arguments(part: str) -> list[str]:
 def report() -> bool:
     """Prints what is not reached; returns whether enough is."""
     coverage = Coverage(data_file=None)
-    coverage.combine([str(data) for part in PARTS for data in DATA.glob(f"{part}.*")], keep=True)
+    data = {part: [str(path) for path in DATA.glob(f"{part}.*")] for part in PARTS}
+    for part in PARTS:
+        if not data[part]:
+            print(f"{part}: not measured yet")
+    coverage.combine([path for paths in data.values() for path in paths], keep=True)
     total = reached = 0
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
