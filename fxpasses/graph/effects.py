@@ -45,6 +45,8 @@ _RESHAPING_METHODS = frozenset(
     }
 )  # fmt: skip
 _OWN = frozenset({"fxpasses::attention_plan"})  # pure operators of this package
+# Pure, with a result in new memory. On CUDA it runs a higher-order operator, which no dispatch mode can record.
+_NOT_RECORDED = frozenset({"fxpasses::sparse_attention"})
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ def touch(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: An
     """The effects of a node that stays in place, on its tensor arguments; None if they are unknown."""
     if is_reshaping(node):
         return Touch(frozenset({0}), frozenset({0}))
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NOT_RECORDED:
+        return Touch(frozenset(), frozenset())
     recorder = _Recorder(refuse=False)
     try:
         with quiet(fake_mode), recorder:

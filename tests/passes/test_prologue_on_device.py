@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import fxpasses.runtime.attention.operators  # noqa: F401 - registers operators
 from bench.cases.traced_decoder import Tracer
 from fxpasses.options import Options
 from fxpasses.passes.hoist_metadata import HoistMetadata
@@ -161,3 +162,20 @@ def test_on_a_device_a_warm_step_has_one_transfer_to_the_host():
     copies = [event for event in profile.events() if "Memcpy DtoH" in event.name]
     assert len(copies) == 1
     assert events(step)["aten::_local_scalar_dense"] <= 8
+
+
+def test_a_mask_of_attention_by_plans_and_its_plan_are_computed_once_per_batch():
+    def build(t, x, lengths):
+        mask = t.function(torch.zeros, 12, 12, dtype=torch.bool, device=DEVICE)
+        longest = t.method("item", t.method("max", lengths))
+        near = t.function(operator.lt, t.function(torch.arange, 12, device=DEVICE), longest)
+        t.method("masked_fill_", mask, near, True)
+        plan = t.function(torch.ops.fxpasses.attention_plan.default, mask)
+        x = t.method("view", x, 1, 1, 12, 4)
+        attention = t.graph.call_function(torch.ops.fxpasses.sparse_attention.default, (x, x, x, mask, plan))
+        attention.meta["example_value"] = x.meta["example_value"].clone()  # FlexAttention needs a build for CUDA
+        return attention
+
+    program = program_of(build)
+    assert targets(program.host) == ["max", "item"]
+    assert targets(program.device) == ["zeros", "arange", "lt", "masked_fill_", "attention_plan.default"]
