@@ -8,7 +8,7 @@ Public names: `fastpack_backend` (importing it enables two capture flags of Dyna
 
 from typing import TYPE_CHECKING, Any
 
-from fxpasses.errors import AssumptionError, MetadataError, OffloadError, PassError
+from fxpasses.errors import AssumptionError, MetadataError, OffloadError, PassError, RecordingError
 from fxpasses.version import __version__
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ __all__ = [
     "MetadataError",
     "OffloadError",
     "PassError",
+    "RecordingError",
     "__version__",
     "attention_stats",
     "compile",

@@ -15,5 +15,9 @@ class PassError(RuntimeError):
     """A pass failed, or its result differs from its input. Raised only with `fastpack.strict`."""
 
 
+class RecordingError(RuntimeError):
+    """A CUDA graph is recorded around a model that needs its batch on the host, which replays would not ask."""
+
+
 class OffloadError(RuntimeError):
     """An activation that was moved away does not come back: its file system failed, or its handle was replaced."""

@@ -20,6 +20,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def is_recording() -> bool:
+    """Whether this thread's work goes into a CUDA graph. Asks no driver that was not asked before."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def shares_memory_with_host(device: torch.device) -> bool:
     return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 

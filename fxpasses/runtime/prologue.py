@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxpasses.errors import MetadataError
+from fxpasses.errors import MetadataError, RecordingError
 from fxpasses.prologue_program import Check, Output, Program
+from fxpasses.runtime import cuda_extras
 from fxpasses.runtime.batch_cache import BatchCache, State, batch_cache
 from fxpasses.runtime.dispatch_modes import unseen
 from fxpasses.runtime.transfers import to_device, to_host
@@ -54,7 +55,14 @@ class Prologue:
             _live.add(self)
 
     def __call__(self, inputs: Inputs) -> tuple[Any, ...]:
-        """The extra inputs for `inputs`, those of the captured graph; raises `MetadataError` if an assertion fails."""
+        """The extra inputs for `inputs`, those of the captured graph.
+
+        Raises `MetadataError` if an assertion fails. Where a CUDA graph is recorded around the caller, the prologue
+        becomes a part of it, or raises `RecordingError`.
+        """
+        if cuda_extras.is_recording():
+            with unseen():
+                return self._record(inputs)
         roots = [inputs[position] for position in self.program.roots]
         sizes = tuple(inputs[i] for i in self.positions() if isinstance(inputs[i], int))
         what = (self.key, sizes)
@@ -79,6 +87,20 @@ class Prologue:
     def positions(self) -> tuple[int, ...]:
         """The positions of the main graph's inputs that the prologue reads."""
         return (*self.program.host_inputs, *self.program.device_inputs)
+
+    def _record(self, inputs: Inputs) -> tuple[Any, ...]:
+        """Compute anew: replays write where this run writes, so its results are no other caller's, nor are theirs its.
+
+        Replays would read what the host copies to the device from memory of the host that is free by then.
+        """
+        copied = [device for _, device in self.program.imports if device is not None and device.type != "cpu"]
+        if copied:
+            raise RecordingError(
+                f"a CUDA graph is recorded around a model whose metadata is copied from the host to {copied[0]} for "
+                'each batch. Leave it to the backend: with mode="reduce-overhead" it runs before each replay what '
+                "depends on the batch"
+            )
+        return self._compute(inputs)
 
     def _compute(self, inputs: Inputs) -> tuple[Any, ...]:
         self.runs += 1

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fxpasses.errors import RecordingError
+from fxpasses.runtime import cuda_extras
 from fxpasses.runtime.batch_cache import BatchCache, State
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,17 @@ def to_host(tensors: Sequence[torch.Tensor], cache: BatchCache) -> list[torch.Te
     """CPU copies of integer tensors; tensors on the CPU are returned themselves.
 
     Each device makes one non-blocking copy into pinned memory, with one event to wait for. The cache keeps copies for
-    the batch, so another graph of the same step that needs the same tensors waits for nothing.
+    the batch, so another graph of the same step that needs the same tensors waits for nothing. Raises `RecordingError`
+    for tensors on a device while a CUDA graph is recorded, also where the cache has a copy: its values would be part of
+    what is recorded.
     """
+    remote = next((tensor for tensor in tensors if tensor.device.type != "cpu"), None)
+    if remote is not None and cuda_extras.is_recording():
+        raise RecordingError(
+            f"a CUDA graph is recorded around a model that needs a tensor of its batch ({remote.dtype} "
+            f"{list(remote.shape)} on {remote.device}) on the host. Leave it to the backend: with "
+            'mode="reduce-overhead" it runs before each replay what depends on the batch'
+        )
     result: list[torch.Tensor | None] = [t if t.device.type == "cpu" else None for t in tensors]
     missing: dict[torch.device, list[int]] = {}
     for position, tensor in enumerate(tensors):
