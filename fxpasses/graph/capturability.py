@@ -11,8 +11,10 @@ size [u0] is not in the way, the node that brings u0 into the graph is. What a k
 The graph's device is the one on which its floating-point tensors are. If they are all on the CPU, the answer is the one
 for the same graph on an accelerator; only copies that name no device (`.cpu()`, `.numpy()`) are known as such there.
 
-The answer follows Inductor's, with `torch._inductor.config.graph_partition` off; with it on, Inductor records the
-pieces between the nodes in the way. Private names followed, on torch 2.11, 2.13 and 2.15, none of which is imported:
+The answer follows Inductor's. With `torch._inductor.config.graph_partition` on, which is the default, it records the
+pieces between the nodes in the way, and a number that the graph takes is a part of what it records, as is a size. With
+it off, one node in the way leaves the graph unrecorded, and a number that only the running program knows is in the way
+even as an input. Private names followed, on torch 2.11, 2.13 and 2.15, none of which is imported:
 `torch._inductor.utils.get_first_incompatible_cudagraph_node`, which calls `is_cudagraph_unsafe_fx_node`
 (`FORBIDDEN_CUDAGRAPH_OPS`, the tag `cudagraph_unsafe`, `_fx_node_is_input_dependent_cudagraph_unsafe`, sparse results)
 and refuses any unbacked symbol; `torch._inductor.cudagraph_utils.check_lowering_disable_cudagraph`, which refuses CPU
@@ -55,20 +57,22 @@ _FORBIDDEN = frozenset(
 _MAIN = "main"  # as in paths of records
 
 
-def capturability(gm: GraphModule) -> Capturability:
+def capturability(gm: GraphModule, pieces: bool | None = None) -> Capturability:
     """Whether a CUDA graph can record `gm`, whose nodes have fake values (`example_value` or `val`).
 
-    It is linear in the graph, changes nothing, and never raises for a graph whose nodes lack values: what is not known
-    is not in the way.
+    pieces: whether pieces of the graph may be recorded, by default as Inductor is configured. Linear in the graph,
+    changes nothing, and never raises for a graph whose nodes lack values: what is not known is not in the way.
     """
-    search = _Search(_device_of(gm))
+    inductor: Any = torch._inductor.config
+    search = _Search(_device_of(gm), inductor.graph_partition if pieces is None else pieces)
     search.graph(gm, _MAIN)
     return Capturability(search.found, _numbers(gm))
 
 
 class _Search:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pieces: bool) -> None:
         self.device = device
+        self.pieces = pieces
         self.found: list[Obstacle] = []
         self.known: set[Any] = set()  # unbacked symbols that a node before has brought in
         self.constants: set[Node] = set()  # 0-d CPU tensors that a compiler inlines
@@ -103,6 +107,8 @@ class _Search:
             in_size = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
             return Obstruction.DATA_DEPENDENT_SIZE if in_size else Obstruction.HOST_READ, ""
         if is_call or not new:  # a call that binds none has only another name for a symbol that is known
+            return None
+        if self.pieces and not isinstance(_value_of(node), torch.SymFloat):  # what is recorded takes no floats
             return None
         return Obstruction.UNBACKED_NUMBER, ", ".join(sorted(map(str, new)))
 
@@ -189,9 +195,16 @@ def _device_of(gm: GraphModule) -> torch.device:
 
 def _numbers(gm: GraphModule) -> list[NumberInput]:
     sizes = {symbol for node in gm.graph.nodes for tensor in _tensors(node) for symbol in free_symbols(tensor)}
-    found = []
-    for node in gm.graph.find_nodes(op="placeholder"):
+    found, known = [], set[Any]()
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    numbers = [value for value in map(_value_of, placeholders) if is_symbolic(value)]
+    passed = {symbol for value in numbers for symbol in free_symbols(value)}
+    for node in placeholders:
         value = _value_of(node)
+        sized = {symbol for tensor in _tensors(node) for symbol in unbacked_symbols(tensor)} - passed - known
+        if sized:  # the prologue's results bring their sizes
+            known |= sized
+            found.append(NumberInput(node.name, "int", True, in_program(source(node)), _where(node)))
         in_sizes = is_symbolic(value) and bool(sizes & free_symbols(value))
         if is_symbolic(value) and constant(value) is None and (node.users or in_sizes):
             kind = {torch.SymInt: "int", torch.SymFloat: "float", torch.SymBool: "bool"}[type(value)]

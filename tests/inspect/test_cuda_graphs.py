@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -77,8 +78,24 @@ def test_a_packed_decoder_can_be_recorded_whole(checkpointed: bool) -> None:
     assert graphs_of(record) == dict.fromkeys(("graph", "forward", "backward"), Capturability())
 
 
-def test_a_number_of_the_batch_in_the_layers_is_in_the_way() -> None:
+@pytest.fixture
+def whole_or_not() -> Iterator[None]:
+    """Inductor records no pieces of a graph."""
+    inductor: Any = torch._inductor.config
+    with inductor.patch(graph_partition=False):
+        yield
+
+
+def test_a_graph_is_recorded_for_each_number_of_the_batch_in_its_layers() -> None:
     """Each layer scales by `lengths.max()`: the number is an input then, unbacked, and its place is named."""
+    record = assert_same(training_step.Decoder(2), training_step.batches()[:1], "aot_eager", 1e-6)
+    for found in graphs_of(record).values():
+        (number,) = found.numbers
+        assert found.whole and number.kind == "int" and not number.sizes
+        assert number.where.startswith("test_training_step.py:")
+
+
+def test_a_number_of_the_batch_is_in_the_way_of_a_graph_without_pieces(whole_or_not: None) -> None:
     record = assert_same(training_step.Decoder(2), training_step.batches()[:1], "aot_eager", 1e-6)
     for found in graphs_of(record).values():
         assert {obstacle.reason for obstacle in found.obstacles} <= {Obstruction.UNBACKED_NUMBER}
@@ -99,17 +116,18 @@ def test_a_grouped_mixture_can_be_recorded_whole(name: str) -> None:
 
 
 @both_kinds
-def test_the_flash_path_takes_two_numbers(checkpointed: bool) -> None:
+def test_the_flash_path_can_be_recorded_whole_for_each_two_numbers(checkpointed: bool) -> None:
     """The kernel takes as many ends as there are sequences, and the longest length as a Python number."""
     model = flash_path.new_model(layers=2, checkpointed=checkpointed)
     with fxpasses.inspect.record() as record:
         flash_path.loss_and_gradients(compiled(model, "aot_eager"), model, flash_path.packed([10, 14, 8]))
     for found in graphs_of(record).values():
-        assert [obstacle.reason for obstacle in found.obstacles] == [Obstruction.UNBACKED_NUMBER] * 2
+        assert found.whole and sorted(number.sizes for number in found.numbers) == [False, True]
     longest = next(number for number in record.graphs[0].cuda_graphs["graph"].numbers if not number.sizes)
     assert longest.kind == "int" and longest.where.startswith("modeling_flash_attention_utils.py:")
 
 
+@pytest.mark.usefixtures("whole_or_not")
 def test_inductor_names_the_same_node_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Private name, checked on torch 2.11, 2.13 and 2.15: `get_first_incompatible_cudagraph_node`."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
@@ -143,7 +161,7 @@ def test_the_report_has_a_line_for_each_graph() -> None:
 def test_the_report_names_the_first_node_in_the_way() -> None:
     x, lengths = torch.randn(8, 4), torch.tensor([3, 5])
     text = " ".join(report(recorded(refused, x, lengths, torch.rand(2)), Style()).split())
-    assert "graph: cannot be recorded as one CUDA graph: 3 nodes in the way, first `packed_0` at programs.py:" in text
+    assert "graph: cannot be recorded as one CUDA graph: 2 nodes in the way, first `item" in text
 
 
 def test_a_record_keeps_it_as_data(tmp_path: Any) -> None:
@@ -153,9 +171,8 @@ def test_a_record_keeps_it_as_data(tmp_path: Any) -> None:
     again = fxpasses.inspect.load(tmp_path / "record.jsonl")
     assert again == record and not again.graphs[0].cuda_graphs["graph"].whole
     found = json.loads(json.dumps(summary(again), allow_nan=False))["graphs"][0]["cuda_graphs"]["graph"]
-    assert found["whole"] is False and {o["reason"]["name"] for o in found["obstacles"]} == {
-        "HOST_READ", "UNBACKED_NUMBER",
-    }  # fmt: skip
+    assert found["whole"] is False and {o["reason"]["name"] for o in found["obstacles"]} == {"HOST_READ"}
+    assert [number["node"] for number in found["numbers"]] == ["packed_0"]
 
 
 def test_a_record_without_it_says_nothing(tmp_path: Any) -> None:
