@@ -12,8 +12,8 @@ Weights in E tensors are not copied into one: that would read and write all expe
 a second copy of them. Their addresses are arguments of the kernel, and not a table in the device's memory, which the
 host would have to fill before each launch and which a recorded CUDA graph would fill with what the host holds by then.
 
-Needs Triton 3.6 or later. Block sizes were chosen so that each supported GPU has the shared memory; they were not
-measured on any.
+Needs Triton 3.6 or later. Block sizes were chosen so that each supported GPU has the shared memory, which tests check;
+they were not measured on any.
 """
 
 # mypy: allow-untyped-defs
