@@ -28,15 +28,16 @@ if torch.get_num_threads() > MAX_THREADS:
     torch.set_num_threads(MAX_THREADS)
 
 
-_DEVICE = Path(__file__).with_name("device")
+_APART = [Path(__file__).with_name(name) for name in ("device", "cuda_code")]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests on the simulated device are collected where they are asked for: `test_device.py` gives them a process."""
-    if collection_path != _DEVICE:
+    """Tests that change their process are collected where they are asked for: `test_device.py` and `test_cuda_code.py`
+    give them one."""
+    if collection_path not in _APART:
         return None
     asked = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
-    return None if any(path == _DEVICE or _DEVICE in path.parents for path in asked) else True
+    return None if any(collection_path in (path, *path.parents) for path in asked) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
