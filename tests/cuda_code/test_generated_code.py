@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
@@ -123,6 +124,39 @@ def test_moved_activations(device: AbsentDevice, recorded: bool) -> None:
     moves = [code.wrapper.count("fxpasses.offload.default(") for code in (forward, backward)]
     assert moves == [len(report.transfers), 0] and bool(report.transfers) is not recorded
     assert (Reason.REPLAYED in {refusal.reason for refusal in report.refusals}) is recorded
+
+
+class Varlen(nn.Module):
+    """Layers that ask for the longest sequence of the batch, and pass it to a flash kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        for layer in self.layers:
+            ends = F.pad(lengths.cumsum(0), (1, 0)).int()
+            longest = lengths.max().item()
+            query, key, value = layer(x).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(1)
+            # Not `varlen_attn`, which asks whether the longest is short: fake tensors have no answer.
+            attention = torch.ops.aten._flash_attention_forward(
+                query, key, value, ends, ends, longest, longest, 0.0, True, False
+            )
+            x = x + attention[0].flatten(1)
+        return x
+
+
+def test_flash_attention_of_packed_sequences(device: AbsentDevice) -> None:
+    """The longest is a number that the kernel takes: each of its values is recorded, and each time the whole graph."""
+    x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with fxpasses.inspect.record() as record:
+        codes = generate(device, Varlen().bfloat16(), x, torch.tensor(LENGTHS), **RECORDED)
+    for found in record.graphs[0].cuda_graphs.values():
+        assert found.whole and [(number.kind, number.sizes) for number in found.numbers] == [("int", False)]
+    assert [code.is_backward for code in codes] == [False, True]
+    for code in codes:
+        check(code)
+        assert recorded_pieces(code) == 1
 
 
 # Attention by plans, with FlexAttention's operator
