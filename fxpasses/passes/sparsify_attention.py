@@ -72,8 +72,9 @@ class SparsifyAttention:
         masks: set[Any] = set()
         memories: dict[Region, AliasAnalysis] = {}
         for site in sites:
-            memory = memories.setdefault(site.region, context.aliases(site.region.gm.graph))
-            rewrite = _Rewrite(site, closure, memory, context)
+            if site.region not in memories:
+                memories[site.region] = context.aliases(site.region.gm.graph)
+            rewrite = _Rewrite(site, closure, memories[site.region], context)
             try:
                 if (attention := rewrite.find()) is not None:
                     report.changes.append(rewrite.run(attention))
