@@ -164,6 +164,8 @@ def _module() -> types.ModuleType:
             _device.sim_set_generator(device, (ctypes.c_uint64 * 2)(seed % 2**64, 0))
 
     module.is_initialized = lambda: True
+    # Without it, torch 2.11 never marks the device as initialized, and torch.accelerator.synchronize does not wait.
+    module._lazy_init = lambda: None
     module.is_available = lambda: bool(_device.sim_is_plugged_in())
     module.device_count = lambda: DEVICES * _device.sim_is_plugged_in()
     module.current_device = lambda: _device.sim_current_device()
