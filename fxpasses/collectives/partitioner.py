@@ -71,7 +71,7 @@ class CollectivePartitioner(CustomPartitionerFn):
         gradients = [node for node in collectives if node in backward]
         for node in collectives:
             _pin(node, node in backward)
-        if any(_is_checkpointed(node) for node in forward):
+        if _repeats(self.eager) or any(_is_checkpointed(node) for node in forward):
             wanted = _eager_backward(self.eager, forward, gradients)
             graphs = partition_with_repeats(gm, wanted, partition)
         else:
@@ -85,6 +85,11 @@ class CollectivePartitioner(CustomPartitionerFn):
         """For the caches of Inductor and AOTAutograd."""
         inner = self.inner.uuid() if self.inner is not None else ""
         return None if inner is None else ("fxpasses", __version__, "collectives", repr(self.eager), inner)
+
+
+def _repeats(eager: Sequences | None) -> bool:
+    """Whether a checkpoint issues collectives again. torch 2.11 marks none inside an autograd.Function of the user."""
+    return eager is not None and any(issued.again is not None for issued in eager.backward)
 
 
 def _eager_backward(eager: Sequences | None, forward: list[Node], gradients: list[Node]) -> list[int]:
