@@ -29,6 +29,8 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.sharded_models import BLOCKS, TOKENS, WIDTH
 
 OFFLOAD = {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}
+# Torch 2.11's schedule of a pipeline does not put to the vote, and read, whether all stages know their shapes.
+VOTES = 0 if torch.__version__ < "2.12" else 1
 BLOCK_INPUTS = BLOCKS * 4 * TOKENS * WIDTH  # bytes: all that checkpointed blocks save
 
 # For each arrangement: what it is, what each rank is to see, and on how many ranks.
@@ -42,7 +44,8 @@ FAST = {
         Arrangement(split, {"sequence": True, "call": "checkpointed", "dropout": 0.2}, same_batch=2), Outcome(), 2,
     ),
     "pipeline stages": (
-        Arrangement(pipelined, step=scheduled, same_batch=2), Outcome(reads=15, masks=2, eager_reads=17), 2,
+        Arrangement(pipelined, step=scheduled, same_batch=2),
+        Outcome(reads=14 + VOTES, masks=2, eager_reads=16 + VOTES), 2,
     ),
     "HSDP": (Arrangement(fully_sharded, {"mesh": (2, 2)}), Outcome(), 4),
 }  # fmt: skip
