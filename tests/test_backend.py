@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fxpasses.backend as backend
 from fxpasses import fastpack_backend
@@ -45,6 +46,22 @@ def test_a_graph_that_does_not_compile_at_all_runs_uncompiled(monkeypatch):
     with pytest.warns(UserWarning, match="no compiler.*runs uncompiled"):
         compiled = torch.compile(program, backend="fastpack", options=OPTIONS)
         assert torch.equal(compiled(*INPUTS), program(*INPUTS))
+
+
+def test_checkpoints_of_a_graph_that_runs_uncompiled_draw_the_random_numbers_of_forward_again():
+    def dropped(x):
+        return torch.nn.functional.dropout(torch.tanh(x), 0.5)
+
+    def gradient(program):
+        x = torch.linspace(-1, 1, 64).requires_grad_()
+        torch.manual_seed(0)
+        program(x).sum().backward()
+        return x.grad
+
+    def program(x):
+        return checkpoint(dropped, checkpoint(dropped, x, use_reentrant=False), use_reentrant=False)
+
+    assert torch.equal(gradient(torch.compile(program, backend="fastpack", options=OPTIONS)), gradient(program))
 
 
 def test_strict_raises_what_the_compiler_raised(monkeypatch):

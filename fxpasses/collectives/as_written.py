@@ -1,7 +1,8 @@
 """Runs a captured graph without a compiler, like eager mode: it saves the same tensors in the same places.
 
 Eager mode stops a checkpoint's recomputation at the last tensor that backward needs, and issues no collective after it.
-Dynamo's own operators recompute to the end, and hide from a checkpoint the tensors that a user's function saves:
+Dynamo's own operators recompute to the end, since torch 2.13 with new random numbers, and hide from a checkpoint the
+tensors that a user's function saves:
 
     before:  out = tag_activation_checkpoint(body, x, use_reentrant=False)
              out = autograd_function_apply(forward, backward, x, saved_for_backward_idx=[0], ...)
@@ -15,7 +16,7 @@ Checked on torch 2.11 and 2.13: the first operator takes checkpoint's own keywor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,19 +31,20 @@ FUNCTION = torch.ops.higher_order.autograd_function_apply
 
 
 def uncompiled(gm: GraphModule) -> Callable[..., Any]:
-    """A callable that runs a captured graph without a compiler, and issues eager mode's collectives."""
-    if not communicates(gm) or not any(map(_replaceable, Region(gm).walk())):
+    """A callable that runs a captured graph without a compiler: eager mode's collectives, and its random numbers."""
+    replaced: dict[Any, Callable[..., Any]] = AS_WRITTEN if communicates(gm) else {CHECKPOINT: run_checkpoint}
+    if not any(_calls(region, replaced) for region in Region(gm).walk()):
         return gm.forward
     copy = copy_graph_module(gm)
     for region in Region(copy).walk():
-        for node in _replaceable(region):
-            node.target = AS_WRITTEN[node.target]
+        for node in _calls(region, replaced):
+            node.target = replaced[node.target]
         region.gm.recompile()
     return copy
 
 
-def _replaceable(region: Region) -> list[Node]:
-    return [node for node in region.gm.graph.nodes if node.op == "call_function" and node.target in AS_WRITTEN]
+def _calls(region: Region, targets: Collection[Any]) -> list[Node]:
+    return [node for node in region.gm.graph.nodes if node.op == "call_function" and node.target in targets]
 
 
 def is_in_checkpoint() -> bool:

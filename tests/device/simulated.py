@@ -166,10 +166,12 @@ def _module() -> types.ModuleType:
     module.is_initialized = lambda: True
     # Without it, torch 2.11 never marks the device as initialized, and torch.accelerator.synchronize does not wait.
     module._lazy_init = lambda: None
+    module._initialized = True  # without it, a checkpoint of eager mode draws new random numbers when it recomputes
     module.is_available = lambda: bool(_device.sim_is_plugged_in())
     module.device_count = lambda: DEVICES * _device.sim_is_plugged_in()
     module.current_device = lambda: _device.sim_current_device()
     module.set_device = torch.accelerator.set_device_index
+    module.device = torch.accelerator.device_index
     module.current_stream = torch.accelerator.current_stream
     module.synchronize = torch.accelerator.synchronize
     module.Stream, module.Event = torch.Stream, torch.Event
