@@ -199,10 +199,12 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   const Plainly plainly;
   Aliases host(Aliases::Kind::host);
   enqueue(current_place(device), {Engine::compute, 0, 0, true,
-    [op, operands = aliases_of(arguments, host), targets = made.targets()]() mutable {
+    [op, operands = aliases_of(arguments, host), targets = made.targets()] {
       Plainly plainly;
-      op.callBoxed(&operands);
-      fill(targets, operands);
+      // The operands stay: torch 2.11 releases them before it takes several results that are operands, as of `sort`.
+      Stack computed = operands;
+      op.callBoxed(&computed);
+      fill(targets, computed);
     }});
 }
 
