@@ -82,7 +82,7 @@ def by_layer(model: nn.Module) -> nn.Module:
 
 def steps(model: nn.Module, data: list[Any], optimizer_step: Wrap | None = None, accumulate: int = 1) -> Numbers:
     """Losses, the gradients before each optimizer step, and the final weights."""
-    # A power of two: Dynamo of torch 2.11 traces `add_(gradient, alpha=-rate)` as a product and a sum, which round alike.
+    # A power of two: torch 2.11 traces `add_(gradient, alpha=-rate)` as a product and a sum, which then round alike.
     optimizer = torch.optim.SGD(model.parameters(), 0.125, foreach=False)
     step = optimizer.step if optimizer_step is None else optimizer_step(optimizer.step)
     numbers: Numbers = []
