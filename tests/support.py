@@ -19,6 +19,10 @@ from fxpasses.report import Report
 # Operators that make the host wait for the device, or that have a result whose size only the data tells.
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
 
+# Torch 2.11 gives each slice between numbers of activations a size of its own. Stock PyTorch, with the same flags,
+# breaks the graph too at `y[a:b] = f(x[a:b])`, which asks whether the sizes are equal.
+ASSIGNS_SLICES = torch.__version__ >= "2.12"
+
 
 def captured(program: Any, *inputs: Any) -> GraphModule:
     """The graph that Dynamo makes of a program that it captures whole."""

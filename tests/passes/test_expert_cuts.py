@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxpasses.inspect.figures import figures
 from tests.passes.expert_layer import EXPERTS, Layer, check, level_of
-from tests.support import compiled, events
+from tests.support import ASSIGNS_SLICES, compiled, events
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -66,7 +66,7 @@ def clamped(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def test_slices_that_follow_one_another() -> None:
-    assert level_of(check(assigned(in_order))) == 2
+    assert level_of(check(assigned(in_order))) == (2 if ASSIGNS_SLICES else 0)
 
 
 @pytest.mark.parametrize("bounds", [overlapping, without_the_first_row, backwards, shifted, clamped])
@@ -231,7 +231,17 @@ def test_part_of_the_rows(name: str) -> None:
     assert figures(last).host_reads == reads
 
 
-@pytest.mark.parametrize("loop", [assigned(in_order), added(counted)], ids=["assigned", "added"])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(
+            assigned(in_order),
+            marks=pytest.mark.skipif(not ASSIGNS_SLICES, reason="torch 2.11 breaks the graph at `y[a:b] = f(x[a:b])`"),
+        ),
+        added(counted),
+    ],
+    ids=["assigned", "added"],
+)
 def test_no_count_is_read_at_run_time(loop: Any) -> None:
     layer = Layer(loop)
     x = torch.randn(10, layer.w.shape[1], requires_grad=True)
