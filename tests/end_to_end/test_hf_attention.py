@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertForMaskedLM", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "t5": ("T5Config", "T5ForConditionalGeneration", {
         "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 1, "num_decoder_layers": 1,
-        "dropout_rate": 0.0, "decoder_start_token_id": 0,
+        "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False,
     }),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {
         **DECODER, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW,
