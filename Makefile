@@ -53,12 +53,12 @@ bench-quick: $(INSTALLED) ## the same, reduced, in about 15 minutes on 2 cores, 
 bench-report: $(INSTALLED) ## write bench/RESULTS.md from bench/results/*.json
 	@$(BIN)/python -m bench report
 
-# Goes on to the next version when one fails, and fails at the end.
-compat: ## run the test suite on the torch versions COMPAT_TORCH, each in .compat/VERSION
+# Goes on to the next version when one fails, and fails at the end. Of several `-m`, pytest takes the last.
+compat: ## run what `test` runs on the torch versions COMPAT_TORCH, each in .compat/VERSION; ARGS= adds pytest arguments
 	@summary=; failed=0; \
 	for version in $(COMPAT_TORCH); do \
 	  if ! $(MAKE) -s --no-print-directory .compat/$$version/.installed; then result="install failed"; failed=1; \
-	  elif .compat/$$version/bin/python -m pytest $(IN_PARALLEL) $(ARGS); then result="passed"; \
+	  elif .compat/$$version/bin/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS); then result="passed"; \
 	  else result="tests failed"; failed=1; fi; \
 	  summary="$$summary"torch\ "$$version: $$result\n"; \
 	done; \
