@@ -16,13 +16,16 @@ from fxpasses.capture import guarding, leaves, recompiles, retracing, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
+from fxpasses.graph.outlining import is_folded
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.speculation import BRANCHES
 from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
+from fxpasses.lowering_segments import lower_segments
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
 from fxpasses.passes.coalesce_reads import CoalesceReads
+from fxpasses.passes.fold_layers import FoldLayers
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.passes.omit_masks import OmitMasks
@@ -41,6 +44,7 @@ PASSES: Mapping[str, Callable[[], Pass]] = {
     "hoist_metadata": HoistMetadata,
     "omit_masks": OmitMasks,
     "coalesce_reads": CoalesceReads,
+    "fold_layers": FoldLayers,
 }
 
 
@@ -155,6 +159,8 @@ def _lower_main(result: Result, settings: Options, salt: str, on_report: OnRepor
     def lower_piece(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return lower(piece, example_inputs, settings, salt, on_report)
 
+    if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets the gradients of each layer as it is done
+        return lower_segments(result.gm, result.example_inputs, lower_piece)
     if settings.lowering == "eager":  # DDP gets its gradients one by one anyway
         return lower_piece(result.gm, result.example_inputs)
     return ddp_buckets.compile_in_buckets(lower_piece, result.gm, result.example_inputs, on_report)

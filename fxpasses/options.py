@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads",
+PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads", "fold_layers",
           "offload_activations")  # fmt: skip
 _CHOICES = {
     "lowering": ("inductor", "aot_eager", "eager"),
     "capture": ("on", "off"),
     "experts": ("auto", "slices", "grouped", "off"),
     "attention": ("auto", "dense"),
+    "fold": ("auto", "on", "off"),
 }
 _WHOLE_NUMBERS = {
     "min_bytes": (0, "bytes"), "keep_last": (0, "tensors"), "buffers": (1, "buffers"),
@@ -74,10 +75,12 @@ class Options:
     the program's reads of its batch to Dynamo, which breaks the graph at most of them. experts: how loops over experts
     are rewritten: "slices" reads the tokens of all experts at once, "grouped" runs the loop as one program if that is
     proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
-    pairs that the batch's mask allows, "dense" leaves attention alone. offload: see `Offload`. verify: run each pass's
-    input and output on the example inputs and compare (slow; for debugging). strict: raise if a pass fails, instead of
-    continuing with its input. mode: `torch.compile`'s, for Inductor; an option because `torch.compile` does not take
-    `mode` and `options` together. inductor: every option without prefix.
+    pairs that the batch's mask allows, "dense" leaves attention alone. fold: "auto" compiles a layer that stands four
+    times or more once, if Inductor compiles it; "on" already a layer that stands twice, under any lowering; "off" does
+    nothing. offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow;
+    for debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
+    Inductor; an option because `torch.compile` does not take `mode` and `options` together. inductor: every option
+    without prefix.
     """
 
     passes: tuple[str, ...] = PASSES
@@ -85,6 +88,7 @@ class Options:
     capture: str = "on"
     experts: str = "auto"
     attention: str = "auto"
+    fold: str = "auto"
     offload: Offload = Offload()
     verify: bool = False
     strict: bool = False

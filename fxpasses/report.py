@@ -44,6 +44,11 @@ class Reason(enum.Enum):
     MASK_NEEDED = "not only plans and attention by plans use it"
     NOT_BOOL = "it is not a bool mask"
     NOT_ON_CPU = "it, or one of its operands, is not on the CPU"
+    OFFLOADED = "activations that move are chosen in the graph of all layers"
+    WHOLE_GRAPH = "CUDA graphs and freezing take a graph as a whole"
+    CHANGES_MODE = "a mode of the process changes in it"
+    SUMS_REORDERED = "gradients would be added in another order"
+    WRITTEN_ACROSS = "memory that crosses its border is written"
     LEFT_OUT = "FXPASSES_CHANGES excludes it"
 
 

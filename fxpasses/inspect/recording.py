@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from fxpasses import ddp_buckets
 from fxpasses.inspect import codec
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.once import warn_once
@@ -184,10 +183,12 @@ class _Recorder(Observer):
     @_observing
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
         from fxpasses.graph.capturability import capturability
+        from fxpasses.graph.outlining import is_folded
         from fxpasses.inspect import snapshot
 
         stage = Stage(report.pass_name, report=None if failure else report, failure=failure, seconds=report.seconds)
-        if report.changed and not failure:
+        # A folded graph differs from the one before by calls of the same nodes alone: the report says all of it.
+        if report.changed and not failure and not is_folded(result.gm):
             stage.regions = snapshot.snapshot(result.gm)
             stage.cuda_graph = capturability(result.gm)
             if result.program is not None:
@@ -210,7 +211,7 @@ class _Recorder(Observer):
         from fxpasses.inspect import trace
 
         self.listener.stop()
-        in_pieces = any(stage.name == ddp_buckets.NAME for stage in self.graph.stages)
+        in_pieces = any(report.figures.get("pieces", 0) > 1 for report in self.graph.reports)
         self.graph.partition = None if in_pieces else self.listener.found  # of pieces, it found the last one alone
         self.graph.compile_seconds = time.perf_counter() - self.started if self.started else 0.0
         self.graph.outcome = outcome

@@ -1,0 +1,83 @@
+"""The modes of the process that calls of a graph enter and leave: autocast, gradients, levels of function transforms.
+
+_set_grad_enabled(False)         no place to cut the graph
+cos = freqs.cos()
+_set_grad_enabled(True)
+enter = _enter_autocast(...)     from here on, a graph that is cut out has to enter the same autocast
+h = linear(x, w)
+_exit_autocast(enter)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, Node
+
+from fxpasses.graph.refusals import Refused
+from fxpasses.report import Reason
+
+_WITHOUT_EFFECT = frozenset(
+    {"_assert", "_assert_async", "_assert_scalar", "_check", "_check_is_size", "_log_api_usage_once",
+     "lazy_load_decompositions", "sym_constrain_range", "sym_constrain_range_for_size"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mode:
+    """autocast: the calls of `_enter_autocast` that are open, outermost first. changed: whether another mode is not
+    that of the graph's begin."""
+
+    autocast: tuple[Node, ...] = ()
+    changed: bool = False
+
+
+def enters_autocast(node: Node) -> bool:
+    return node.target is _enter_autocast
+
+
+def leaves_autocast(node: Node) -> bool:
+    return node.target is _exit_autocast
+
+
+def modes(graph: Graph) -> dict[Node, Mode]:
+    """The mode before each call of a graph; raises `Refused` if a call may change a mode that is not known."""
+    autocast: tuple[Node, ...] = ()
+    gradients, levels = True, 0
+    found = {}
+    for node in graph.nodes:
+        if not node.op.startswith("call"):
+            continue
+        found[node] = Mode(autocast, levels > 0 or not gradients)
+        name = getattr(node.target, "__name__", "")
+        if enters_autocast(node):
+            autocast = (*autocast, node)
+        elif leaves_autocast(node):
+            autocast = autocast[:-1]
+        elif name.endswith(("increment_nesting", "decrement_nesting")):
+            levels += 1 if name.endswith("increment_nesting") else -1
+        elif name == "_set_grad_enabled":
+            gradients = bool(node.args[0])
+        elif _may_change_modes(node, name):
+            raise Refused(Reason.UNKNOWN_OPERATOR, f"`{name or node.target}` may change the mode of what follows", node)
+    return found
+
+
+def _may_change_modes(node: Node, name: str) -> bool:
+    if node.op != "call_function" or node.all_input_nodes or name in _WITHOUT_EFFECT:
+        return False
+    return not isinstance(node.meta.get("example_value"), (torch.Tensor, int, float, torch.SymInt, tuple, list))
+
+
+def enter(graph: Graph, open_calls: Iterable[Node]) -> dict[Node, Node]:
+    """Enter autocast as the given calls do; returns the new call for each."""
+    return {node: graph.call_function(_enter_autocast, node.args) for node in open_calls}
+
+
+def leave(graph: Graph, open_calls: Iterable[Node]) -> None:
+    """Leave the autocast regions of the given calls, outermost first."""
+    for node in reversed(list(open_calls)):
+        graph.call_function(_exit_autocast, (node,))

@@ -1,0 +1,73 @@
+"""Outlining: a segment of a graph becomes a graph of its own.
+
+before                       after                                the new graph
+y = f(x, w)                  a, b = call_layer(layer, x, w)       def layer(x, w):
+a = g(y)                     ...                                      y = f(x, w); a = g(y); b = h(y)
+b = h(y)                                                              return a, b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from fxpasses.graph import modes
+from fxpasses.graph.modes import Mode
+from fxpasses.graph.segments import is_reference
+
+
+def outline(
+    gm: GraphModule, nodes: Sequence[Node], operands: Sequence[Node], results: Sequence[Node], mode: Mode, name: str
+) -> GraphModule:
+    """A graph that takes `operands`, computes `nodes` of `gm`, and returns a tuple of `results`.
+
+    mode: the mode before the nodes, which the new graph enters. Bodies of higher-order operators are shared with `gm`.
+    """
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    taken: dict[str, Any] = {}
+    for operand in operands:
+        placeholder = graph.placeholder(operand.name)
+        placeholder.meta = _meta(operand)
+        # AOTAutograd requires the attribute, and accepts that there is no source.
+        placeholder._dynamo_source = None
+        copies[operand] = placeholder
+
+    copies |= modes.enter(graph, mode.autocast)
+    opened = [copies[node] for node in mode.autocast]
+
+    def copy_of(node: Node) -> Node:
+        if node not in copies:
+            assert is_reference(gm, node), node
+            taken[str(node.target)] = getattr(gm, str(node.target))
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            copy_of(operand)  # a reference precedes its call
+        copies[node] = graph.node_copy(node, copy_of)
+        if modes.enters_autocast(node):
+            opened.append(copies[node])
+        elif opened and modes.leaves_autocast(node):
+            opened.pop()
+    modes.leave(graph, opened)
+    graph.output(tuple(copies[node] for node in results))
+    return GraphModule(taken, graph, class_name=name)
+
+
+def _meta(operand: Node) -> dict[str, Any]:
+    return {key: value for key, value in operand.meta.items() if key in ("example_value", "tensor_dict")}
+
+
+def call_layer(body: GraphModule, *operands: Any) -> tuple[Any, ...]:
+    """Run an outlined graph; in a graph, where a compiler calls what it has made of `body`."""
+    results: tuple[Any, ...] = body(*operands)
+    return results
+
+
+def is_folded(gm: GraphModule) -> bool:
+    """Whether a graph calls outlined layers."""
+    return any(node.target is call_layer for node in gm.graph.nodes)

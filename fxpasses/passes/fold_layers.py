@@ -1,0 +1,181 @@
+"""Compile a layer that stands L times once.
+
+Before, with the weights of each layer:
+
+    h_1 = gelu(linear(h_0, w_0))
+    h_2 = gelu(linear(h_1, w_1))
+    ...
+
+After, with the body `layer_0(h, w): return (gelu(linear(h, w)),)`:
+
+    h_1 = call_layer(layer_0, h_0, w_0)[0]
+    h_2 = call_layer(layer_0, h_1, w_1)[0]
+    ...
+
+*Find* the kinds of equal segments (`graph/repetition.py`), *check* that each can be compiled by itself, and *outline*
+them. The lowering compiles each body once, and what lies between the calls (`lowering_segments.py`). This pass is the
+last one: other passes take away the differences between layers, and do not look into the bodies.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from fxpasses.graph.collectives import communicates
+from fxpasses.graph.flops import flops_of
+from fxpasses.graph.modes import Mode
+from fxpasses.graph.outlining import call_layer, outline
+from fxpasses.graph.provenance import where
+from fxpasses.graph.refusals import Refused
+from fxpasses.graph.repetition import Kind, kinds
+from fxpasses.graph.segments import Segment, is_reference
+from fxpasses.options import Options
+from fxpasses.passes.fold.legality import Legality
+from fxpasses.pipeline import Context
+from fxpasses.report import Reason, Report
+
+# A body is called from Python, in forward and backward, and nothing is fused across its border. Four layers are the
+# fewest for which the time of a compilation counts more (bench case `compile_time`).
+LEAST = {"auto": 4, "on": 2}
+
+
+class FoldLayers:
+    """The pass."""
+
+    name = "fold_layers"
+    exact = True
+
+    def __call__(self, gm: GraphModule, context: Context) -> Report:
+        report = Report(self.name)
+        options = context.options
+        if options.fold == "off" or (options.fold == "auto" and options.lowering != "inductor"):
+            return report
+        found = [kind for kind in kinds(gm, LEAST[options.fold]) if _is_heavy(gm, kind[0])]
+        if not found:
+            return report
+        try:
+            _check_options(options)
+            if communicates(gm):
+                raise Refused(Reason.COLLECTIVE, "the graph communicates with other ranks")
+            legality = Legality(gm, context)
+            folded = _legal(found, legality, context, report)
+            legality.check_rest(folded)
+        except Refused as refused:
+            report.refusals.append(refused.of(found[0][0].first))
+            return report
+        if folded:
+            rewriter = _Rewriter(gm, legality.modes)
+            for number, kind in enumerate(folded):
+                report.changes.append(_change(kind))
+                rewriter.fold(kind, f"layer_{number}")
+            layers = sum(map(len, folded))
+            report.changed = True
+            report.summary = f"{layers} layers are compiled as {len(folded)}"
+            report.figures = {"layers": layers, "kinds": len(folded), "pieces": layers}
+        return report
+
+
+def _legal(found: list[Kind], legality: Legality, context: Context, report: Report) -> list[Kind]:
+    """The kinds that may be folded, without the segments that may not; `report` gets the reasons."""
+    folded = []
+    for kind in found:
+        try:
+            legal = legality.legal(kind, report)
+            if len(legal) >= LEAST[context.options.fold]:
+                context.check_may_change(legal[0].first)
+                folded.append(legal)
+        except Refused as refused:
+            report.refusals.append(refused.of(kind[0].first))
+    return folded
+
+
+def _check_options(options: Options) -> None:
+    """Raise `Refused` where other options need the graph of all layers."""
+    if options.offload.tier != "off" and "offload_activations" in options.passes:
+        raise Refused(Reason.OFFLOADED, f'fastpack.offload is "{options.offload.tier}"')
+    if _replayed(options):
+        raise Refused(Reason.WHOLE_GRAPH)
+
+
+def _replayed(options: Options) -> bool:
+    """Whether Inductor will record CUDA graphs, or freeze parameters into the code."""
+    from torch._inductor import list_mode_options
+
+    inductor = torch._inductor.config
+    given = {**(list_mode_options(options.mode) if options.mode else {}), **options.inductor}
+    given = {str(key).replace("-", "_"): value for key, value in given.items()}
+    return bool(given.get("triton.cudagraphs", inductor.triton.cudagraphs) or given.get("freezing", inductor.freezing))
+
+
+def _is_heavy(gm: GraphModule, segment: Segment) -> bool:
+    """Whether a segment has products of matrices, or the like, beside which a call from Python does not count."""
+
+    def nodes(owner: GraphModule, own: Iterable[Node]) -> Iterable[Node]:
+        for node in own:
+            yield node
+            for operand in node.all_input_nodes:
+                if is_reference(owner, operand):
+                    body: GraphModule = getattr(owner, str(operand.target))
+                    yield from nodes(body, body.graph.nodes)
+
+    for node in nodes(gm, segment.nodes):
+        results = pytree.tree_leaves(node.meta.get("example_value"))
+        if flops_of(node, results) or "fxpasses" in str(node.target):
+            return True
+    return False
+
+
+def _change(kind: Kind) -> str:
+    segment = kind[0]
+    return f"{segment.first.name} at {where(segment.first)}: {len(segment.nodes)} calls ×{len(kind)} → one body"
+
+
+class _Rewriter:
+    """Replaces segments by calls of their kind's body."""
+
+    def __init__(self, gm: GraphModule, modes_of: dict[Node, Mode]) -> None:
+        self.gm, self.modes = gm, modes_of
+        self.replaced: dict[Node, Node] = {}  # live-outs by the results of calls
+
+    def fold(self, kind: Kind, name: str) -> None:
+        first = kind[0]
+        live = sorted({segment.nodes.index(node) for segment in kind for node in segment.live_outs})
+        results = [first.nodes[place] for place in live]
+        operands = [self._now(operand) for operand in first.operands]
+        body = outline(self.gm, first.nodes, operands, results, self.modes[first.first], name)
+        setattr(self.gm, name, body)
+        with self.gm.graph.inserting_before(first.first):
+            reference = self.gm.graph.get_attr(name)
+        for segment in kind:
+            self._replace(segment, reference, live)
+
+    def _now(self, operand: Node) -> Node:
+        return self.replaced.get(operand, operand)
+
+    def _replace(self, segment: Segment, reference: Node, live: list[int]) -> None:
+        graph = self.gm.graph
+        results = [segment.nodes[place] for place in live]
+        inside = set(segment.nodes)
+        references = {o for node in inside for o in node.all_input_nodes if is_reference(self.gm, o)}
+        with graph.inserting_before(segment.first):
+            call = graph.call_function(call_layer, (reference, *map(self._now, segment.operands)))
+            call.meta = {key: segment.first.meta[key] for key in _PROVENANCE if key in segment.first.meta}
+            call.meta["example_value"] = tuple(node.meta.get("example_value") for node in results)
+            for position, node in enumerate(results):
+                if node in segment.live_outs:
+                    result = self.replaced[node] = graph.call_function(operator.getitem, (call, position))
+                    result.meta = dict(node.meta)
+                    node.replace_all_uses_with(result, lambda user: user not in inside)
+        for node in reversed(segment.nodes):
+            graph.erase_node(node)
+        for node in references:
+            if not node.users:
+                graph.erase_node(node)
+
+
+_PROVENANCE = ("stack_trace", "nn_module_stack")

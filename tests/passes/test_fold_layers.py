@@ -1,0 +1,238 @@
+"""A layer that stands several times becomes calls of one body, which is compiled once; the numbers stay."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpasses.inspect
+from fxpasses.inspect import Record
+from fxpasses.options import Options
+from fxpasses.passes.fold_layers import FoldLayers
+from fxpasses.pipeline import run_passes
+from fxpasses.report import Reason, Report
+from tests.passes.fold_programs import Block, Plan, Stack, tokens
+from tests.support import captured, compiled, reports_of
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
+BLOCKS = Plan(("block",) * 4)
+EVERY = frozenset(range(8))
+
+FOLDED = {
+    "blocks": (BLOCKS, [4]),
+    "checkpointed": (Plan(("block",) * 4, checkpointed=EVERY), [4]),
+    "two kinds in turn": (Plan(("attention", "routed") * 3), [3, 3]),
+    "two kinds in any order": (Plan(("block", "attention", "attention", "block", "attention")), [3, 2]),
+    "dense layers first": (Plan(("block", "block", *("routed",) * 4)), [4, 2]),
+    "with dropout": (Plan(("dropout",) * 4), [4]),
+    "with dropout, checkpointed": (Plan(("dropout",) * 4, checkpointed=EVERY), [4]),
+    "one layer for all": (Plan(("view",) * 4, shared=True), [4]),
+    "writes to buffers": (Plan(("counting",) * 4), [4]),
+    "frozen weights": (Plan(("block",) * 4, frozen=frozenset({0, 1})), [2, 2]),
+    "values between layers": (Plan(("block",) * 4, skip=True), [3]),  # the first layer's input has a third use
+    "autocast": (Plan(("attention",) * 4, autocast=True), [4]),
+    "one of another size": (Plan(("block", "block", "wide", "block", "block")), [4]),
+    "another constant": (Plan(("block",) * 5, scales=(0.5, 0.5, 0.25, 0.5, 0.5)), [5]),
+    "two calls behind each layer": (Plan(("attention",) * 4, scales=(0.5,) * 4, skip=True), [3]),
+}
+
+
+def step(model: nn.Module, program: Any, number: int = 0, length: int = 6) -> dict[str, Tensor]:
+    """Loss, gradients and buffers of one step."""
+    model.zero_grad()
+    torch.manual_seed(number)
+    logits, recorded = program(tokens(number, length))
+    loss = logits.float().square().mean() + sum(value.float().sin().sum() for value in recorded)
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads, **{name: b.clone() for name, b in model.named_buffers()}}
+
+
+def assert_same_steps(plan: Plan, lowering: str = "aot_eager", tolerance: float = 0.0, **options: Any) -> Record:
+    """Three steps, of two lengths, against eager mode."""
+    torch.manual_seed(0)
+    model = Stack(plan)
+    twin = copy.deepcopy(model)
+    with fxpasses.inspect.record() as record:
+        program = compiled(model, lowering, **({"fold": "on"} | options))
+        for number, length in ((0, 6), (1, 6), (2, 9)):
+            expected, actual = step(twin, twin, number, length), step(model, program, number, length)
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    return record
+
+
+def report_of(record: Record) -> Report:
+    return reports_of(record, "fold_layers")[0]
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_equal_layers_become_one_body(name):
+    plan, layers = FOLDED[name]
+    report = report_of(assert_same_steps(plan))
+    assert sorted((int(change.split("×")[1].split()[0]) for change in report.changes), reverse=True) == layers
+    assert report.figures == {"layers": sum(layers), "kinds": len(layers), "pieces": sum(layers)}
+
+
+def test_the_graph_before_and_after():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, h):
+            for layer in self.layers:
+                h = torch.nn.functional.gelu(layer(h))
+            return h.sum()
+
+    gm = captured(Two(), torch.randn(3, 4, requires_grad=True))
+    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    result = run_passes([FoldLayers()], gm, examples, Options(fold="on", strict=True))
+    names = [str(getattr(n.target, "__name__", n.target)) for n in result.gm.graph.nodes if n.op != "placeholder"]
+    assert names == ["layer_0", "call_layer", "getitem", "call_layer", "getitem", "sum", "output"]
+    body = [n.op + " " + str(getattr(n.target, "__name__", "")) for n in result.gm.layer_0.graph.nodes]
+    assert body == ["placeholder "] * 3 + ["call_function linear", "call_function gelu", "output "]
+
+
+def test_layers_that_are_no_modules_are_found_by_their_period():
+    def program(x, weights):
+        for w in weights:
+            y = torch.nn.functional.layer_norm(x, (4,))
+            x = x + torch.relu(y @ w) @ w.T
+        return x.sum()
+
+    gm = captured(program, torch.randn(3, 4), [torch.randn(4, 4) for _ in range(5)])
+    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    (report,) = run_passes([FoldLayers()], gm, examples, Options(fold="on", strict=True)).reports
+    assert report.changes == [report.changes[0]]
+    assert "×5" in report.changes[0]
+
+
+class Written(nn.Module):
+    """Each layer writes its result into memory that all share."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, ids):
+        x = torch.ones(2, 1, 8) * ids[..., None]
+        out = torch.zeros(4, *x.shape)
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            out[number] = x
+        return x, [out]
+
+
+class NoGrad(nn.Module):
+    """Gradients are off from the middle of the first layer to that of the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, ids):
+        x = torch.ones(2, 1, 8) * ids[..., None]
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        return x * self.layers[0].up.weight.sum(), []
+
+
+REFUSED = {
+    "in place": (lambda: Stack(Plan(("in_place",) * 4)), "inductor", Reason.WRITTEN_ACROSS),
+    "shared memory": (Written, "inductor", Reason.WRITTEN_ACROSS),
+    "no_grad around": (NoGrad, "inductor", Reason.CHANGES_MODE),
+    "recorded": (lambda: Stack(Plan(("block",) * 4, recorded=frozenset({1, 2}))), "aot_eager", Reason.SUMS_REORDERED),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_crosses_layers_otherwise_is_refused(name):
+    make, lowering, reason = REFUSED[name]
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(step(model, compiled(model, "aot_eager", fold="on")), step(twin, twin), rtol=0, atol=0)
+    report = report_on(make(), fold="on", lowering=lowering)
+    assert reason in [refusal.reason for refusal in report.refusals]
+    assert report.figures.get("layers", 0) < 4
+
+
+def report_on(model: nn.Module, **options: Any) -> Report:
+    gm = captured(model, tokens())
+    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    (report,) = run_passes([FoldLayers()], gm, examples, Options(strict=True, **options)).reports
+    return report
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"lowering": "inductor", "mode": "reduce-overhead"}, Reason.WHOLE_GRAPH),
+        ({"lowering": "inductor", "inductor": {"freezing": True}}, Reason.WHOLE_GRAPH),
+    ],
+)
+def test_options_that_need_the_whole_graph(options, reason):
+    report = report_on(Stack(BLOCKS), **({"fold": "on"} | options))
+    assert [refusal.reason for refusal in report.refusals] == [reason]
+    assert not report.changed
+
+
+def test_auto_folds_from_four_layers_on():
+    assert not report_on(Stack(Plan(("block",) * 3))).changed
+    assert not report_on(Stack(Plan(("block",) * 4)), lowering="aot_eager").changed
+    assert report_on(Stack(Plan(("block",) * 4))).figures["layers"] == 4
+
+
+def test_a_new_length_is_a_symbol_of_the_body():
+    record = assert_same_steps(Plan(("attention",) * 4), dynamic=True)
+    assert all(report.changed for report in reports_of(record, "fold_layers"))
+
+
+def test_off():
+    assert not report_of(assert_same_steps(BLOCKS, fold="off")).changed
+
+
+def test_a_failing_compilation_of_a_piece_leaves_the_captured_graph(monkeypatch):
+    monkeypatch.setattr("fxpasses.backend.lower_segments", lambda *args: 1 / 0)
+    torch.manual_seed(0)
+    model = Stack(BLOCKS)
+    program = compiled(model, "aot_eager", fold="on", strict=False)
+    with pytest.warns(UserWarning, match="compiled as it was captured"):
+        actual = step(model, program)
+    torch.testing.assert_close(actual, step(model, model), rtol=0, atol=0)
+
+
+def test_without_gradients():
+    model = Stack(BLOCKS)
+    with torch.no_grad():
+        expected, _ = model(tokens())
+        actual, _ = compiled(model, "aot_eager", fold="on")(tokens())
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(("dropout",) * 4, checkpointed=EVERY), Plan(("attention", "routed") * 4)], ids=["dropout", "kinds"]
+)
+def test_inductor_compiles_each_body_once(plan, monkeypatch):
+    import fxpasses.backend as backend
+
+    pieces: list[str] = []
+    lower = backend.lower
+
+    def counting(gm, *args):
+        pieces.append(gm.__class__.__name__)
+        return lower(gm, *args)
+
+    monkeypatch.setattr(backend, "lower", counting)
+    with torch._inductor.config.patch(fallback_random=True):  # to compare with eager mode
+        record = assert_same_steps(plan, "inductor", tolerance=1e-5, fold="auto", dynamic=False)
+    assert report_of(record).changed
+    kinds = len(set(plan.layers))
+    lengths = 2
+    assert len(pieces) == lengths * (kinds + 2)
