@@ -156,8 +156,8 @@ def _lower(result: Result, gm: GraphModule, settings: Options, on_report: OnRepo
 
 
 def _lower_main(result: Result, settings: Options, salt: str, on_report: OnReport) -> Callable[..., Any]:
-    def lower_piece(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return lower(piece, example_inputs, settings, salt, on_report)
+    def lower_piece(piece: GraphModule, example_inputs: Sequence[Any], calls: int = 0) -> Callable[..., Any]:
+        return lower(piece, example_inputs, settings, salt, on_report, calls)
 
     if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets the gradients of each layer as it is done
         return lower_segments(result.gm, result.example_inputs, lower_piece)

@@ -15,7 +15,7 @@ from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.regions import Region
 from fxpasses.options import Options
-from fxpasses.report import OnReport, Report
+from fxpasses.report import OnReport, Report, in_each
 from fxpasses.saved_order import may_save_objects
 from fxpasses.version import __version__
 
@@ -33,23 +33,25 @@ def lower(
     options: Options,
     salt: str,
     on_report: OnReport = lambda report: None,
+    calls: int = 0,
 ) -> Compiled:
     """Compile `gm`.
 
     salt: distinguishes, in caches, programs with the same graph whose inputs have different known properties.
-    on_report: gets the reports of passes on the partitioned graphs, after compilation.
+    on_report: gets the reports of passes on the partitioned graphs, after compilation. calls: how often a step calls
+    `gm`, if it is a piece of a graph; 0 if it is whole.
     """
     if options.lowering == "eager":
         return uncompiled(gm)
     hits = _cache_hits()
-    with _partitioners(gm, example_inputs, options) as (partition, partitioner):
+    with _partitioners(gm, example_inputs, options, calls) as (partition, partitioner):
         if options.lowering == "aot_eager":
             compiled = _aot_eager(gm, example_inputs, partition)
         else:
             compiled = inductor(gm, example_inputs, options, salt, partition)
     if partitioner is not None and partitioner.options is not None:
         for report in partitioner.reports:
-            on_report(report)
+            on_report(in_each(report, calls) if calls > 1 else report)
         if not partitioner.called:
             on_report(Report(partitioner.name, summary=_FROM_CACHE if _cache_hits() > hits else _FOR_INFERENCE))
     return _as_in_eager_mode(gm, compiled) if spans_ranks() else compiled
@@ -69,7 +71,7 @@ def _cache_hits() -> int:
 
 @contextlib.contextmanager
 def _partitioners(
-    gm: GraphModule, examples: Sequence[Any], options: Options
+    gm: GraphModule, examples: Sequence[Any], options: Options, calls: int
 ) -> Iterator[tuple[CustomPartitionerFn | None, Partitioner | None]]:
     """The partitioner of the joint graph (None: PyTorch's own), and the one that offloads, if any.
 
@@ -89,7 +91,8 @@ def _partitioners(
     # Backward may overwrite a donated buffer, which is a saved tensor. It must not overwrite handles, which map files.
     # And with donated buffers no backward can run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
-        outer = Partitioner(options.offload if offloads else None, options.strict, activations(examples), inner)
+        moved = options.offload if offloads else None
+        outer = Partitioner(moved, options.strict, activations(examples), inner, calls)
         yield outer, outer
 
 

@@ -31,7 +31,7 @@ from fxpasses.graph.outlining import call_layer, outline
 from fxpasses.graph.segments import Segment, is_reference, segment
 
 Compiled = Callable[..., Any]
-Lower = Callable[[GraphModule, Sequence[Any]], Compiled]
+Lower = Callable[[GraphModule, Sequence[Any], int], Compiled]  # the last: how often a step calls the result
 
 
 def lower_segments(gm: GraphModule, example_inputs: Sequence[Any], lower: Lower) -> Compiled:
@@ -91,7 +91,7 @@ class _Assembly:
         reference, *operands = call.all_input_nodes
         body: GraphModule = getattr(self.gm, str(reference.target))
         if body not in self.compiled:
-            self.compiled[body] = self._compile(body, operands, str(reference.target))
+            self.compiled[body] = self._compile(body, operands, str(reference.target), len(reference.users))
         self.values[call] = self._call(self.compiled[body], operands)
 
     def _rest(self, nodes: list[Node]) -> None:
@@ -111,12 +111,12 @@ class _Assembly:
         mode: Mode = self.modes[found.first]
         return tuple(call.args for call in mode.autocast)
 
-    def _compile(self, piece: GraphModule, operands: Sequence[Node], name: str) -> str:
+    def _compile(self, piece: GraphModule, operands: Sequence[Node], name: str, calls: int = 1) -> str:
         examples = [self.examples.get(node, node.meta.get("example_value")) for node in operands]
         context: Any = copy.copy(TracingContext.get())
         context.fw_metadata = None
         with tracing(context):
-            self.pieces[name] = _Piece(self.lower(piece, examples))
+            self.pieces[name] = _Piece(self.lower(piece, examples, calls))
         return name
 
     def _call(self, name: str, operands: Sequence[Node]) -> Node:

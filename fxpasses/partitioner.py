@@ -38,8 +38,9 @@ class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph, orders the saved values, then offloads.
 
     options: None to offload nothing. activations: positions of the captured graph's inputs that may be moved. inner:
-    the partitioner to call; None is PyTorch's. reports: one of the pass for each partition. If the pass fails, the
-    plain partition stays, with one warning; with `strict` it raises `PassError`.
+    the partitioner to call; None is PyTorch's. calls: how often a step runs the graph, if it is a piece of one; 0 if it
+    is whole. reports: one of the pass for each partition. If the pass fails, the plain partition stays, with one
+    warning; with `strict` it raises `PassError`.
     """
 
     name = NAME
@@ -50,8 +51,10 @@ class Partitioner(CustomPartitionerFn):
         strict: bool,
         activations: frozenset[int] = frozenset(),
         inner: CustomPartitionerFn | None = None,
+        calls: int = 0,
     ) -> None:
         self.options, self.strict, self.activations, self.inner = options, strict, activations, inner
+        self.calls = calls
         self.reports: list[Report] = []
         self.called = False  # for inference, and where a cache has the result, nothing is partitioned
 
@@ -72,7 +75,7 @@ class Partitioner(CustomPartitionerFn):
         plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
         started = time.perf_counter()
         try:
-            report = OffloadActivations(options, replayed=_replayed())(partition)
+            report = OffloadActivations(options, replayed=_replayed(), calls=self.calls)(partition)
         except Exception as error:
             dropped(NAME, error, self.strict, "all activations where they are")
             partition.forward.graph, partition.backward.graph = plain
@@ -86,7 +89,8 @@ class Partitioner(CustomPartitionerFn):
         inner = self.inner.uuid() if self.inner is not None else ""
         if inner is None:
             return None
-        return ("fxpasses", __version__, _source(), repr(self.options), tuple(sorted(self.activations)), inner)
+        options = repr(self.options), self.calls
+        return ("fxpasses", __version__, _source(), *options, tuple(sorted(self.activations)), inner)
 
 
 def _replayed() -> bool:

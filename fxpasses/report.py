@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class Reason(enum.Enum):
@@ -44,7 +44,7 @@ class Reason(enum.Enum):
     MASK_NEEDED = "not only plans and attention by plans use it"
     NOT_BOOL = "it is not a bool mask"
     NOT_ON_CPU = "it, or one of its operands, is not on the CPU"
-    OFFLOADED = "activations that move are chosen in the graph of all layers"
+    BUDGETED = "a budget of the device is kept by the graph of all layers"
     WHOLE_GRAPH = "CUDA graphs and freezing take a graph as a whole"
     CHANGES_MODE = "a mode of the process changes in it"
     SUMS_REORDERED = "gradients would be added in another order"
@@ -113,6 +113,13 @@ class Report:
         lines += [f"  {change}" for change in self.changes]
         lines += [f"  not: {refusal}" for refusal in self.refusals]
         return "\n".join(lines)
+
+
+def in_each(report: Report, calls: int) -> Report:
+    """The report on a graph that a step runs several times: its figures are those of all runs."""
+    figures = {name: number if name.startswith("peak_") else number * calls for name, number in report.figures.items()}
+    summary = f"in each of {calls} layers: {report.summary}" if report.summary else ""
+    return replace(report, figures=figures, summary=summary, transfers=report.transfers * calls)
 
 
 OnReport = Callable[[Report], None]  # gets the reports of passes after those on the captured graph

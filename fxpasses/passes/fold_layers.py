@@ -96,8 +96,9 @@ def _legal(found: list[Kind], legality: Legality, context: Context, report: Repo
 
 def _check_options(options: Options) -> None:
     """Raise `Refused` where other options need the graph of all layers."""
-    if options.offload.tier != "off" and "offload_activations" in options.passes:
-        raise Refused(Reason.OFFLOADED, f'fastpack.offload is "{options.offload.tier}"')
+    moves = options.offload.tier != "off" and "offload_activations" in options.passes
+    if moves and options.offload.device_budget is not None:
+        raise Refused(Reason.BUDGETED, f"fastpack.offload.device_budget is {options.offload.device_budget}")
     if _replayed(options):
         raise Refused(Reason.WHOLE_GRAPH)
 

@@ -8,6 +8,7 @@ inserts the operators. docs/offload_activations.md has the details.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -31,7 +32,8 @@ NAME = "offload_activations"
 class OffloadActivations:
     """Rewrites a partition in place, and reports on every saved tensor that forward computes.
 
-    replayed: whether CUDA graphs will replay the two graphs; then nothing leaves a CUDA device.
+    replayed: whether CUDA graphs will replay the two graphs; then nothing leaves a CUDA device. calls: how
+    often a step runs the graphs, if they are a piece of the step's, such as a folded layer; 0 if they are whole.
     """
 
     name = NAME
@@ -41,8 +43,11 @@ class OffloadActivations:
         options: Offload,
         measure: Callable[[str, str, torch.device], Rates] = rates,
         replayed: bool = False,
+        calls: int = 0,
     ) -> None:
-        self.options, self.measure, self.replayed = options, measure, replayed
+        # The last tensors of a layer that runs several times are not the last ones of the step.
+        self.options = replace(options, keep_last=0) if calls > 1 else options
+        self.measure, self.replayed, self.calls = measure, replayed, calls
 
     def __call__(self, partition: Partition) -> Report:
         report = Report(self.name)
@@ -60,7 +65,7 @@ class OffloadActivations:
         if not movable:
             _warn_of_devices(refused)
         mark(movable, {c.name for c in choice.moved})
-        insert(partition, movable, self.options)
+        insert(partition, movable, self.options, self.calls > 0)
         self._describe(report, choice, refused)
         report.transfers = list(transfers(partition, self.options.tier))
         return report

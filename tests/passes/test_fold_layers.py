@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpasses
 import fxpasses.inspect
 from fxpasses.inspect import Record
-from fxpasses.options import Options
+from fxpasses.options import Offload, Options
 from fxpasses.passes.fold_layers import FoldLayers
 from fxpasses.pipeline import run_passes
 from fxpasses.report import Reason, Report
+from fxpasses.runtime.offload import chain
 from tests.passes.fold_programs import Block, Plan, Stack, tokens
 from tests.support import captured, compiled, reports_of
 
@@ -236,3 +238,28 @@ def test_inductor_compiles_each_body_once(plan, monkeypatch):
     kinds = len(set(plan.layers))
     lengths = 2
     assert len(pieces) == lengths * (kinds + 2)
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_activations_of_each_call_leave_and_come_back(tmp_path, monkeypatch, checkpointed):
+    plan = Plan(("attention",) * 4, checkpointed=EVERY if checkpointed else frozenset())
+    options = {"offload": "disk", "offload.directory": str(tmp_path), "offload.min_bytes": 0}
+    ahead, taken = [], chain._taken
+    monkeypatch.setattr(chain, "_taken", lambda *args: ahead.append(taken(*args)) or ahead[-1])
+    before = fxpasses.offload_stats()
+    record = assert_same_steps(plan, dynamic=False, **options)
+    after = fxpasses.offload_stats()
+    assert report_of(record).changed
+    moved = next(report for report in reports_of(record, "offload_activations") if report.summary)
+    assert moved.summary.startswith("in each of 4 layers")
+    per_layer, steps = moved.figures["tensors_moved"] // 4, 3
+    assert after.tensors_out - before.tensors_out >= steps * 4 * per_layer
+    assert after.tensors_in - before.tensors_in == after.tensors_out - before.tensors_out
+    if checkpointed:  # while one layer runs backward, the input of the layer before comes back
+        assert per_layer == 1
+        assert [found is not None for found in ahead] == [False, True, True, True, True] * steps  # first the head's
+
+
+def test_a_budget_of_the_device_is_for_the_graph_of_all_layers():
+    report = report_on(Stack(BLOCKS), fold="on", lowering="aot_eager", offload=Offload("disk", device_budget=0))
+    assert [refusal.reason for refusal in report.refusals] == [Reason.BUDGETED]

@@ -220,6 +220,24 @@ def test_an_error_while_reading_names_the_file_system_and_the_bytes(tmp_path, mo
     chain.reload(handles[0], CPU, handles[1:], 1)  # and once the disk is well again
 
 
+def test_several_graphs_read_on_with_what_the_graph_before_stored_last(tmp_path):
+    """Two forward graphs store two tensors each; their backward graphs run in the opposite order."""
+    sources = [torch.randn(100) for _ in range(4)]
+    handles = moved(sources, DiskTier(str(tmp_path)))
+    for number, upcoming, ahead in ((3, [2], [2]), (2, [], [1]), (1, [0], [0]), (0, [], [])):
+        found = chain.reload(handles[number], CPU, [handles[n] for n in upcoming], 1, onward=True)
+        assert torch.equal(found, sources[number])
+        assert list(chain._ahead) == [chain._key(handles[n]) for n in ahead]
+
+
+def test_what_is_back_already_is_not_read_on(tmp_path):
+    sources = [torch.randn(100) for _ in range(4)]
+    handles = moved(sources, DiskTier(str(tmp_path)))
+    chain.reload(handles[2], CPU, [handles[3]], 1, onward=True)  # the second graph needs its tensors in forward's order
+    chain.reload(handles[3], CPU, [], 1, onward=True)
+    assert list(chain._ahead) == [chain._key(handles[1])]
+
+
 class FullDevice:
     """Stands in for `chain.Fetched` on a device that has room for `room` tensors, and then for none."""
 
@@ -357,7 +375,7 @@ def test_the_operators_are_what_their_fakes_say(tmp_path):
     handle = operators.offload(*arguments)
     torch.library.opcheck(operators.settle, (handle, source, other), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
-        operators.reload, (handle, [handle], other, CPU, 1), test_utils=("test_schema", "test_faketensor")
+        operators.reload, (handle, [handle], other, CPU, 1, False), test_utils=("test_schema", "test_faketensor")
     )
 
 

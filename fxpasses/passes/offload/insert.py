@@ -21,14 +21,17 @@ MARK = "fxpasses_offload"  # in `node.meta` of the tensors that are chosen to mo
 _CARRIED = ("stack_trace", "nn_module_stack", "partitioner_tag", "saved_tensor_with_no_vc_check")
 
 
-def insert(partition: Partition, groups: list[Group], options: Offload) -> None:
-    """Rewrite both graphs in place: move the groups whose lead carries the mark."""
+def insert(partition: Partition, groups: list[Group], options: Offload, onward: bool = False) -> None:
+    """Rewrite both graphs in place: move the groups whose lead carries the mark.
+
+    onward: whether another backward graph follows, so that its tensors are read ahead too.
+    """
     marked = [group for group in groups if group.lead.meta.get(MARK)]
     if not marked:
         return
     handles = _insert_offloads(partition, marked, options)
     _return(partition, marked, handles)
-    _insert_reloads(partition, marked, handles, options)
+    _insert_reloads(partition, marked, handles, options, onward)
     for module in (partition.forward, partition.backward):
         module.graph.lint()
         module.recompile()
@@ -73,7 +76,9 @@ def _return(partition: Partition, groups: list[Group], handles: dict[str, Node])
         output.meta["desc"] = [described[number] for number in stays]
 
 
-def _insert_reloads(partition: Partition, groups: list[Group], handles: dict[str, Node], options: Offload) -> None:
+def _insert_reloads(
+    partition: Partition, groups: list[Group], handles: dict[str, Node], options: Offload, onward: bool
+) -> None:
     """Replace saved tensors by handles, with a `reload` before the first use of each."""
     graph = partition.backward.graph
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -100,7 +105,7 @@ def _insert_reloads(partition: Partition, groups: list[Group], handles: dict[str
         ahead = range(1, 1 + distance) if number == 0 else range(distance, 1 + distance) if distance else ()
         upcoming = [entries[number + step] for step in ahead if number + step < len(order)]
         after = _computed_from(before, first, graph) if before is not None else None
-        arguments = (handle, upcoming, after, device, distance)
+        arguments = (handle, upcoming, after, device, distance, onward)
         with graph.inserting_before(first):
             back = _call(graph, operators.reload, arguments, handle, device)
             found = {group.lead.name: back}

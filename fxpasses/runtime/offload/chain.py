@@ -34,6 +34,8 @@ class Fetched:
 
 _stored: dict[int, Stored | Kept] = {}  # by the handle's storage
 _leaving: dict[int, int] = {}  # by the same key: the address of a source whose copy is not waited for yet
+_sources: dict[int, tuple[Tensor, torch.device]] = {}  # by the same key: the layout, as a meta tensor, and the device
+_returned: set[int] = set()  # keys of tensors that backward has asked for
 _ahead: dict[int, Fetched] = {}  # tensors that were read ahead, the oldest first
 _tight: set[torch.device] = set()  # had no memory to read ahead: nothing is, until the next forward pass
 _full: set[torch.device] = set()  # had no memory for what backward needed at once: nothing leaves them any more
@@ -55,6 +57,7 @@ def store(source: Tensor, tier: Tier) -> Tensor:
     _stored[_key(handle)] = stored
     if not isinstance(stored, Kept):
         _leaving[_key(handle)] = data.data_ptr()
+        _sources[_key(handle)] = layout.empty_like(source, torch.device("meta")), source.device
     end = weakref.finalize(storage, _forget, _key(handle), data.numel())
     end.atexit = False
     return layout.shaped(handle, source)
@@ -103,8 +106,13 @@ def settle(handle: Tensor, source: Tensor) -> None:
         )
 
 
-def reload(handle: Tensor, device: torch.device, upcoming: Sequence[Tensor], slots: int) -> Tensor:
+def reload(
+    handle: Tensor, device: torch.device, upcoming: Sequence[Tensor], slots: int, onward: bool = False
+) -> Tensor:
     """The tensor behind a handle, on `device`; then start to read `upcoming` tensors ahead, in at most `slots` slots.
+
+    onward: whether to read on, where nothing is upcoming, with what was stored last before this tensor and is not back
+    yet: the backward graph is one of several, whose forward graphs ran in the opposite order.
 
     Raises `OffloadError` if the data does not come back.
     """
@@ -118,8 +126,11 @@ def reload(handle: Tensor, device: torch.device, upcoming: Sequence[Tensor], slo
         fetched.incoming.wait()
         stats.moved_in(layout.span(handle))
         tensor = fetched.tensor
+    _returned.add(_key(handle))
     for following in upcoming:
-        _read_ahead(following, device, slots)
+        _read_ahead(_key(following), following, device, slots)
+    if onward and not upcoming:
+        _read_onward(_key(handle), device, slots)
     return tensor
 
 
@@ -162,19 +173,28 @@ def _fetch(stored: Stored, handle: Tensor, device: torch.device) -> Fetched:
         raise
 
 
-def _read_ahead(handle: Tensor, device: torch.device, slots: int) -> None:
-    key = _key(handle)
+def _read_onward(key: int, device: torch.device, slots: int) -> None:
+    keys = list(_stored)
+    for earlier in reversed(keys[: keys.index(key)] if key in keys else []):
+        like, source = _sources.get(earlier, (None, None))
+        if like is not None and source == device and earlier not in _returned:
+            _read_ahead(earlier, like, device, slots)
+            return
+
+
+def _read_ahead(key: int, like: Tensor, device: torch.device, slots: int) -> None:
+    """Start to read the tensor with a key. like: has its layout."""
     stored = _stored.get(key)
     if stored is None or isinstance(stored, Kept) or key in _ahead or slots < 1 or device in _tight:
         return
     _free_slots(slots - 1)
     try:
-        _ahead[key] = Fetched(stored, handle, device)
+        _ahead[key] = Fetched(stored, like, device)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
         _tight.add(device)
-        text = f"{device} has no {layout.span(handle)} bytes free to read an activation ahead"
+        text = f"{device} has no {layout.span(like)} bytes free to read an activation ahead"
         stats.fell_back("one_buffer", f"{text}; up to the next forward pass they are read when they are needed")
 
 
@@ -193,6 +213,8 @@ def _forget(key: int, size: int) -> None:
     if fetched is not None:
         fetched.incoming.abandon()
     _leaving.pop(key, None)
+    _sources.pop(key, None)
+    _returned.discard(key)
     stored = _stored.pop(key, None)
     if stored is not None:
         stored.release()

@@ -67,15 +67,16 @@ def _(handle, source, after):  # type: ignore[no-untyped-def]
 
 @custom_op("fxpasses::reload", mutates_args=(), tags=_TAGS)
 def reload(
-    handle: Tensor, upcoming: Sequence[Tensor], after: Tensor | None, device: torch.device, slots: int
+    handle: Tensor, upcoming: Sequence[Tensor], after: Tensor | None, device: torch.device, slots: int, onward: bool
 ) -> Tensor:
     """The tensor behind a handle, unchanged, on `device`; then start to read the tensors of the `upcoming` handles.
 
-    slots: the number of tensors that may be read ahead at once. In a graph, after `after` has been computed.
+    slots: the number of tensors that may be read ahead at once. onward: whether to read on with the tensors of the
+    graphs whose forward ran before this one's. In a graph, after `after` has been computed.
     """
-    return chain.reload(handle, device, upcoming, slots)
+    return chain.reload(handle, device, upcoming, slots, onward)
 
 
 @reload.register_fake
-def _(handle, upcoming, after, device, slots):  # type: ignore[no-untyped-def]
+def _(handle, upcoming, after, device, slots, onward):  # type: ignore[no-untyped-def]
     return layout.empty_like(handle, device)
