@@ -30,21 +30,21 @@ from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.passes.omit_masks import OmitMasks
 from fxpasses.passes.sparsify_attention import SparsifyAttention
-from fxpasses.pipeline import Pass, Result, run_passes
+from fxpasses.pipeline import Pass, Result, run_further, run_passes
 from fxpasses.prologue_program import Program
 from fxpasses.report import OnReport, Report
 from fxpasses.runtime.prologue import Prologue, with_prologue
 
 log = logging.getLogger(__name__)
 
-# The passes on the captured graph; `offload_activations` works on the partitioned graphs, in `lowering`.
+# The passes on the captured graph. `fold_layers` follows, and `offload_activations` works on the partitioned graphs, in
+# `lowering`.
 PASSES: Mapping[str, Callable[[], Pass]] = {
     "group_experts": GroupExperts,
     "sparsify_attention": SparsifyAttention,
     "hoist_metadata": HoistMetadata,
     "omit_masks": OmitMasks,
     "coalesce_reads": CoalesceReads,
-    "fold_layers": FoldLayers,
 }
 
 
@@ -72,6 +72,8 @@ def fastpack_backend(
     gm.meta[BRANCHES] = trace.speculated()
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     result = run_passes(passes, gm, example_inputs, settings, observer.after_pass)
+    folding = [FoldLayers()] if FoldLayers.name in settings.passes else []
+    folded = run_further(folding, result, settings, observer.after_pass)
     trace.discharge(result.discharged)
     recompiles.note_sizes(gm)
     if settings.offload.tier != "off":
@@ -82,7 +84,7 @@ def fastpack_backend(
     observer.lowering()
     try:
         tracing.check(trace, gm)
-        compiled, outcome = _compile(result, captured, settings, trace, observer.after_partition)
+        compiled, outcome = _compile([folded, result, captured], settings, trace, observer.after_partition)
     except Exception as error:
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
@@ -97,14 +99,17 @@ _RETRACED = (*asks_for_another_trace(), retracing.CaptureRejected, tracing.Featu
 
 
 def _compile(
-    result: Result, captured: Result, settings: Options, trace: Trace, on_report: OnReport
+    results: Sequence[Result], settings: Options, trace: Trace, on_report: OnReport
 ) -> tuple[Callable[..., Any], str]:
-    """Compile the rewritten graph; failing that, the captured one; failing that, have Dynamo capture less or nothing.
+    """Compile the first of the given graphs that compiles; failing that, have Dynamo capture less or nothing.
 
-    Returns a callable, and which graph it runs: "rewritten", "captured", or "uncompiled".
+    results: folded, rewritten and captured; some may be one graph. Returns a callable, and which graph it runs:
+    "rewritten", "captured", or "uncompiled".
     """
-    gm = captured.gm
-    for attempt in [result, captured] if result.gm is not gm else [captured]:
+    gm = results[-1].gm
+    for attempt, following in zip(results, [*results[1:], None], strict=True):
+        if following is not None and following.gm is attempt.gm:
+            continue
         compiled = _try_to_lower(attempt, gm, settings, trace, on_report)
         if isinstance(compiled, Exception) and ddp_buckets.wanted() and not settings.strict:
             _warn("compiling a graph piece by piece, at DDP's buckets,", compiled, "It is compiled whole.")
@@ -115,7 +120,9 @@ def _compile(
         failed = compiled
         if settings.strict:
             raise failed
-        if attempt.gm is not gm:
+        if is_folded(attempt.gm):
+            _warn("compiling a graph layer by layer", failed, "It is compiled whole.")
+        elif attempt.gm is not gm:
             _warn("compiling a graph as rewritten", failed, "It is compiled as it was captured.")
     if retracing.may_trace_again(trace, failed, _has_unbacked_symbols(gm)):
         raise retracing.CaptureRejected("the captured graph does not compile with data-dependent values") from failed

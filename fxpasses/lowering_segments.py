@@ -22,9 +22,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fxpasses.graph.modes import Mode, modes
 from fxpasses.graph.outlining import call_layer, outline
@@ -40,23 +40,12 @@ def lower_segments(gm: GraphModule, example_inputs: Sequence[Any], lower: Lower)
     return _Assembly(gm, examples, lower).run()
 
 
-class _Piece(torch.nn.Module):
-    """A compiled piece, as a module that a graph can call."""
-
-    def __init__(self, compiled: Compiled) -> None:
-        super().__init__()
-        self.compiled = compiled
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.compiled(*inputs)
-
-
 class _Assembly:
     def __init__(self, gm: GraphModule, examples: dict[Node, Any], lower: Lower) -> None:
         self.gm, self.examples, self.lower = gm, examples, lower
         self.modes = modes(gm.graph)
         self.graph = Graph()
-        self.pieces: dict[str, _Piece] = {}
+        self.pieces: dict[str, Any] = {}
         self.values: dict[Node, Any] = {}
         self.compiled: dict[Any, str] = {}  # by body, or by the form of a rest
 
@@ -80,8 +69,9 @@ class _Assembly:
                 rest.append(node)
             elif node.op == "output":
                 self._rest(rest)
-                self.graph.output(torch.fx.map_arg(node.args[0], self.values.__getitem__))
-        return GraphModule(self.pieces, self.graph, class_name="Pieces")
+                self.graph.output(map_arg(node.args[0], self.values.__getitem__))
+        # `forward` calls the pieces as attributes; they are no modules, so that no hook of the program sees them.
+        return GraphModule(self.pieces, self.graph, class_name="Pieces").forward
 
     def _attribute(self, node: Node) -> None:
         self.pieces.setdefault(str(node.target), getattr(self.gm, str(node.target)))
@@ -116,7 +106,7 @@ class _Assembly:
         context: Any = copy.copy(TracingContext.get())
         context.fw_metadata = None
         with tracing(context):
-            self.pieces[name] = _Piece(self.lower(piece, examples, calls))
+            self.pieces[name] = self.lower(piece, examples, calls)
         return name
 
     def _call(self, name: str, operands: Sequence[Node]) -> Node:

@@ -108,7 +108,16 @@ def run_passes(
     error is raised as `PassError`. `after_pass(report, result, failure)` is called after each pass, with the current
     graph, and with the error if the pass was dropped.
     """
-    result = Result(original, list(example_inputs))
+    return run_further(passes, Result(original, list(example_inputs)), options, after_pass)
+
+
+def run_further(
+    passes: Sequence[Pass],
+    result: Result,
+    options: Options,
+    after_pass: Callable[[Report, Result, str], None] = lambda report, result, failure: None,
+) -> Result:
+    """Run more passes, as `run_passes` does, on the result of the ones before."""
     for graph_pass in passes:
         gm = copy_graph_module(result.gm)
         context = _context(gm, result, options, graph_pass.name)
