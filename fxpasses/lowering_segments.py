@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from fxpasses.graph.modes import Mode, modes
 from fxpasses.graph.outlining import call_layer, outline
-from fxpasses.graph.segments import Segment, is_reference, segment
+from fxpasses.graph.segments import Segment, attribute, is_reference, segment
 
 Compiled = Callable[..., Any]
 Lower = Callable[[GraphModule, Sequence[Any], int], Compiled]  # the last: how often a step calls the result
@@ -45,7 +45,7 @@ class _Assembly:
         self.gm, self.examples, self.lower = gm, examples, lower
         self.modes = modes(gm.graph)
         self.graph = Graph()
-        self.pieces: dict[str, Any] = {}
+        self.pieces: dict[str, Any] = {}  # and the constants of the graph
         self.values: dict[Node, Any] = {}
         self.compiled: dict[Any, str] = {}  # by body, or by the form of a rest
 
@@ -74,7 +74,8 @@ class _Assembly:
         return GraphModule(self.pieces, self.graph, class_name="Pieces").forward
 
     def _attribute(self, node: Node) -> None:
-        self.pieces.setdefault(str(node.target), getattr(self.gm, str(node.target)))
+        value = self.pieces[str(node.target)] = attribute(self.gm, node)
+        self.examples[node] = node.meta.get("example_value", value)
         self.values[node] = self.graph.get_attr(str(node.target))
 
     def _layer(self, call: Node) -> None:
@@ -103,8 +104,9 @@ class _Assembly:
 
     def _compile(self, piece: GraphModule, operands: Sequence[Node], name: str, calls: int = 1) -> str:
         examples = [self.examples.get(node, node.meta.get("example_value")) for node in operands]
-        context: Any = copy.copy(TracingContext.get())
-        context.fw_metadata = None
+        context: Any = copy.copy(TracingContext.try_get())
+        if context is not None:
+            context.fw_metadata = None
         with tracing(context):
             self.pieces[name] = self.lower(piece, examples, calls)
         return name

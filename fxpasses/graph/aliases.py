@@ -207,6 +207,8 @@ class AliasAnalysis:
     def _find_written(self, user: Node) -> frozenset[int]:
         if not user.op.startswith("call") or operator_of(user) in _PURE:
             return frozenset()
+        if not any(map(self.sets.of, user.all_input_nodes)):
+            return frozenset()  # and it must not run: it may change a mode of the process, such as autocast
         written = user.all_input_nodes
         if user.op == "call_module" or isinstance(user.target, torch._ops.HigherOrderOperator):
             written = written_operands(user)

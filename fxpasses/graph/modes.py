@@ -44,14 +44,18 @@ def leaves_autocast(node: Node) -> bool:
 
 
 def modes(graph: Graph) -> dict[Node, Mode]:
-    """The mode before each call of a graph; raises `Refused` if a call may change a mode that is not known."""
+    """The mode before each call of a graph; raises `Refused` if a call may change a mode that is not known.
+
+    To be called in the modes in which the graph begins, as Dynamo calls a backend.
+    """
     autocast: tuple[Node, ...] = ()
-    gradients, levels = True, 0
+    at_first = gradients = torch.is_grad_enabled()
+    levels = 0
     found = {}
     for node in graph.nodes:
         if not node.op.startswith("call"):
             continue
-        found[node] = Mode(autocast, levels > 0 or not gradients)
+        found[node] = Mode(autocast, levels > 0 or gradients is not at_first)
         name = getattr(node.target, "__name__", "")
         if enters_autocast(node):
             autocast = (*autocast, node)

@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpasses.graph.aliases import storages_of
 from fxpasses.graph.modes import enters_autocast
@@ -61,7 +62,9 @@ def segment(gm: GraphModule, nodes: Sequence[Node]) -> Segment:
         node for node in nodes if not enters_autocast(node) and any(user not in inside for user in node.users)
     )
     operands = dict.fromkeys((*form.operands, *_numbers(gm, form.symbols)))
-    description = (tuple(form.parts), form.alias_pattern())
+    # Backward takes a gradient for each, and has zeros for those that nothing uses: 0 * inf is NaN.
+    differentiable = tuple(form.number_of(node) for node in live_outs if requires_grad(node))
+    description = (tuple(form.parts), form.alias_pattern(), differentiable)
     return Segment(tuple(nodes), tuple(operands), live_outs, frozenset(map(str, form.symbols)), description)
 
 
@@ -78,6 +81,12 @@ def local_signature(gm: GraphModule, node: Node) -> Any:
     form = _Form(gm)
     form.graph([node])
     return tuple(form.parts)
+
+
+def requires_grad(node: Node) -> bool:
+    """Whether a node's tensor, or one of several, has a gradient."""
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def is_reference(gm: GraphModule, node: Node) -> bool:
@@ -104,6 +113,10 @@ class _Form:
             arguments = (self._constant(node.args), self._constant(node.kwargs))
             annotations = tuple(repr(node.meta.get(key)) for key in _ANNOTATIONS)
             self.parts.append((node.op, _target(node), arguments, self._value(node), annotations))
+
+    def number_of(self, node: Node) -> int:
+        """The position of a node of the segment."""
+        return self._numbers[node]
 
     def alias_pattern(self) -> tuple[Any, ...]:
         """Which operands share memory."""
@@ -141,7 +154,7 @@ class _Form:
         references = (node for node in body.graph.nodes if not is_reference(body, node))
         inner.graph([node for node in references if node.op not in ("placeholder", "get_attr")])
         # Tensors that a body takes as attributes belong to this one body.
-        attributes = tuple(id(_attribute(body, node)) for node in inner.operands)
+        attributes = tuple(id(attribute(body, node)) for node in inner.operands)
         self.symbols |= inner.symbols
         policy = body.meta.get("_checkpoint_context_fn")
         return ("body", tuple(inner.parts), attributes, getattr(policy, "cache_hash", None) or id(policy))
@@ -151,7 +164,7 @@ class _Form:
 
     def _example(self, node: Node) -> Any:
         if node.op == "get_attr" and "example_value" not in node.meta:
-            return _attribute(self.gm, node)
+            return attribute(self.gm, node)
         return node.meta.get("example_value")
 
     def _leaf(self, value: Any) -> Any:
@@ -159,12 +172,22 @@ class _Form:
             strides = value.stride() if value.layout is torch.strided else ()
             sizes = tuple(self._number(size) for size in (*value.shape, *strides, value.storage_offset()))
             flags = value.requires_grad, value.is_conj(), value.is_neg(), isinstance(value, torch.nn.Parameter)
-            return value.dtype, value.device, value.layout, len(value.shape), sizes, flags
+            return value.dtype, value.device, value.layout, len(value.shape), sizes, flags, self._subclass(value)
         return self._number(value) if is_symbolic(value) else _constant(value)
+
+    def _subclass(self, value: torch.Tensor) -> Any:
+        """The class of a tensor subclass, and what it wraps."""
+        if not is_traceable_wrapper_subclass(value):
+            return None
+        names, context = value.__tensor_flatten__()
+        inner = tuple(self._leaf(getattr(value, name)) for name in names)
+        return type(value), tuple(names), _constant(_frozen(context)), inner
 
     def _number(self, value: Any) -> Any:
         if not is_symbolic(value):
             return value
+        if value.node.is_nested_int():  # a ragged size: equal only to itself
+            return repr(value)
         found = expression(value)
         symbols = free_symbols(value)
         self.symbols |= symbols - self._bound.keys()
@@ -185,7 +208,8 @@ def _target(node: Node) -> Any:
     return node.target if isinstance(node.target, str) else (id(node.target), str(node.target))
 
 
-def _attribute(gm: GraphModule, node: Node) -> Any:
+def attribute(gm: GraphModule, node: Node) -> Any:
+    """The value of a `get_attr` node."""
     found: Any = gm
     for name in str(node.target).split("."):
         found = getattr(found, name)

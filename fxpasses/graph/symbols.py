@@ -83,6 +83,8 @@ def elements_of(tensor: torch.Tensor) -> int | None:
 
 def sizes_of(tensor: torch.Tensor) -> list[int] | None:
     """A fake tensor's traced sizes; None if one is known only at run time."""
+    if any(isinstance(size, torch.SymInt) and size.node.is_nested_int() for size in tensor.shape):
+        return None  # ragged
     sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
     return None if None in sizes else [int(size) for size in sizes]
 

@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.modes import Mode, modes
+from fxpasses.graph.modes import Mode, enters_autocast, modes
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.repetition import Kind, calls
-from fxpasses.graph.segments import Segment, is_reference
+from fxpasses.graph.segments import Segment, is_reference, requires_grad
 from fxpasses.graph.symbols import unbacked_symbols
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
@@ -70,8 +70,6 @@ class Legality:
         for node in (*segment.operands, *segment.live_outs):
             _check_crosses(node)
             for value in pytree.tree_leaves(node.meta.get("example_value")):
-                if isinstance(value, (float, torch.SymFloat, torch.SymBool)):
-                    raise Refused(Reason.UNSUPPORTED_VALUE, f"`{node.name}` is a number that crosses its border", node)
                 if type(value).__module__.startswith("torch.distributed"):
                     raise Refused(Reason.COLLECTIVE, f"`{node.name}` is a {type(value).__name__}", node)
         for node in segment.live_outs:
@@ -120,12 +118,16 @@ class Legality:
         members: dict[int, set[Node]] = {}
         for node, piece in pieces.items():
             members.setdefault(piece, set()).add(node)
+        reached = self._reached_by_gradients()
         for piece, nodes in members.items() if self.exact else ():
             if piece < 0:
                 self._check_sums(nodes, {o: None for node in nodes for o in node.all_input_nodes if o not in nodes})
         for node, piece in pieces.items():
-            if piece < 0 and any(user not in members[piece] for user in node.users):
-                _check_crosses(node)
+            if any(user not in members[piece] for user in node.users):
+                if piece < 0 and not enters_autocast(node):
+                    _check_crosses(node)
+                if requires_grad(node) and node not in reached:
+                    raise Refused(Reason.NO_GRADIENT, f"`{node.name}` has no gradient, and crosses a border", node)
         bound = {symbol: piece for node, piece in pieces.items() for symbol in node.meta.get("unbacked_bindings") or ()}
         for node, piece in pieces.items():
             if bound and any(bound.get(s, piece) != piece for s in unbacked_symbols(node.meta.get("example_value"))):
@@ -133,6 +135,14 @@ class Legality:
             for number in self.memory.written_by(node) if piece < 0 else ():
                 for owner in set(self.memory.sets.owners[number]) - members[piece]:
                     self._check_written(owner, members[piece], node)
+
+    def _reached_by_gradients(self) -> set[Node]:
+        """The nodes whose values have gradients; too many where a value is written."""
+        reached: set[Node] = set()
+        for node in reversed(self.gm.graph.nodes):
+            if node.op == "output" or node in reached or self.memory.written_by(node):
+                reached.update(filter(requires_grad, node.all_input_nodes))
+        return reached
 
     def _pieces(self, folded: Iterable[Kind]) -> dict[Node, int]:
         """The piece of each call: a positive number for a segment, a negative one for what lies between."""
@@ -152,6 +162,10 @@ def _check_crosses(node: Node) -> None:
     value = node.meta.get("example_value")
     if isinstance(value, (tuple, list, dict)):
         raise Refused(Reason.UNSUPPORTED_VALUE, f"`{node.name}` holds several values", node)
+    if isinstance(value, torch.Tensor) and value.layout is torch.jagged:
+        raise Refused(Reason.UNSUPPORTED_VALUE, f"`{node.name}` is ragged", node)
+    if isinstance(value, (float, torch.SymFloat, torch.SymBool)):
+        raise Refused(Reason.UNSUPPORTED_VALUE, f"`{node.name}` is a number that crosses a border", node)
 
 
 def _uses(gm: GraphModule, user: Node, operand: Node) -> int:
