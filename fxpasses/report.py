@@ -48,6 +48,7 @@ class Reason(enum.Enum):
     WHOLE_GRAPH = "CUDA graphs and freezing take a graph as a whole"
     CHANGES_MODE = "a mode of the process changes in it"
     SUMS_REORDERED = "gradients would be added in another order"
+    UNCHECKED_TORCH = "the pass was not checked on this torch"
     NO_GRADIENT = "zeros would reach parameters as gradients where eager mode has none"
     WRITTEN_ACROSS = "memory that crosses its border is written"
     LEFT_OUT = "FXPASSES_CHANGES excludes it"

@@ -43,6 +43,9 @@ from fxpasses.report import Reason, Report
 # fewest for which the time of a compilation counts more (bench case `compile_time`).
 LEAST = {"auto": 4, "on": 2}
 
+# Pieces are compiled behind AOTAutograd's back (`lowering_segments.py`): "auto" folds where that was checked.
+CHECKED = ("2.11", "2.13", "2.15")
+
 
 class FoldLayers:
     """The pass."""
@@ -94,8 +97,15 @@ def _legal(found: list[Kind], legality: Legality, context: Context, report: Repo
     return folded
 
 
+def is_checked() -> bool:
+    """Whether "auto" folds layers on this torch."""
+    return ".".join(torch.__version__.split(".")[:2]) in CHECKED
+
+
 def _check_options(options: Options) -> None:
-    """Raise `Refused` where other options need the graph of all layers."""
+    """Raise `Refused` where "auto" does not fold on this torch, or other options need the graph of all layers."""
+    if options.fold == "auto" and not is_checked():
+        raise Refused(Reason.UNCHECKED_TORCH, f'{torch.__version__}; fastpack.fold "on" folds nevertheless')
     moves = options.offload.tier != "off" and "offload_activations" in options.passes
     if moves and options.offload.device_budget is not None:
         raise Refused(Reason.BUDGETED, f"fastpack.offload.device_budget is {options.offload.device_budget}")

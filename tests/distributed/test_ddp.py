@@ -373,6 +373,23 @@ def test_an_eager_lowering_needs_no_pieces() -> None:
     assert len(record.graphs) == 1 and not pieces_of(record)
 
 
+# Layers that are compiled once: each layer's gradients come as its backward is done, and there are no cuts
+
+FOLD = {"fastpack.fold": "on"}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda m: ddp(compiled(m, **FOLD)), lambda m: compiled(ddp(m), **FOLD), lambda m: ddp(by_layer(m))],
+    ids=["DDP(torch.compile(model))", "torch.compile(DDP(model))", "layer.compile(), nothing to fold"],
+)
+def test_folded_layers(wrap: Wrap, request: pytest.FixtureRequest) -> None:
+    record = assert_equals_eager(lambda: Decoder(LAYERS + 1), wrap)  # the first layer's input has no gradient
+    folded = sum(report.figures.get("layers", 0) for report in reports_of(record, "fold_layers"))
+    assert folded == (0 if "nothing" in request.node.name else LAYERS)
+    assert bool(pieces_of(record)) == (not folded)
+
+
 # On two processes
 
 
@@ -381,12 +398,13 @@ def numbers_of(rank: int) -> list[Numbers]:
     data = batches()
     data = data[rank:] + data[:rank]
     with small_first_bucket():
-        return [steps(seeded(lambda: Decoder(LAYERS), wrap), data) for wrap in (ddp, lambda m: ddp(compiled(m)))]
+        wraps = (ddp, lambda m: ddp(compiled(m)), lambda m: ddp(compiled(m, **FOLD)))
+        return [steps(seeded(lambda: Decoder(LAYERS + 1), wrap), data) for wrap in wraps]
 
 
 def test_two_ranks_with_other_batches_equal_eager_mode() -> None:
     ranks = run_on_ranks(numbers_of)
-    for eager, found in ranks:
-        assert all(map(torch.equal, eager, found))
-    weights = [numbers[0][-2 * LAYERS * 2 :] for numbers in ranks]
+    for eager, *others in ranks:
+        assert all(all(map(torch.equal, eager, found)) for found in others)
+    weights = [numbers[0][-4 * (LAYERS + 1) :] for numbers in ranks]
     assert all(map(torch.equal, *weights))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,10 +42,25 @@ print(json.dumps(counters["aot_autograd"]["autograd_cache_hit"]))
 """
 
 
-def hits(cache: Path, *arguments: str) -> int:
+FOLDED = """
+import json
+import torch
+from torch._dynamo.utils import counters
+import fxpasses
+
+layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)))
+compiled = torch.compile(layers, backend="fastpack", options={"fastpack.strict": True})
+with fxpasses.inspect.record() as record:
+    compiled(torch.randn(2, 8, requires_grad=True)).sum().backward()
+assert any(report.pass_name == "fold_layers" and report.changed for report in record.graphs[0].reports)
+print(json.dumps([counters["aot_autograd"][f"autograd_cache_{kind}"] for kind in ("hit", "miss", "bypass")]))
+"""
+
+
+def hits(cache: Path, *arguments: str, program: str = PROGRAM) -> Any:
     """How often AOTAutograd's cache, whose entries hold Inductor's code, was hit in a process of its own."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -55,3 +71,10 @@ def test_a_second_process_finds_the_compiled_program(tmp_path):
     assert hits(tmp_path) == 0
     assert hits(tmp_path) == 1
     assert hits(tmp_path, "check") == 0  # the same main graph, but more is known of its inputs
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_compiled_layers(tmp_path):
+    _, missed, _ = hits(tmp_path, program=FOLDED)
+    assert hits(tmp_path, program=FOLDED) == [missed, 0, 0]
+    assert missed <= 3  # one body, and what stands before and behind the layers

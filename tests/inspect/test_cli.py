@@ -197,6 +197,9 @@ def test_doctor(capsys, monkeypatch):
     monkeypatch.delattr(lists, "iter_contains")
     assert main(["doctor"]) == 1
     assert re.search(r"off +lists.iter_contains +torch \S+ has no", capsys.readouterr().out)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    main(["doctor"])
+    assert re.search(r"note +fold layers +checked on torch", capsys.readouterr().out)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert main(["doctor"]) == 1
     assert "nothing is compiled" in capsys.readouterr().out

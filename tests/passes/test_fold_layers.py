@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxpasses
 import fxpasses.inspect
+from fxpasses import overrides
 from fxpasses.inspect import Record
 from fxpasses.options import Offload, Options
 from fxpasses.passes.fold_layers import FoldLayers
@@ -189,6 +190,32 @@ def test_auto_folds_from_four_layers_on():
     assert not report_on(Stack(Plan(("block",) * 3))).changed
     assert not report_on(Stack(Plan(("block",) * 4)), lowering="aot_eager").changed
     assert report_on(Stack(Plan(("block",) * 4))).figures["layers"] == 4
+
+
+def test_auto_folds_only_on_a_torch_that_was_checked(monkeypatch):
+    monkeypatch.setattr("fxpasses.passes.fold_layers.CHECKED", ("1.0",))
+    report = report_on(Stack(BLOCKS))
+    assert [refusal.reason for refusal in report.refusals] == [Reason.UNCHECKED_TORCH]
+    assert report_on(Stack(BLOCKS), fold="on").changed
+
+
+def test_verify_runs_a_folded_graph():
+    assert report_of(assert_same_steps(BLOCKS, verify=True)).changed
+
+
+@pytest.mark.parametrize(("changes", "folded"), [("fold_layers:0", 0), ("fold_layers:1", 1)])
+def test_the_environment_limits_the_kinds(changes, folded, monkeypatch):
+    """By which `fxpasses bisect` finds the kind that is to blame."""
+    monkeypatch.setattr(overrides, "_changes", {})
+    monkeypatch.setenv("FXPASSES_CHANGES", changes)
+    report = report_of(assert_same_steps(Plan(("attention", "routed") * 3)))
+    assert report.figures.get("kinds", 0) == folded
+    assert Reason.LEFT_OUT in [refusal.reason for refusal in report.refusals]
+
+
+def test_the_environment_leaves_the_pass_out(monkeypatch):
+    monkeypatch.setenv("FXPASSES_PASSES", "hoist_metadata")
+    assert not reports_of(assert_same_steps(BLOCKS), "fold_layers")
 
 
 def test_a_new_length_is_a_symbol_of_the_body():

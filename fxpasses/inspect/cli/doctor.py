@@ -56,6 +56,7 @@ def findings() -> Iterator[Finding]:
     yield from _capture()
     yield from _interceptions()
     yield from _private_names()
+    yield _folding()
     yield from _environment()
     yield from _tools()
 
@@ -155,6 +156,18 @@ def _private_names() -> Iterator[Finding]:
         except ImportError:
             found = False
         yield Finding.of(subject, found, works, f"{without}, as this torch has no {module}.{name}")
+
+
+def _folding() -> Finding:
+    import torch
+
+    from fxpasses.passes.fold_layers import CHECKED, LEAST, is_checked
+
+    if is_checked():
+        text = f"equal layers, from {LEAST['auto']} on, are compiled once under Inductor"
+        return Finding("fold layers", "ok", text)
+    text = f'checked on torch {", ".join(CHECKED)} alone: on {torch.__version__}, only fastpack.fold "on" folds'
+    return Finding("fold layers", "note", text)
 
 
 def _environment() -> Iterator[Finding]:
