@@ -22,6 +22,9 @@ _WHOLE_NUMBERS = {
     "min_bytes": (0, "bytes"), "keep_last": (0, "tensors"), "buffers": (1, "buffers"),
     "device_budget": (0, "bytes"), "host_budget": (0, "bytes"),
 }  # fmt: skip
+# A folded layer is called from Python, in forward and backward, and nothing is fused across its border. Four layers are
+# the fewest for which the time of a compilation counts more (bench case `compile_time`).
+FOLD_LEAST = {"auto": 4, "on": 2}
 TIERS = ("off", "host", "disk")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 

@@ -11,11 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.graph import modes
 from fxpasses.graph.modes import Mode
 from fxpasses.graph.segments import is_reference
+
+# The versions of torch on which graphs were compiled in pieces, layer by layer (`lowering_segments.py`).
+CHECKED = ("2.11", "2.13", "2.15")
+
+
+def checked_here() -> bool:
+    """Whether the running torch is one of them."""
+    return ".".join(torch.__version__.split(".")[:2]) in CHECKED
 
 
 def outline(

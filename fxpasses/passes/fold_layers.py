@@ -29,22 +29,15 @@ from torch.utils import _pytree as pytree
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.modes import Mode
-from fxpasses.graph.outlining import call_layer, outline
+from fxpasses.graph.outlining import call_layer, checked_here, outline
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.repetition import Kind, kinds
 from fxpasses.graph.segments import Segment, is_reference
-from fxpasses.options import Options
+from fxpasses.options import FOLD_LEAST, Options
 from fxpasses.passes.fold.legality import Legality
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
-
-# A body is called from Python, in forward and backward, and nothing is fused across its border. Four layers are the
-# fewest for which the time of a compilation counts more (bench case `compile_time`).
-LEAST = {"auto": 4, "on": 2}
-
-# Pieces are compiled behind AOTAutograd's back (`lowering_segments.py`): "auto" folds where that was checked.
-CHECKED = ("2.11", "2.13", "2.15")
 
 
 class FoldLayers:
@@ -58,7 +51,7 @@ class FoldLayers:
         options = context.options
         if options.fold == "off" or (options.fold == "auto" and options.lowering != "inductor"):
             return report
-        found = [kind for kind in kinds(gm, LEAST[options.fold]) if _is_heavy(gm, kind[0])]
+        found = [kind for kind in kinds(gm, FOLD_LEAST[options.fold]) if _is_heavy(gm, kind[0])]
         if not found:
             return report
         try:
@@ -89,7 +82,7 @@ def _legal(found: list[Kind], legality: Legality, context: Context, report: Repo
     for kind in found:
         try:
             legal = legality.legal(kind, report)
-            if len(legal) >= LEAST[context.options.fold]:
+            if len(legal) >= FOLD_LEAST[context.options.fold]:
                 context.check_may_change(legal[0].first)
                 folded.append(legal)
         except Refused as refused:
@@ -97,14 +90,9 @@ def _legal(found: list[Kind], legality: Legality, context: Context, report: Repo
     return folded
 
 
-def is_checked() -> bool:
-    """Whether "auto" folds layers on this torch."""
-    return ".".join(torch.__version__.split(".")[:2]) in CHECKED
-
-
 def _check_options(options: Options) -> None:
     """Raise `Refused` where "auto" does not fold on this torch, or other options need the graph of all layers."""
-    if options.fold == "auto" and not is_checked():
+    if options.fold == "auto" and not checked_here():
         raise Refused(Reason.UNCHECKED_TORCH, f'{torch.__version__}; fastpack.fold "on" folds nevertheless')
     moves = options.offload.tier != "off" and "offload_activations" in options.passes
     if moves and options.offload.device_budget is not None:

@@ -193,7 +193,7 @@ def test_auto_folds_from_four_layers_on():
 
 
 def test_auto_folds_only_on_a_torch_that_was_checked(monkeypatch):
-    monkeypatch.setattr("fxpasses.passes.fold_layers.CHECKED", ("1.0",))
+    monkeypatch.setattr("fxpasses.graph.outlining.CHECKED", ("1.0",))
     report = report_on(Stack(BLOCKS))
     assert [refusal.reason for refusal in report.refusals] == [Reason.UNCHECKED_TORCH]
     assert report_on(Stack(BLOCKS), fold="on").changed

@@ -161,10 +161,11 @@ def _private_names() -> Iterator[Finding]:
 def _folding() -> Finding:
     import torch
 
-    from fxpasses.passes.fold_layers import CHECKED, LEAST, is_checked
+    from fxpasses.graph.outlining import CHECKED, checked_here
+    from fxpasses.options import FOLD_LEAST
 
-    if is_checked():
-        text = f"equal layers, from {LEAST['auto']} on, are compiled once under Inductor"
+    if checked_here():
+        text = f"equal layers, from {FOLD_LEAST['auto']} on, are compiled once under Inductor"
         return Finding("fold layers", "ok", text)
     text = f'checked on torch {", ".join(CHECKED)} alone: on {torch.__version__}, only fastpack.fold "on" folds'
     return Finding("fold layers", "note", text)
