@@ -22,6 +22,7 @@ CASES = (
     "offload_sweep",
     "all_together",
     "pass_time",
+    "compile_time",
     "call_cost",
     "simulated_device_stalls",
     "simulated_device_reload",
@@ -34,13 +35,15 @@ class Program:
 
     step: what is timed, usually forward and backward on the next batch; it leaves no gradients behind. values: numbers
     that all contenders must agree on, such as a loss; called first, so it compiles. batches: how many steps it takes
-    to have seen every batch. figures: counts and seconds that only this program knows.
+    to have seen every batch. figures: counts and seconds that only this program knows. compiling: what `values` cost
+    before there was compiled code; both the process with empty caches and the one with filled caches report it.
     """
 
     step: Callable[[], Any]
     values: Callable[[], Mapping[str, float]]
     batches: int = 1
     figures: Callable[[], Mapping[str, float]] = dict
+    compiling: Callable[[], Mapping[str, float]] = dict
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--only", action="append", default=[], metavar="KEY=VALUE", help="only groups with this parameter value"
     )
+    run.add_argument("--contender", action="append", default=[], metavar="NAME", help="only these, beside the baseline")
     run.add_argument("--resume", action="store_true", help="skip what DIR already holds for this commit")
     threads = torch.get_num_threads()
     run.add_argument("--threads", type=int, default=threads, help="threads of each contender (default %(default)s)")
@@ -86,7 +87,7 @@ def run(given: argparse.Namespace) -> None:
     chosen = {"limit_s": given.limit, "rounds": given.rounds, "processes": given.processes}
     settings = dataclasses.replace(settings, **{key: value for key, value in chosen.items() if value})
     for name in given.cases or CASES:
-        case = only(load(name), given.only)
+        case = among(only(load(name), given.only), given.contender)
         fresh = results.new(case.name, given.device, given.quick, given.threads, processes_of(case, settings))
         file = results.path(given.out, case.name, given.device)
         found, why = results.begin(file, fresh, given.resume)
@@ -111,6 +112,17 @@ def only(case: Case, wanted: Sequence[str]) -> Case:
         return [group for group in found if all(str(group.get(key)) == value for key, value in pairs)]
 
     return dataclasses.replace(case, groups=groups)
+
+
+def among(case: Case, names: Sequence[str]) -> Case:
+    """The case with these contenders and the baseline; all of them if no name is given.
+
+    Raises ValueError for a name that the case does not have.
+    """
+    if unknown := [name for name in names if name not in {contender.name for contender in case.contenders}]:
+        raise ValueError(f"{case.name} has no contender {unknown[0]!r}; `python -m bench list` shows them")
+    chosen = [c for c in case.contenders if not names or c.name in (*names, case.baseline)]
+    return dataclasses.replace(case, contenders=chosen)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -134,6 +134,8 @@ class Group:
             self._drop(name, "wrong", text)
             return
         entry[f"compile_{caches}_s"] = found.pop("compile_s")
+        if costs := found.pop("compiling", None):
+            entry[f"compiling_{caches}"] = costs
         if caches == "cold":
             state = {"compile_peak_bytes": peer.peak_bytes(), "difference": difference, "outcome": "measured"}
             entry |= found | state | {"rounds_s": []}

@@ -47,7 +47,8 @@ class Worker:
         warm_up = time.perf_counter() - started
         step = self._timed(1)
         compiling = max(0.0, warm_up - (self.program.batches + 1) * step) if self.contender.compiles else None
-        return {"values": values, "step_s": step, "compile_s": compiling, **counting.graphs()}
+        costs = dict(self.program.compiling())
+        return {"values": values, "step_s": step, "compile_s": compiling, "compiling": costs, **counting.graphs()}
 
     def time(self, number: int) -> dict[str, float]:
         return {"seconds": self._timed(number)}
