@@ -13,7 +13,6 @@ begins and ends, and the names of these events.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import resource
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 DYNAMO, PASSES, AOT, INDUCTOR, CXX, STEP = "Dynamo", "passes", "AOTAutograd", "Inductor", "C++ compiler", "first step"
 PHASES = (DYNAMO, PASSES, AOT, INDUCTOR, CXX, STEP)
@@ -42,8 +42,8 @@ def first_call(call: Callable[[], Any]) -> dict[str, float]:
     """Keys: `cpu_s`, with all processes that it started; `PHASE_s` of each of PHASES; `wall_s`; `rest_bytes` and
     `peak_bytes`: the resident set of this process before the call, and the largest one until its end.
     """
-    before, started, rest = _cpu_seconds(), time.perf_counter(), _memory("VmRSS")
     with _observed() as clock:
+        before, started, rest = _cpu_seconds(), time.perf_counter(), _memory("VmRSS")
         call()
     own, others = (now - then for now, then in zip(_cpu_seconds(), before, strict=True))
     found = {"cpu_s": own + others, "wall_s": time.perf_counter() - started}
@@ -91,11 +91,12 @@ def _observed() -> Iterator[_Clock]:
         return call
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(logger, "log_event_start", lambda method: beside(method, clock.begin)))
-        stack.enter_context(_replaced(logger, "log_event_end", lambda method: beside(method, clock.end)))
+        for name, also in (("log_event_start", clock.begin), ("log_event_end", clock.end)):
+            stack.enter_context(patch.object(logger, name, beside(getattr(logger, name), also)))
         if "fxpasses" in sys.modules:
             backend = importlib.import_module("fxpasses.backend")
-            stack.enter_context(_replaced(backend, "run_passes", functools.partial(_as_phase, clock, PASSES)))
+            stack.enter_context(patch.object(backend, "run_passes", _as_phase(clock, PASSES, backend.run_passes)))
+        clock.last = time.process_time()  # so far it was imports
         yield clock
         clock._charge()
 
@@ -109,16 +110,6 @@ def _as_phase(clock: _Clock, phase: str, function: Callable[..., Any]) -> Callab
             clock.end(phase)
 
     return call
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, by: Callable[[Any], Any]) -> Iterator[None]:
-    earlier = getattr(owner, name)
-    setattr(owner, name, by(earlier))
-    try:
-        yield
-    finally:
-        setattr(owner, name, earlier)
 
 
 def _cpu_seconds() -> tuple[float, float]:

@@ -35,6 +35,7 @@ class Pretender:
                 "values": {"loss": 2.0 if self.name in ("other", "bound") else 1.0},
                 "step_s": 1.0,
                 "compile_s": 2.0,
+                "compiling": {"cpu_s": 7.0 - self.started.count(self.name)} if self.name == "ours" else {},
                 "graphs": 1,
                 "graph_breaks": 0,
             }
@@ -116,6 +117,12 @@ def test_compile_time_is_taken_cold_and_with_the_caches_of_the_first_process():
     entry = measured("a")["a"]
     assert (entry["compile_cold_s"], entry["compile_warm_s"]) == (2.0, 2.0)
     assert Pretender.started == ["a", "a"]
+
+
+def test_what_the_first_call_cost_is_kept_of_both_processes():
+    entries = measured("a", "ours")
+    assert (entries["ours"]["compiling_cold"], entries["ours"]["compiling_warm"]) == ({"cpu_s": 6.0}, {"cpu_s": 5.0})
+    assert "compiling_cold" not in entries["a"] and "compiling" not in entries["a"]
 
 
 def test_a_contender_that_breaks_while_it_is_timed_has_no_figures_and_the_others_do():

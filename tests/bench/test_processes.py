@@ -35,6 +35,15 @@ def test_every_contender_has_an_entry(found):
     }
 
 
+def test_chosen_contenders_are_measured_beside_the_baseline(tmp_path, capsys):
+    run = ["run", "tests.bench.toy_case", "--quick", "--threads", "1", "--out", str(tmp_path), "--contender"]
+    assert cli.main([*run, "absent"]) == 0
+    entries = results.read(tmp_path / "toy_case.cpu.json")["entries"]
+    assert [entry["contender"] for entry in entries] == ["absent", "plain"]
+    assert cli.main([*run, "abs"]) == 1
+    assert "tests.bench.toy_case has no contender 'abs'" in capsys.readouterr().err
+
+
 def test_a_wrong_contender_is_not_timed_and_says_what_is_wrong(found):
     wrong = entry(found, "wrong")
     assert "rounds_s" not in wrong and "median_s" not in wrong
