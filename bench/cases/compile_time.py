@@ -164,12 +164,13 @@ CASE = Case(
     cpu_time=True,
     notes=(
         "Seconds of the first call, forward and backward, are CPU seconds of the process and of all that it starts; "
-        "the phases add up to them. The C++ compiler is all that runs in other processes, and takes the same time for "
-        "the same kernels whoever generates them. Memory is the resident set of the process, without the C++ "
-        "compiler's. Filled caches are those of the first process, in a second one. After its first call every "
-        "contender's gradients are compared with eager mode, parameter by parameter. `Inductor, nested region` marks "
-        "the decoder layer with `torch.compiler.nested_compile_region`; `Inductor by layer` calls `layer.compile()`, "
-        "so embedding, mask, head and loss are not compiled. The experts of the mixture are transformers' `eager` loop "
-        "or its `grouped_mm`."
+        "the phases add up to them. The C++ compiler is all that runs in other processes; with empty caches, some 6 s "
+        "of it are Inductor's tests of the processor's vector instructions, for any program. `first step` is what "
+        "remains: running the code. Memory is the resident set of the process, without the C++ compiler's. Filled "
+        "caches are those of the first process, in a second one; where there is no figure, there was no second one. "
+        "After its first call every contender's gradients are compared with eager mode, parameter by parameter. "
+        "`Inductor, nested region` marks the decoder layer with `torch.compiler.nested_compile_region`; `Inductor by "
+        "layer` calls `layer.compile()`, so embedding, mask, head and loss are not compiled. The experts of the "
+        "mixture are transformers' `eager` loop or its `grouped_mm`."
     ),
 )
