@@ -91,7 +91,7 @@ class Options:
     capture: str = "on"
     experts: str = "auto"
     attention: str = "auto"
-    fold: str = "auto"
+    fold: str = "off"
     offload: Offload = Offload()
     verify: bool = False
     strict: bool = False

@@ -187,14 +187,14 @@ def test_options_that_need_the_whole_graph(options, reason):
 
 
 def test_auto_folds_from_four_layers_on():
-    assert not report_on(Stack(Plan(("block",) * 3))).changed
-    assert not report_on(Stack(Plan(("block",) * 4)), lowering="aot_eager").changed
-    assert report_on(Stack(Plan(("block",) * 4))).figures["layers"] == 4
+    assert not report_on(Stack(Plan(("block",) * 3)), fold="auto").changed
+    assert not report_on(Stack(Plan(("block",) * 4)), fold="auto", lowering="aot_eager").changed
+    assert report_on(Stack(Plan(("block",) * 4)), fold="auto").figures["layers"] == 4
 
 
 def test_auto_folds_only_on_a_torch_that_was_checked(monkeypatch):
     monkeypatch.setattr("fxpasses.graph.outlining.CHECKED", ("1.0",))
-    report = report_on(Stack(BLOCKS))
+    report = report_on(Stack(BLOCKS), fold="auto")
     assert [refusal.reason for refusal in report.refusals] == [Reason.UNCHECKED_TORCH]
     assert report_on(Stack(BLOCKS), fold="on").changed
 

@@ -165,7 +165,9 @@ def _folding() -> Finding:
     from fxpasses.options import FOLD_LEAST
 
     if checked_here():
-        text = f"equal layers, from {FOLD_LEAST['auto']} on, are compiled once under Inductor"
+        text = (
+            f'with fastpack.fold "auto", equal layers, from {FOLD_LEAST["auto"]} on, are compiled once under Inductor'
+        )
         return Finding("fold layers", "ok", text)
     text = f'checked on torch {", ".join(CHECKED)} alone: on {torch.__version__}, only fastpack.fold "on" folds'
     return Finding("fold layers", "note", text)
