@@ -224,7 +224,7 @@ def test_a_new_length_is_a_symbol_of_the_body():
 
 
 def test_off():
-    assert not report_of(assert_same_steps(BLOCKS, fold="off")).changed
+    assert not reports_of(assert_same_steps(BLOCKS, fold="off"), "fold_layers")
 
 
 def test_where_a_piece_does_not_compile_the_graph_is_compiled_whole(monkeypatch):
