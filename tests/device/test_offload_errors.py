@@ -176,7 +176,7 @@ def test_a_read_that_has_not_begun_is_called_off_and_its_block_is_free_again(tmp
     held = chain.reload(handles[2], SIM, [], 2)
     monkeypatch.setattr(disk.UnlinkedFile, "read", slow)
     for handle in handles[:2]:
-        chain._read_ahead(handle, SIM, 2)
+        chain._read_ahead(chain._key(handle), handle, SIM, 2)
     assert begun.wait(60)
     del handle, handles
     gc.collect()
@@ -213,8 +213,8 @@ def test_a_slot_that_another_thread_frees_is_free(monkeypatch):
 
     handles = moved(2, HostTier(None))
     monkeypatch.setattr(chain, "_ahead", Changing())
-    chain._read_ahead(handles[0], SIM, 1)
-    chain._read_ahead(handles[1], SIM, 1)
+    chain._read_ahead(chain._key(handles[0]), handles[0], SIM, 1)
+    chain._read_ahead(chain._key(handles[1]), handles[1], SIM, 1)
     assert list(chain._ahead) == [chain._key(handles[1])]
     assert holds(chain.reload(handles[1], SIM, [], 1), 2) and holds(chain.reload(handles[0], SIM, [], 1), 1)
 
