@@ -26,9 +26,9 @@ from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxpasses.graph.modes import Mode, modes
+from fxpasses.graph.modes import modes
 from fxpasses.graph.outlining import call_layer, outline
-from fxpasses.graph.segments import Segment, attribute, is_reference, segment
+from fxpasses.graph.segments import attribute, is_reference, segment
 
 Compiled = Callable[..., Any]
 Lower = Callable[[GraphModule, Sequence[Any], int], Compiled]  # the last: how often a step calls the result
@@ -89,7 +89,7 @@ class _Assembly:
         if not nodes:
             return
         found = segment(self.gm, nodes)
-        key = found.form, tuple(found.nodes.index(node) for node in found.live_outs), self._mode(found)
+        key = found.form, tuple(found.nodes.index(node) for node in found.live_outs), self.modes[found.first].arguments
         if key not in self.compiled:
             name = f"rest_{len(self.compiled)}"
             piece = outline(self.gm, nodes, found.operands, found.live_outs, self.modes[nodes[0]], name)
@@ -97,10 +97,6 @@ class _Assembly:
         results = self._call(self.compiled[key], found.operands)
         for position, node in enumerate(found.live_outs):
             self.values[node] = self.graph.call_function(operator.getitem, (results, position))
-
-    def _mode(self, found: Segment) -> Any:
-        mode: Mode = self.modes[found.first]
-        return tuple(call.args for call in mode.autocast)
 
     def _compile(self, piece: GraphModule, operands: Sequence[Node], name: str, calls: int = 1) -> str:
         examples = [self.examples.get(node, node.meta.get("example_value")) for node in operands]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -33,6 +34,11 @@ class Mode:
 
     autocast: tuple[Node, ...] = ()
     changed: bool = False
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Those of each open autocast: equal for modes that are the same."""
+        return tuple(call.args for call in self.autocast)
 
 
 def enters_autocast(node: Node) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxpasses.graph.provenance import module_of
-from fxpasses.graph.segments import Segment, is_reference, local_signature, segment
+from fxpasses.graph.segments import Segment, local_signature, segment
 
 Kind: TypeAlias = list[Segment]  # of one form, in program order
 
@@ -33,22 +33,18 @@ _MOST_LEVELS = 3  # of lists of modules inside lists of modules
 
 def calls(gm: GraphModule) -> list[Node]:
     """The nodes of a graph that segments consist of."""
-    return [node for node in gm.graph.nodes if node.op.startswith("call") and not is_reference(gm, node)]
+    return [node for node in gm.graph.nodes if node.op.startswith("call")]
 
 
-def kinds(gm: GraphModule, least: int, may_fold: Callable[[Segment], bool] = lambda segment: True) -> list[Kind]:
-    """The kinds of segments of which there are at least `least`, disjoint, those first that save most nodes.
-
-    may_fold: whether a segment counts.
-    """
+def kinds(gm: GraphModule, least: int) -> list[Kind]:
+    """The kinds of segments of which there are at least `least`, disjoint, those first that save most nodes."""
     nodes = calls(gm)
     best: list[Kind] = []
     for cuts in _candidates(gm, nodes):
         found: dict[object, Kind] = defaultdict(list)
         for begin, end in cuts:
             candidate = segment(gm, nodes[begin:end])
-            if may_fold(candidate):
-                found[candidate.form].append(candidate)
+            found[candidate.form].append(candidate)
         enough = [kind for kind in found.values() if len(kind) >= least]
         if sum(map(_saved, enough)) > sum(map(_saved, best)):
             best = enough

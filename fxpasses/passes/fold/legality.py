@@ -48,7 +48,7 @@ class Legality:
                 left.append(segment)
             except Refused as refused:
                 report.refusals.append(refused.of(segment.first))
-        if len({tuple(call.args for call in self.modes[segment.first].autocast) for segment in left}) > 1:
+        if len({self.modes[segment.first].arguments for segment in left}) > 1:
             raise Refused(Reason.CHANGES_MODE, "the layers run under different autocast", kind[0].first)
         if left:
             self._check_writes(left)
