@@ -93,6 +93,8 @@ class OperatorCall:
     def _place(self, parameter: str) -> int | None:
         """The position of a parameter, if its argument is positional."""
         signatures = _signatures(self.target)
+        if not any(parameter in signature.places for signature in signatures):
+            return None
         fitting = [signature for signature in signatures if signature.takes(len(self.args), self.kwargs)]
         places = (s.places.index(parameter) for s in fitting or signatures if parameter in s.places)
         return next((place for place in places if place < len(self.args)), None)

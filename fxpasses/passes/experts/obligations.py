@@ -78,10 +78,12 @@ def prove(
 
 def prove_idle(graph: Graph, speculated: dict[int, SpeculatedBranch], fake_mode: Any, discharged: set[int]) -> None:
     """Discharge branches without live-outs that only compute: `if e == padding: continue` in a loop over experts."""
+    idle = [b for b in speculated.values() if b.ended and not b.live_outs and b.number not in discharged]
+    if not idle:
+        return
     marked = Marked(graph)
-    for branch in speculated.values():
-        is_idle = branch.ended and not branch.live_outs and marked.all(branch.number, INSIDE)
-        if is_idle and branch.number not in discharged:
+    for branch in idle:
+        if marked.all(branch.number, INSIDE):
             with contextlib.suppress(NotProved):
                 _check_body(marked, branch, set(), fake_mode)
                 discharged.add(branch.number)
