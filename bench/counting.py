@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -43,6 +44,19 @@ def counts(step: Callable[[], Any]) -> dict[str, int]:
         found["waits"] = sum(seen[name] for name in WAITS) - 1
         found["copies_to_host"] = sum(count for name, count in seen.items() if name.startswith(COPY_TO_HOST))
     return found
+
+
+def allocated_bytes(step: Callable[[], Any]) -> int:
+    """The most that tensors on the CPU held at once during a step, beyond what they held before it.
+
+    The resident set of a process has the allocator's unused memory in it as well.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as result:
+        step()
+    assert result.profiler is not None
+    events = [event for event in result.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def top_operators(step: Callable[[], Any]) -> list[dict[str, Any]]:

@@ -188,6 +188,7 @@ MIB = 1 / 2**20
 TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "time": ("Time of a step, ms", time_cell),
     "step_bytes": ("Memory of a step beyond what is held between steps, MiB", plain("step_bytes", MIB)),
+    "allocated_bytes": ("Memory of a step's tensors, at most, MiB", plain("allocated_bytes", MIB)),
     "peak_bytes": ("Largest memory during steps, MiB (on a CPU: of the whole process)", plain("peak_bytes", MIB)),
     "compile_peak_bytes": ("Largest memory of the process while it compiles, MiB", plain("compile_peak_bytes", MIB)),
     "host_reads": ("Host reads in a step", plain("host_reads")),

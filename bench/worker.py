@@ -66,7 +66,10 @@ class Worker:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self.program.step()
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        return {"page_faults": faults, **counting.counts(self.program.step), "figures": dict(self.program.figures())}
+        found = {"page_faults": faults, **counting.counts(self.program.step), "figures": dict(self.program.figures())}
+        if self.device == "cpu":
+            found["allocated_bytes"] = counting.allocated_bytes(self.program.step)
+        return found
 
     def profile(self) -> dict[str, Any]:
         return {"top": counting.top_operators(self.program.step)}

@@ -62,6 +62,7 @@ def test_a_measured_contender_has_times_memory_and_counts(found):
         assert one["host_reads"] == 1  # the `.item()` of the step
         assert one["figures"] == {"numbers": 3}
         assert one["peak_bytes"] > 2**20
+        assert one["allocated_bytes"] > 0
         assert one["compile_cold_s"] is None and "compile_warm_s" not in one
 
 
