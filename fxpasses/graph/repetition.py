@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxpasses.graph.provenance import module_of
-from fxpasses.graph.segments import Segment, local_signature, segment
+from fxpasses.graph.segments import Segment, local_signature, segment, with_bodies
 
 Kind: TypeAlias = list[Segment]  # of one form, in program order
 
@@ -40,20 +40,22 @@ def kinds(gm: GraphModule, least: int) -> list[Kind]:
     """The kinds of segments of which there are at least `least`, disjoint, those first that save most nodes."""
     nodes = calls(gm)
     best: list[Kind] = []
+    most = 0
     for cuts in _candidates(gm, nodes):
         found: dict[object, Kind] = defaultdict(list)
         for begin, end in cuts:
             candidate = segment(gm, nodes[begin:end])
             found[candidate.form].append(candidate)
         enough = [kind for kind in found.values() if len(kind) >= least]
-        if sum(map(_saved, enough)) > sum(map(_saved, best)):
-            best = enough
-    return sorted(best, key=_saved, reverse=True)
+        saved = sum(_saved(gm, kind) for kind in enough)
+        if saved > most:
+            best, most = enough, saved
+    return sorted(best, key=lambda kind: _saved(gm, kind), reverse=True)
 
 
-def _saved(kind: Kind) -> int:
-    """The number of nodes that need no compilation."""
-    return sum(len(segment.nodes) for segment in kind[1:])
+def _saved(gm: GraphModule, kind: Kind) -> int:
+    """The number of nodes that need no compilation, with those of checkpoints' bodies."""
+    return (len(kind) - 1) * sum(1 for _ in with_bodies(gm, kind[0].nodes))
 
 
 Cut: TypeAlias = tuple[int, int]  # the first position of a segment, and the one after its last

@@ -11,7 +11,7 @@ linear in the number of nodes, and nothing may differ but the operands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,16 @@ def requires_grad(node: Node) -> bool:
 def is_reference(gm: GraphModule, node: Node) -> bool:
     """Whether a node names the body of a higher-order operator."""
     return node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), GraphModule)
+
+
+def with_bodies(gm: GraphModule, nodes: Iterable[Node]) -> Iterator[Node]:
+    """The nodes, each followed by those of the bodies that it refers to."""
+    for node in nodes:
+        yield node
+        for operand in node.all_input_nodes:
+            if is_reference(gm, operand):
+                body: GraphModule = getattr(gm, str(operand.target))
+                yield from with_bodies(body, body.graph.nodes)
 
 
 class _Form:

@@ -20,7 +20,6 @@ last one: other passes take away the differences between layers, and do not look
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 
 import torch
 from torch.fx import GraphModule, Node
@@ -33,7 +32,7 @@ from fxpasses.graph.outlining import call_layer, checked_here, outline
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.repetition import Kind, kinds
-from fxpasses.graph.segments import Segment, is_reference
+from fxpasses.graph.segments import Segment, is_reference, with_bodies
 from fxpasses.options import FOLD_LEAST, Options
 from fxpasses.passes.fold.legality import Legality
 from fxpasses.pipeline import Context
@@ -113,16 +112,7 @@ def _replayed(options: Options) -> bool:
 
 def _is_heavy(gm: GraphModule, segment: Segment) -> bool:
     """Whether a segment has products of matrices, or the like, beside which a call from Python does not count."""
-
-    def nodes(owner: GraphModule, own: Iterable[Node]) -> Iterable[Node]:
-        for node in own:
-            yield node
-            for operand in node.all_input_nodes:
-                if is_reference(owner, operand):
-                    body: GraphModule = getattr(owner, str(operand.target))
-                    yield from nodes(body, body.graph.nodes)
-
-    for node in nodes(gm, segment.nodes):
+    for node in with_bodies(gm, segment.nodes):
         results = pytree.tree_leaves(node.meta.get("example_value"))
         if flops_of(node, results) or "fxpasses" in str(node.target):
             return True
