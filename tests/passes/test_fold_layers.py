@@ -115,6 +115,24 @@ def test_layers_that_are_no_modules_are_found_by_their_period():
     assert "×5" in report.changes[0]
 
 
+def test_a_checkpoint_is_as_large_as_its_body():
+    stack = Stack(Plan(("attention",) * 4, checkpointed=EVERY))
+
+    class Scaled(nn.Module):
+        """Its first part, without products, repeats in more calls than there are checkpoints."""
+
+        def __init__(self):
+            super().__init__()
+            self.stack = stack
+
+        def forward(self, ids):
+            for _ in range(12):
+                ids = (ids * 3 + 1) % 7
+            return self.stack(ids)
+
+    assert any("checkpoint" in change and "×4" in change for change in report_on(Scaled(), fold="on").changes)
+
+
 class Written(nn.Module):
     """Each layer writes its result into memory that all share."""
 
