@@ -48,6 +48,10 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "falcon": {},
     "bloom": {"n_layer": LAYERS, "n_head": 4},
+    "falcon_h1": {
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "head_dim": 8,
+        "mamba_chunk_size": 16,
+    },
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"decoder_sparse_step": 2, **SHARED},
     "gpt_oss": {
