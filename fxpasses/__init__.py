@@ -3,7 +3,7 @@
     torch.compile(model, backend="fastpack")
 
 Public names: `fastpack_backend` (importing it enables two capture flags of Dynamo, see `fxpasses.fastpack`), `compile`
-(which changes no flag), `prefetch`, `attention_stats`, `offload_stats`, `inspect` and the errors.
+(which changes no flag), `set_default_options`, `prefetch`, `attention_stats`, `offload_stats`, `inspect` and errors.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from fxpasses.version import __version__
 if TYPE_CHECKING:
     from fxpasses import inspect
     from fxpasses.compiling import compile
+    from fxpasses.default_options import set_default_options
     from fxpasses.fastpack import fastpack_backend
     from fxpasses.runtime.attention.stats import attention_stats
     from fxpasses.runtime.offload.stats import offload_stats
@@ -32,6 +33,7 @@ __all__ = [
     "inspect",
     "offload_stats",
     "prefetch",
+    "set_default_options",
 ]
 
 _HOMES = {
@@ -40,6 +42,7 @@ _HOMES = {
     "fastpack_backend": "fxpasses.fastpack",
     "offload_stats": "fxpasses.runtime.offload.stats",
     "prefetch": "fxpasses.runtime.prefetching",
+    "set_default_options": "fxpasses.default_options",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpasses import ddp_buckets, inspect, overrides
+from fxpasses import ddp_buckets, default_options, inspect, overrides
 from fxpasses.capture import guarding, leaves, recompiles, retracing, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.trace import Trace
@@ -61,7 +61,7 @@ def fastpack_backend(
     and Inductor's. Raises `ValueError` for options that do not exist or have a wrong value. Any other failure does not
     stop the program: the graph runs as it was captured, with one warning.
     """
-    settings = Options.parse(options, mode)
+    settings = default_options.parse(options, mode)
     settings = replace(settings, passes=overrides.passes(settings.passes, known=ALL_PASSES))
     observer = inspect.observe(gm, example_inputs, settings)
     trace = tracing.running()

@@ -1,15 +1,17 @@
-"""`fxpasses.compile`: `torch.compile` with this backend, with the capture flags on during this model's calls alone."""
+"""`fxpasses.compile`: `torch.compile` with this backend, with the capture flags on for this model's traces alone."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.fx import GraphModule
 
+from fxpasses import default_options
 from fxpasses.backend import fastpack_backend
-from fxpasses.capture import flags
+from fxpasses.capture import flags, retracing
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -26,20 +28,15 @@ def compile(
     """Compile a module or function with the passes of fxpasses.
 
     The arguments are those of `torch.compile`; `options` takes the keys `fastpack.*` (see `fxpasses.options.Options`)
-    and Inductor's. Unlike `torch.compile(model, backend="fastpack")`, this changes no setting of Dynamo for the rest of
-    the process. Raises `ValueError` for unknown options or wrong values, before the first call.
+    and Inductor's, and what it leaves open comes from `fxpasses.set_default_options` and `FASTPACK_OPTIONS`. Unlike
+    `torch.compile(model, backend="fastpack")`, this changes no setting of Dynamo for the rest of the process. A copy of
+    the result (`copy.deepcopy`, `pickle`, `torch.save`) is compiled in the same way. Raises `ValueError` for unknown
+    options or wrong values, before the first call.
     """
-    from fxpasses.options import Options
-
-    Options.parse(options, mode)
     compiled = torch.compile(
-        model,
-        fullgraph=fullgraph,
-        dynamic=dynamic,
-        backend=functools.partial(fastpack_backend, mode=mode, options=dict(options or {})),
-        disable=disable,
+        model, fullgraph=fullgraph, dynamic=dynamic, backend=backend_of(mode, options), disable=disable
     )
-    if disable:
+    if disable or retracing.is_installed():
         return cast(Model, compiled)
     if isinstance(compiled, torch.nn.Module):
         compiled.forward = _scoped(compiled.forward)
@@ -47,7 +44,37 @@ def compile(
     return cast(Model, _scoped(compiled))
 
 
+def backend_of(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """The backend with its arguments, for `torch.compile` and `Module.compile`; raises `ValueError` for wrong ones.
+
+    It can be pickled, if the options can.
+    """
+    default_options.parse(options, mode)
+    return functools.partial(capturing_backend, mode=mode, options=dict(options or {}))
+
+
+def capturing_backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`fastpack_backend`, for whose frames both capture flags are on, whatever the process has set.
+
+    The backend asks for the flags, and no wrapper around the model's calls, since copies of a compiled module keep
+    their backend but not their `forward`.
+    """
+    return fastpack_backend(gm, example_inputs, mode=mode, options=options)
+
+
+capturing_backend._is_fastpack = True  # type: ignore[attr-defined]
+capturing_backend._captures = True  # type: ignore[attr-defined]  # by which capture/retracing.py holds the flags
+
+
 def _scoped(function: Callable[..., Any]) -> Any:
+    """For a torch in which traces are not intercepted: the flags are on while the model is called."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with flags.scoped():

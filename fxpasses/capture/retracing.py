@@ -33,7 +33,7 @@ from typing import Any
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxpasses import ddp_buckets
+from fxpasses import ddp_buckets, default_options
 from fxpasses.capture import flags, tracing
 from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
@@ -46,6 +46,7 @@ from fxpasses.options import PREFIX
 log = logging.getLogger(__name__)
 
 MARKER = "_is_fastpack"
+CAPTURES = "_captures"  # of a backend for whose frames the flags are on, whatever the process has set
 _MAX_WRAPPERS = 16
 
 _installing = threading.Lock()
@@ -111,19 +112,27 @@ def install() -> bool:
         return True
 
 
+def is_installed() -> bool:
+    """Whether traces are intercepted, so that a backend's own flags hold while its frames are traced."""
+    try:
+        return isinstance(DynamoNames.find().convert_frame.trace_frame, _TraceFrameInAttempts)
+    except MissingName:
+        return False
+
+
 def is_fastpack(backend: Any) -> bool:
     """Whether `backend` is this package's, perhaps wrapped by `torch.compile`, `functools.partial` and DDP."""
     return any(getattr(function, MARKER, False) is True for function in _unwrapped(backend))
 
 
 def option(backend: Any, name: str) -> Any:
-    """The option `fastpack.<name>` that a backend was given by `torch.compile` or `fxpasses.compile`, or None."""
+    """The option `fastpack.<name>` of a backend: as `torch.compile` or `fxpasses.compile` gave it, or the default's."""
     for function in _unwrapped(backend):
         given = function.keywords if isinstance(function, functools.partial) else getattr(function, "kwargs", None)
         options = given.get("options") if isinstance(given, Mapping) else None
         if isinstance(options, Mapping) and PREFIX + name in options:
             return options[PREFIX + name]
-    return None
+    return default_options.get(PREFIX + name)
 
 
 def _unwrapped(backend: Any) -> Iterator[Any]:
@@ -177,10 +186,12 @@ class _TraceFrameInAttempts:
         forget_leftovers()
         code, speculation_log = frame["code"], frame["speculation_log"]
         attempt = self._next.get(speculation_log)
+        captures = any(getattr(function, CAPTURES, False) for function in _unwrapped(frame["compiler_fn"]))
         if attempt is None:
-            flags_wanted = None if frame["one_graph"] else flags.wanted()
+            flags_wanted = None if frame["one_graph"] else flags.ON if captures else flags.wanted()
             attempt = tracing.first_attempt(code, flags_wanted, option(frame["compiler_fn"], "capture") != "off")
-        held = flags.held_at(attempt.flags) if attempt.flags is not None else contextlib.nullcontext()
+        values = attempt.flags or (flags.ON if captures else None)
+        held = flags.held_at(values) if values is not None else contextlib.nullcontext()
         with held, tracing.traced(attempt) as trace:
             try:
                 result = self.original(*args, **kwargs)
