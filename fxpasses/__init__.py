@@ -9,6 +9,7 @@ Public names: `fastpack_backend` (importing it enables two capture flags of Dyna
 from typing import TYPE_CHECKING, Any
 
 from fxpasses.errors import AssumptionError, MetadataError, OffloadError, PassError, RecordingError
+from fxpasses.integrations.autoload import autoload
 from fxpasses.version import __version__
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ _HOMES = {
     "prefetch": "fxpasses.runtime.prefetching",
     "set_default_options": "fxpasses.default_options",
 }
+
+
+autoload()  # again, where PyTorch's own loading of entry points is off
 
 
 def __getattr__(name: str) -> Any:
