@@ -34,7 +34,8 @@ def losses(folder, kind, backend):
     texts = [{"input_ids": (ids := torch.randint(32, (6,)).tolist()), "labels": ids} for _ in range(4)]
     arguments = kind(
         folder, max_steps=2, per_device_train_batch_size=2, logging_steps=1, save_strategy="no", report_to=[],
-        learning_rate=1e-3, use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False, torch_compile_backend=backend,
+        learning_rate=1e-3, use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False,
+        torch_compile_backend=backend,
     )
     trainer = Trainer(model, arguments, None, texts)
     trainer.train()

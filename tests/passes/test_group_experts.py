@@ -110,6 +110,33 @@ def test_what_builds_a_mask_is_no_loop_over_experts() -> None:
     assert not report.changes and not report.refusals
 
 
+def test_a_mask_of_padding_in_each_layer_is_no_loop_over_experts() -> None:
+    """Nor is the first token of each sequence, by which transformers' flash path cuts a packed batch."""
+
+    def layers(x: Tensor, padding: Tensor, positions: Tensor) -> Tensor:
+        for _ in range(3):
+            seen, starts = padding.flatten().nonzero().flatten(), (positions == positions.min()).nonzero().view(-1)
+            x = x.index_add(0, seen, torch.tanh(x[seen])) * len(starts)
+        return x
+
+    padding, positions = torch.tensor([[1] * 8 + [0] * 4] * 2), torch.arange(12)
+    record = assert_same(layers, [(torch.randn(2 * 12, HIDDEN, requires_grad=True), padding, positions)])
+    assert [report.refusals for report in reports_of(record, "group_experts")] == [[]]
+
+
+def test_masks_of_a_router_that_are_not_known_are_named() -> None:
+    def loop(x: Tensor, router: Tensor) -> Tensor:
+        routed, scores = torch.zeros_like(x), (x @ router).cumsum(-1)
+        for expert in range(3):
+            rows = (scores[:, expert] > scores.mean()).nonzero().flatten()
+            routed = routed.index_add(0, rows, torch.tanh(x[rows]))
+        return routed
+
+    record = assert_same(loop, [(torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(HIDDEN, 3))])
+    [report] = reports_of(record, "group_experts")
+    assert any("×3" in refusal.text for refusal in report.refusals), report
+
+
 BASIC = [case for case in GROUPED if name_of(case) in (
     "where_pairs-SwiGluStacked", "where_mask_slots_first-SwiGluLinears", "bool_mask_add-SwiGluStacked",
     "repeated_mask-SwiGluLinears", "split_counts-SwiGluLinears", "slices_of_counts-SwiGluStacked",

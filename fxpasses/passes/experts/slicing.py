@@ -87,7 +87,18 @@ def find_queries(graph: torch.fx.Graph, routing: Routing) -> Iterator[Query | Re
                     raise NotProved("a flattened mask", mask)
                 yield query
             except Refused as refused:
-                yield Refusal(node.name, Reason.QUERIES_DIFFER, refused.text, where(node))
+                if _may_be_a_choice(mask):
+                    yield Refusal(node.name, Reason.QUERIES_DIFFER, refused.text, where(node))
+
+
+def _may_be_a_choice(mask: Node) -> bool:
+    """Whether a router may have made a mask: it depends on floating-point inputs or parameters.
+
+    Dense models query masks of the batch alone, such as the padding in each layer, which no expert serves.
+    """
+    sources = (node for node in reached([mask], lambda node: node.all_input_nodes) if not node.all_input_nodes)
+    examples = (node.meta.get("example_value") for node in sources if node.op in ("placeholder", "get_attr"))
+    return any(isinstance(example, torch.Tensor) and example.is_floating_point() for example in examples)
 
 
 def by_routing(queries: list[Query]) -> list[list[Query]]:
