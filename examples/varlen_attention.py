@@ -124,9 +124,10 @@ def varlen_attention(
     check_heads(query, key, value)
     output = query.new_empty(query.shape)
     batch = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    for rows, _, q, k, v in sequences(*batch):
-        weights, _ = softmax_weights(q, k, scale, causal, window, softcap)
-        output[rows] = torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2)
+    with as_given(query):
+        for rows, _, q, k, v in sequences(*batch):
+            weights, _ = softmax_weights(q, k, scale, causal, window, softcap)
+            output[rows] = torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2)
     return output
 
 
@@ -148,14 +149,15 @@ def varlen_attention_backward(
     """The gradients of query, key and value. The weights are recomputed, as in flash-attn."""
     d_query, d_key, d_value = (t.new_empty(t.shape) for t in (query, key, value))
     batch = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    for rows, columns, q, k, v in sequences(*batch):
-        weights, slope = softmax_weights(q, k, scale, causal, window, softcap)
-        d_output = grad[rows].view(q.shape).to(q.dtype)
-        d_weights = torch.einsum("qhgd,khd->hgqk", d_output, v)
-        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * slope * scale
-        d_query[rows] = torch.einsum("hgqk,khd->qhgd", d_scores, k).flatten(1, 2)
-        d_key[columns] = torch.einsum("hgqk,qhgd->khd", d_scores, q)
-        d_value[columns] = torch.einsum("hgqk,qhgd->khd", weights, d_output)
+    with as_given(query):
+        for rows, columns, q, k, v in sequences(*batch):
+            weights, slope = softmax_weights(q, k, scale, causal, window, softcap)
+            d_output = grad[rows].view(q.shape).to(q.dtype)
+            d_weights = torch.einsum("qhgd,khd->hgqk", d_output, v)
+            d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * slope * scale
+            d_query[rows] = torch.einsum("hgqk,khd->qhgd", d_scores, k).flatten(1, 2)
+            d_key[columns] = torch.einsum("hgqk,qhgd->khd", d_scores, q)
+            d_value[columns] = torch.einsum("hgqk,qhgd->khd", weights, d_output)
     return d_query, d_key, d_value
 
 
@@ -181,6 +183,11 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 varlen_attention.register_autograd(backward, setup_context=save_for_backward)
+
+
+def as_given(tensor: Tensor) -> torch.autocast:
+    """A region in which products keep their dtype: eager autocast reaches the operator's body, compiled code's not."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def sequences(

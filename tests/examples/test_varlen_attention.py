@@ -101,6 +101,19 @@ def test_half_precision_is_rounded_once(dtype):
     assert torch.equal(varlen.flash_attn_varlen_func(*inputs, *bounds, causal=True), expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_does_not_change_what_it_computes_in(dtype):
+    """Forward and backward; flash-attn has no autocast inside either, and compiled code runs the operator without."""
+    inputs = tensors(9, 9, 4, 2, dtype)
+    bounds = (packed([4, 5]), packed([4, 5]), 5, 5)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            output = varlen.flash_attn_varlen_func(*inputs, *bounds, causal=True)
+            results.append([output, *torch.autograd.grad(output, inputs, torch.ones_like(output))])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_a_batch_without_packing():
     q, k, v = (torch.randn(2, tokens, 3, WIDTH, dtype=torch.float64) for tokens in (4, 6, 6))
     for causal in (False, True):
