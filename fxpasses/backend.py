@@ -198,3 +198,4 @@ def _has_unbacked_symbols(gm: GraphModule) -> bool:
 
 
 retracing.install()
+inspect.start_summary_if_asked()

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpasses.inspect.changes import diff
+    from fxpasses.inspect.end_of_run import start_if_asked as start_summary_if_asked
     from fxpasses.inspect.html import page
     from fxpasses.inspect.model import Graph as GraphRecord
     from fxpasses.inspect.recording import Record, load, observe, record
     from fxpasses.inspect.text import report
 
-__all__ = ["GraphRecord", "Record", "diff", "load", "observe", "page", "record", "report"]
+__all__ = ["GraphRecord", "Record", "diff", "load", "observe", "page", "record", "report", "start_summary_if_asked"]
 
 # Imported on first use: the backend needs `observe` alone, and `fxpasses --help` must not wait for torch.
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "diff": ("changes", "diff"),
     "page": ("html", "page"),
     "report": ("text", "report"),
+    "start_summary_if_asked": ("end_of_run", "start_if_asked"),
     **{name: ("recording", name) for name in ("Record", "load", "observe", "record")},
 }
 

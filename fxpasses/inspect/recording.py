@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from fxpasses.inspect import codec
+from fxpasses.inspect import codec, end_of_run
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
+from fxpasses.inspect.rank import process_rank
 from fxpasses.once import warn_once
 from fxpasses.report import Report
 from fxpasses.runtime.attention.stats import attention_stats
@@ -100,17 +101,9 @@ def new_record() -> Record:
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         program=" ".join(sys.argv),
         versions={"python": sys.version.split()[0], "torch": torch.__version__, "fxpasses": __version__},
-        rank=_rank(),
+        rank=process_rank(),
         pid=os.getpid(),
     )
-
-
-def _rank() -> int | None:
-    """The process's rank, by `torch.distributed` or the launcher's environment; None for a single process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    given = os.environ.get("RANK", "")
-    return int(given) if given.isdecimal() else None
 
 
 class Observer:
@@ -131,11 +124,37 @@ class Observer:
 
 def observe(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Observer:
     """An observer of the compilation of `gm`. It never raises."""
-    if not _open and not os.environ.get(FOLDER) and not _structured_trace_is_on():
-        return Observer()
-    recorder = _Recorder()
-    recorder.capture(gm, example_inputs, options)
-    return recorder
+    found: list[Any] = []
+    if (entry := end_of_run.entry(gm, _compile_id(gm))) is not None:
+        found.append(entry)
+    if _open or os.environ.get(FOLDER) or _structured_trace_is_on():
+        recorder = _Recorder()
+        recorder.capture(gm, example_inputs, options)
+        found.append(recorder)
+    return _All(found) if found else Observer()
+
+
+class _All(Observer):
+    """Several observers of one compilation."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+
+    def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
+        for observer in self.observers:
+            observer.after_pass(report, result, failure)
+
+    def after_partition(self, report: Report) -> None:
+        for observer in self.observers:
+            observer.after_partition(report)
+
+    def lowering(self) -> None:
+        for observer in self.observers:
+            observer.lowering()
+
+    def finish(self, outcome: str) -> None:
+        for observer in self.observers:
+            observer.finish(outcome)
 
 
 def _observing(method: Callable[..., None]) -> Callable[..., None]:
@@ -157,7 +176,7 @@ class _Recorder(Observer):
     def __init__(self) -> None:
         from fxpasses.inspect.partition import Listener
 
-        self.graph = Graph(rank=_rank())
+        self.graph = Graph(rank=process_rank())
         self.started = 0.0
         self.listener = Listener()
 

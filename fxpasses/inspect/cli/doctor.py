@@ -57,6 +57,7 @@ def findings() -> Iterator[Finding]:
     yield from _interceptions()
     yield from _private_names()
     yield _folding()
+    yield _backend_names()
     yield from _environment()
     yield from _tools()
 
@@ -177,16 +178,41 @@ def _environment() -> Iterator[Finding]:
     for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
         if os.environ.get(name, "0") not in ("", "0"):
             yield Finding(name, "off", f"is {os.environ[name]}: nothing is compiled, so no pass runs")
+    yield from _default_options()
     for name, effect in (
         ("FXPASSES_PASSES", "only these passes run"),
         ("FXPASSES_GRAPHS", "passes run only on this many graphs"),
         ("FXPASSES_CHANGES", "a pass makes only this many changes"),
         ("FXPASSES_RECORD", "each process writes a record there"),
+        ("FXPASSES_SUMMARY", "1 prints a summary when the process ends"),
         ("FXPASSES_RECORD_VALUES", "records hold the elements of small integer inputs"),
         ("TORCH_TRACE", "graphs and reports go into the structured trace"),
     ):
         if os.environ.get(name) is not None:
             yield Finding(name, "note", f"is {os.environ[name]!r}: {effect}")
+
+
+def _default_options() -> Iterator[Finding]:
+    from fxpasses import default_options
+
+    try:
+        if given := default_options.from_environment():
+            yield Finding(default_options.VARIABLE, "note", f"is {given}: the options of calls that do not give them")
+    except ValueError as error:
+        yield Finding(default_options.VARIABLE, "off", str(error))
+
+
+def _backend_names() -> Finding:
+    """Whether accelerate, and with it Trainer, takes the name of the backend."""
+    subject = "accelerate"
+    try:
+        from accelerate.utils import DynamoBackend
+    except ImportError:
+        return Finding(subject, "note", "not installed; needed for Hugging Face models alone")
+    known = "FASTPACK" in DynamoBackend.__members__
+    return Finding.of(
+        subject, known, 'takes "fastpack" as a backend', "does not take it: use fxpasses.FastpackCallback"
+    )
 
 
 def _tools() -> Iterator[Finding]:
