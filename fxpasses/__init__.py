@@ -3,7 +3,8 @@
     torch.compile(model, backend="fastpack")
 
 Public names: `fastpack_backend` (importing it enables two capture flags of Dynamo, see `fxpasses.fastpack`), `compile`
-(which changes no flag), `set_default_options`, `prefetch`, `attention_stats`, `offload_stats`, `inspect` and errors.
+(which changes no flag), `set_default_options`, `FastpackCallback` (which needs transformers), `prefetch`,
+`attention_stats`, `offload_stats`, `inspect` and the errors.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
     from fxpasses.compiling import compile
     from fxpasses.default_options import set_default_options
     from fxpasses.fastpack import fastpack_backend
+    from fxpasses.integrations.trainer import FastpackCallback
     from fxpasses.runtime.attention.stats import attention_stats
     from fxpasses.runtime.offload.stats import offload_stats
     from fxpasses.runtime.prefetching import prefetch
 
 __all__ = [
     "AssumptionError",
+    "FastpackCallback",
     "MetadataError",
     "OffloadError",
     "PassError",
@@ -38,6 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "FastpackCallback": "fxpasses.integrations.trainer",
     "attention_stats": "fxpasses.runtime.attention.stats",
     "compile": "fxpasses.compiling",
     "fastpack_backend": "fxpasses.fastpack",

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from fxpasses.runtime.batch_cache import State
+from fxpasses.runtime.batch_cache import State, batch_cache
 from fxpasses.runtime.prologue import Prologue, live_prologues
-from fxpasses.runtime.transfers import start_copy
+from fxpasses.runtime.transfers import PendingCopy, start_copy
 
 log = logging.getLogger(__name__)
 _side_streams: dict[torch.device, torch.Stream] = {}
@@ -41,6 +41,18 @@ def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequ
         if started:
             break
     return started
+
+
+def keep_host_copies(moved: torch.Tensor, host: torch.Tensor) -> None:
+    """Know the values of `moved`, a tensor on a device, by `host`, of which it is a copy: no prologue copies it back.
+
+    Integers and bools alone are known: prologues read nothing else. The copy is the package's own, and is known as long
+    as `moved` lives and is not written to.
+    """
+    is_metadata = not (host.dtype.is_floating_point or host.dtype.is_complex)
+    if is_metadata and host.device.type == "cpu" and moved.device.type != "cpu":
+        # A clone: the caller may fill the same memory with the next batch.
+        batch_cache.put("to_host", [moved], State.of([moved]), PendingCopy([host.clone()], None))
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,127 @@
+"""`FastpackCallback`: compiles the model of a Hugging Face `Trainer`, TRL's included, when it is as it will be trained.
+
+    SFTTrainer(model, args, train_dataset=texts, peft_config=lora, callbacks=[FastpackCallback()])
+
+`torch_compile_backend="fastpack"` compiles what accelerate has prepared, which is right as well. The callback takes
+options from the call, buckets lengths, and keeps what the host knows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from fxpasses.compiling import backend_of
+from fxpasses.data import bucket_lengths
+from fxpasses.once import warn_once
+from fxpasses.runtime.prefetching import keep_host_copies
+
+# Ends of sequences in a batch, as flash attention takes them: `DataCollatorWithFlattening(return_flash_attn_kwargs)`.
+_ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+class FastpackCallback(TrainerCallback):
+    """Compiles `trainer.model` in place when training begins, after PEFT has wrapped it and accelerate prepared it.
+
+    options, mode, dynamic: as in `fxpasses.compile`. buckets: pads the `lengths` of a batch with zeros, and its
+    `cu_seq_lens_q` and `cu_seq_lens_k` with their last element, to one of these numbers of sequences: True for the
+    powers of two (see `fxpasses.data.bucket_lengths`); a sequence of length zero has no tokens. host_copies: integer
+    tensors of a batch that move to a device stay known to the host, so that prologues copy nothing back; batches have
+    to be dicts. Raises `ValueError` for wrong options, here.
+
+    In place means that checkpoints, `save_pretrained` and `generate` see the model that they know. Under FSDP2 each
+    sharded block is compiled, as in docs/sharding.md, and the root is not. A Trainer that compiles by itself
+    (`torch_compile`) stays as it is, with one warning if its backend is another.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        *,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        buckets: bool | Sequence[int] = False,
+        host_copies: bool = True,
+    ) -> None:
+        self.backend = backend_of(mode, options)
+        self.dynamic = dynamic
+        self.buckets: Sequence[int] | bool | None = None if buckets is True else buckets
+        self.host_copies = host_copies
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any
+    ) -> None:
+        if getattr(args, "torch_compile", False):
+            if args.torch_compile_backend != "fastpack":
+                warn_once(
+                    ("callback", args.torch_compile_backend),
+                    f"Trainer compiles the model with {args.torch_compile_backend!r} itself; FastpackCallback leaves "
+                    "it so. Drop torch_compile and torch_compile_backend from its arguments.",
+                )
+        elif model is not None:
+            for module in _to_compile(model):
+                if module._compiled_call_impl is None:  # not in a second call of `train`
+                    module.compile(backend=self.backend, dynamic=self.dynamic)
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
+        if loader is not None and not isinstance(getattr(loader, "collate_fn", None), _Collate):
+            loader.collate_fn = _Collate(loader.collate_fn, self.buckets, self.host_copies)
+
+
+def _to_compile(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model itself; of one that FSDP2 shards, the innermost sharded modules, around which it gathers parameters."""
+    sharded = [module for module in model.modules() if _is_sharded(module)]
+    blocks = [module for module in sharded if not any(_is_sharded(part) for part in list(module.modules())[1:])]
+    return blocks or [model]
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    fsdp = getattr(torch.distributed, "fsdp", None) if torch.distributed.is_available() else None
+    kind = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+class _Collate:
+    """A collator that buckets lengths, and whose batches tell the host's copies to their tensors on a device."""
+
+    def __init__(self, collate: Callable[[Any], Any], buckets: bool | Sequence[int] | None, host_copies: bool) -> None:
+        self.collate, self.buckets, self.host_copies = collate, buckets, host_copies
+
+    def __call__(self, features: Any) -> Any:
+        batch = self.collate(features)
+        if type(batch) is not dict:
+            return batch
+        if self.buckets is not False:
+            batch = {name: self._bucketed(name, value) for name, value in batch.items()}
+        return Batch(batch) if self.host_copies else batch
+
+    def _bucketed(self, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim != 1 or value.dtype.is_floating_point:
+            return value
+        sizes = self.buckets if isinstance(self.buckets, Sequence) else None
+        if name == "lengths":
+            return bucket_lengths(value, sizes)
+        if name in _ENDS and len(value):
+            count = len(bucket_lengths(value[1:], sizes))
+            return torch.cat([value, value[-1:].expand(count + 1 - len(value))])
+        return value
+
+
+class Batch(dict[str, Any]):
+    """A batch whose integer tensors, moved to a device by `to`, stay known to the host.
+
+    accelerate moves a batch that has a method `to` by it. Prologues then read the host's copies, and nothing is copied
+    back from the device.
+    """
+
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
+        moved = Batch()
+        for name, value in self.items():
+            if isinstance(value, torch.Tensor):
+                moved[name] = value.to(device, non_blocking=non_blocking)
+                keep_host_copies(moved[name], value)
+            else:
+                moved[name] = value.to(device) if hasattr(value, "to") else value
+        return moved
