@@ -3,8 +3,8 @@
     torch.compile(model, backend="fastpack")
 
 Public names: `fastpack_backend` (importing it enables two capture flags of Dynamo, see `fxpasses.fastpack`), `compile`
-(which changes no flag), `set_default_options`, `FastpackCallback` (which needs transformers), `prefetch`,
-`attention_stats`, `offload_stats`, `inspect` and the errors.
+(which changes no flag), `set_default_options`, `FastpackCallback` (which needs transformers),
+`inductor_options`, `prefetch`, `attention_stats`, `offload_stats`, `inspect` and the errors.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fxpasses.compiling import compile
     from fxpasses.default_options import set_default_options
     from fxpasses.fastpack import fastpack_backend
+    from fxpasses.integrations.inductor_hooks import inductor_options
     from fxpasses.integrations.trainer import FastpackCallback
     from fxpasses.runtime.attention.stats import attention_stats
     from fxpasses.runtime.offload.stats import offload_stats
@@ -34,6 +35,7 @@ __all__ = [
     "attention_stats",
     "compile",
     "fastpack_backend",
+    "inductor_options",
     "inspect",
     "offload_stats",
     "prefetch",
@@ -45,6 +47,7 @@ _HOMES = {
     "attention_stats": "fxpasses.runtime.attention.stats",
     "compile": "fxpasses.compiling",
     "fastpack_backend": "fxpasses.fastpack",
+    "inductor_options": "fxpasses.integrations.inductor_hooks",
     "offload_stats": "fxpasses.runtime.offload.stats",
     "prefetch": "fxpasses.runtime.prefetching",
     "set_default_options": "fxpasses.default_options",

@@ -1,0 +1,126 @@
+"""`inductor_options`: passes for programs that have to keep `backend="inductor"`, by Inductor's own hooks.
+
+    torch.compile(model, backend="inductor", options=fxpasses.inductor_options())
+
+A stack that calls the compiler itself (vLLM's, torchtitan's) leaves room for Inductor's hooks alone. They get a graph
+and return one: nothing runs once per batch, nothing intercepts the trace, and nothing is compiled apart. `_REFUSED`
+says for each pass that needs one of these why it cannot be had.
+
+Checked on torch 2.11, 2.13 and 2.15: `pre_grad_custom_pass`, which gets the graph that Dynamo captured, after those of
+its bodies, and `custom_partitioner_fn`; both have a `uuid` for PyTorch's caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule
+
+from fxpasses import inspect
+from fxpasses.graph.provenance import input_sources
+from fxpasses.options import PREFIX, Options
+from fxpasses.partitioner import Partitioner
+from fxpasses.passes.coalesce_reads import CoalesceReads
+from fxpasses.passes.group_experts import GroupExperts
+from fxpasses.pipeline import Pass, run_passes
+from fxpasses.version import __version__
+
+_GIVEN: Mapping[str, Callable[[], Pass]] = {"group_experts": GroupExperts, "coalesce_reads": CoalesceReads}
+_OFFLOAD = "offload_activations"
+_REFUSED = {
+    "hoist_metadata": "its prologue runs once per batch, before the compiled code, and no hook runs there",
+    "sparsify_attention": "its plans would be made in every layer, without the prologue of hoist_metadata",
+    "omit_masks": "it leaves out what sparsify_attention makes superfluous",
+    "fold_layers": "it compiles the bodies of layers apart, and Inductor calls its hooks when it has the whole graph",
+}
+_WITHOUT_EFFECT = {
+    "capture": "no hook sees Dynamo's trace; set torch._dynamo.config.capture_scalar_outputs and "
+    "capture_dynamic_output_shape_ops yourself",
+    "attention": _REFUSED["sparsify_attention"],
+    "fold": _REFUSED["fold_layers"],
+    "lowering": "the lowering is Inductor's",
+    "mode": "pass the options of torch._inductor.list_mode_options(mode) along",
+}
+
+
+def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Options for `torch.compile(model, backend="inductor", options=...)`: the passes that Inductor's hooks can run.
+
+    These are `group_experts` and `coalesce_reads`, and `offload_activations` where it is asked for.
+
+    options: `fastpack.passes`, `fastpack.experts`, `fastpack.verify`, `fastpack.strict` and `fastpack.offload` with its
+    own; other keys are Inductor's, and are in the result as they are. Defaults of the process or the environment are
+    not read. The passes see what Dynamo captures: loops over experts need its capture flags. Raises `ValueError` for
+    passes and options that the hooks have no place for, with the reason, and where an option takes a hook already.
+    """
+    given = dict(options or {})
+    for name, reason in _WITHOUT_EFFECT.items():
+        if PREFIX + name in given:
+            raise ValueError(f"{PREFIX}{name} has no effect under Inductor's hooks: {reason}")
+    for name in given.get(PREFIX + "passes", ()):
+        if name in _REFUSED:
+            raise ValueError(f'{PREFIX}passes holds {name!r}, which needs backend="fastpack": {_REFUSED[name]}')
+    settings = Options.parse(given)
+    found: dict[str, Any] = dict(settings.inductor)
+    passes = [name for name in settings.passes if name in _GIVEN]
+    if passes:
+        _take(found, "pre_grad_custom_pass", PassesOnCapturedGraph(passes, replace(settings, inductor={})))
+    if settings.offload.tier != "off" and _OFFLOAD in settings.passes:
+        functorch: Any = torch._functorch.config
+        if functorch.donated_buffer:
+            raise ValueError(
+                f"{PREFIX}offload needs torch._functorch.config.donated_buffer = False, which no option of Inductor "
+                "sets: backward would overwrite saved tensors, which here are handles; set it before compiling"
+            )
+        _take(found, "custom_partitioner_fn", Partitioner(settings.offload, settings.strict))
+    return found
+
+
+def _take(found: dict[str, Any], hook: str, own: Any) -> None:
+    if found.get(hook) is not None:
+        raise ValueError(f"{hook} is given, and fxpasses needs it; call inductor_options()[{hook!r}] from your own")
+    found[hook] = own
+
+
+class PassesOnCapturedGraph(CustomGraphPass):
+    """Runs passes on the graph that Dynamo captured, with its bodies, in place; a pass that fails is dropped."""
+
+    def __init__(self, names: Sequence[str], settings: Options) -> None:
+        self.names, self.settings = tuple(names), settings
+
+    def __call__(self, graph: Graph) -> None:
+        gm = graph.owning_module
+        if gm is None or not any(input_sources(gm)):
+            return  # a checkpoint's body, which Inductor passes on its own: it is rewritten with the graph around it
+        examples = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+        observer = inspect.observe(gm, examples, self.settings)
+        passes: list[Pass] = [_GIVEN[name]() for name in self.names]
+        result = run_passes(passes, gm, examples, self.settings, observer.after_pass)
+        if result.gm is not gm:
+            _put(result.gm, gm)
+        observer.finish("rewritten" if result.gm is not gm else "captured")
+
+    def uuid(self) -> str:
+        """Of the package, the passes and the options: PyTorch's caches keep what these made."""
+        code = hashlib.sha256()
+        for folder in ("graph", "passes"):
+            for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
+                code.update(file.read_bytes())
+        options = json.dumps([self.names, self.settings.experts], default=str)
+        return f"fxpasses:{__version__}:{code.hexdigest()}:{options}"
+
+
+def _put(rewritten: GraphModule, gm: GraphModule) -> None:
+    """Give `gm` the graph and the bodies of `rewritten`, and keep it the object that Inductor goes on with."""
+    for node in rewritten.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if "." not in name:
+            setattr(gm, name, getattr(rewritten, name))
+    gm.graph = rewritten.graph

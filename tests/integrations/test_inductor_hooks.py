@@ -1,0 +1,118 @@
+"""Passes under `backend="inductor"`, by Inductor's own hooks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fxpasses
+import fxpasses.inspect
+from fxpasses.capture.flags import FLAGS
+
+EXPERTS, TOKENS, HIDDEN = 4, 24, 8
+
+
+def experts(x: Tensor, router: Tensor, weight: Tensor) -> Tensor:
+    """A loop over experts that Dynamo captures whole."""
+    scores, chosen = torch.topk(torch.softmax(x @ router, -1), 2)
+    routed = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        token, slot = torch.where(chosen == expert)
+        routed = routed.index_add(0, token, torch.tanh(x[token] @ weight[expert]) * scores[token, slot, None])
+    return routed
+
+
+def checkpointed(x: Tensor, router: Tensor, weight: Tensor) -> Tensor:
+    return checkpoint(experts, x, router, weight, use_reentrant=False) + x
+
+
+@pytest.fixture
+def inputs() -> list[Tensor]:
+    shapes = (TOKENS, HIDDEN), (HIDDEN, EXPERTS), (EXPERTS, HIDDEN, HIDDEN)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+@pytest.fixture(autouse=True)
+def flags_are_on() -> Iterator[None]:
+    with torch._dynamo.config.patch(dict.fromkeys(FLAGS, True)):
+        yield
+
+
+def results(program: Any, inputs: list[Tensor]) -> list[Tensor]:
+    output = program(*inputs)
+    return [output, *torch.autograd.grad(output.square().sum(), inputs)]
+
+
+@pytest.mark.parametrize("program", [pytest.param(experts, marks=pytest.mark.slow), checkpointed])
+def test_a_loop_over_experts_is_grouped(program: Any, inputs: list[Tensor]) -> None:
+    options = fxpasses.inductor_options({"fastpack.strict": True})
+    with fxpasses.inspect.record() as record:
+        compiled = torch.compile(program, backend="inductor", options=options)
+        torch.testing.assert_close(results(compiled, inputs), results(program, inputs))
+    assert record.figures("group_experts") == {"loops_grouped": 1}, record
+    assert [graph.outcome for graph in record.graphs] == ["rewritten"]
+
+
+def test_a_graph_without_anything_to_do_stays() -> None:
+    compiled = torch.compile(torch.sin, backend="inductor", options=fxpasses.inductor_options())
+    with fxpasses.inspect.record() as record:
+        assert torch.allclose(compiled(torch.ones(3)), torch.sin(torch.ones(3)))
+    assert [graph.outcome for graph in record.graphs] in ([], ["captured"])  # a warm cache runs no pass
+
+
+def test_inductors_own_options_go_along() -> None:
+    found = fxpasses.inductor_options({"shape_padding": False, "fastpack.passes": ["coalesce_reads"]})
+    assert found["shape_padding"] is False and found["pre_grad_custom_pass"].names == ("coalesce_reads",)
+
+
+def test_caches_tell_options_apart() -> None:
+    kinds = [{}, {"fastpack.experts": "slices"}, {"fastpack.passes": ["coalesce_reads"]}]
+    uuids = [fxpasses.inductor_options(kind)["pre_grad_custom_pass"].uuid() for kind in kinds]
+    assert len(set(uuids)) == 3
+    assert uuids[0] == fxpasses.inductor_options()["pre_grad_custom_pass"].uuid()
+    hook = pickle.loads(pickle.dumps(fxpasses.inductor_options()["pre_grad_custom_pass"]))
+    assert hook.uuid() == uuids[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"fastpack.passes": ["hoist_metadata"]}, r"needs backend=\"fastpack\".*once per batch"),
+        ({"fastpack.passes": ["sparsify_attention"]}, "plans would be made in every layer"),
+        ({"fastpack.passes": ["fold_layers"]}, "bodies of layers apart"),
+        ({"fastpack.capture": "on"}, r"no effect.*capture_scalar_outputs"),
+        ({"fastpack.attention": "auto"}, "no effect"),
+        ({"fastpack.lowering": "aot_eager"}, "the lowering is Inductor's"),
+        ({"fastpack.mode": "max-autotune"}, "list_mode_options"),
+        ({"fastpack.offload": "disk"}, "donated_buffer = False"),
+        ({"pre_grad_custom_pass": print}, "is given, and fxpasses needs it"),
+        ({"fastpack.pases": []}, "did you mean 'fastpack.passes'"),
+    ],
+)
+def test_what_the_hooks_have_no_place_for_is_refused_with_the_reason(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fxpasses.inductor_options(given)
+
+
+def test_activations_are_offloaded(inputs: list[Tensor]) -> None:
+    before = fxpasses.offload_stats()
+    with torch._functorch.config.patch(donated_buffer=False):
+        options = {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0, "fastpack.passes": [
+            "offload_activations"]}  # fmt: skip
+
+        def program(x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = torch.tanh(x) @ torch.ones(HIDDEN, HIDDEN) / HIDDEN
+            return x
+
+        given = fxpasses.inductor_options(options)
+        assert set(given) == {"custom_partitioner_fn"}
+        compiled = torch.compile(program, backend="inductor", options=given)
+        torch.testing.assert_close(results(compiled, inputs[:1]), results(program, inputs[:1]))
+    assert fxpasses.offload_stats() != before
