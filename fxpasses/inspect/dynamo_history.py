@@ -12,10 +12,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch._dynamo.config
 import torch._dynamo.utils as dynamo
 
 _MOST = 4096
+_TORCH, _PYTHON = (os.path.join(os.path.dirname(module.__file__), "") for module in (torch, os))
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,21 @@ def compilations() -> Iterator[Compilation]:
 
 
 def breaks() -> Iterator[Break]:
+    """Those in frames of the program: PyTorch's own frames, such as DDP's around the model, break by design."""
     for entry in getattr(dynamo, "graph_break_reasons", ()):
+        if entry.user_stack and _is_pytorchs(entry.user_stack[0].filename):
+            continue
         frame = entry.user_stack[-1] if entry.user_stack else None
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}" if frame is not None else ""
         explanation = entry.reason.partition("Explanation: ")[2] or entry.reason
         if "data-dependent" in entry.reason:
             explanation = "the program branches on a value that only the running program knows"
         yield Break(where, explanation.strip().split("\n")[0])
+
+
+def _is_pytorchs(file: str) -> bool:
+    """Whether a file is PyTorch's, or Python's, whose `contextlib` is the frame around a decorated function."""
+    return file.startswith(_TORCH) or (file.startswith(_PYTHON) and "site-packages" not in file)
 
 
 def recompile_limit() -> int:

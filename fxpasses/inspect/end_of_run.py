@@ -19,11 +19,12 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpasses.report import Refusal, Report
+from fxpasses.report import Reason, Report
 
 VARIABLE = "FXPASSES_SUMMARY"
 _WIDTH = 100
 _MOST_LINES = 5  # of one kind
+_AS_IT_SHOULD_BE = (Reason.SMALL, Reason.NEEDED_SOON, Reason.WITHIN_BUDGET, Reason.NOT_COMPUTED, Reason.LEFT_OUT)
 
 
 @dataclass
@@ -173,8 +174,7 @@ def _not_captured(ours: list[Graph]) -> Iterator[str]:
             found[f"{graph.where} runs uncompiled: fastpack.strict shows the error"] += 1
         found.update(f"a pass was dropped: {failure}" for failure in graph.failed)
         # A loop of many layers refuses the same at one place in each.
-        refusals = {(report.pass_name, *_key(refusal)) for report in graph.reports for refusal in report.refusals}
-        found.update(f"{name} left {at}: {reason}" for name, at, reason in sorted(refusals))
+        found.update(f"{name} left {at}: {reason}" for name, at, reason in sorted(set(_refusals(graph))))
     if found:
         yield "Not captured, or left alone"
     yield from (f"  {line}{_times(count)}" for line, count in found.most_common(_MOST_LINES))
@@ -193,7 +193,7 @@ def _advice(ours: list[Graph]) -> Iterator[str]:
     yield from (advice for advice, count in needed.most_common(_MOST_LINES) if advice and count > 1)
     if any(True for _ in dynamo_history.breaks()):
         yield "Take what breaks the graph out of the compiled model; TORCH_LOGS=graph_breaks has ways around it."
-    if any(report.refusals for graph in ours for report in graph.reports):
+    if any(True for graph in ours for _ in _refusals(graph)):
         yield "FXPASSES_RECORD=records python ..., then `fxpasses explain records`: what was left alone, and its cost."
 
 
@@ -205,8 +205,12 @@ def _compilations(ours: list[Graph]) -> list[Any]:
     return [one for one in dynamo_history.compilations() if one.frame in frames and not one.error]
 
 
-def _key(refusal: Refusal) -> tuple[str, str]:
-    return refusal.where or f"`{refusal.subject}`", refusal.reason.value
+def _refusals(graph: Graph) -> Iterator[tuple[str, str, str]]:
+    """Pass, place and reason of what a change to the program, or another option, would have rewritten."""
+    for report in graph.reports:
+        for refusal in report.refusals:
+            if refusal.reason not in _AS_IT_SHOULD_BE:
+                yield report.pass_name, refusal.where or f"`{refusal.subject}`", refusal.reason.value
 
 
 def _many(count: int, what: str) -> str:

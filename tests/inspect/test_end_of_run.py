@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from traceback import FrameSummary
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fxpasses.inspect import dynamo_history
 from fxpasses.inspect.guard_words import cause
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +80,14 @@ def test_one_screen_says_what_was_compiled_and_why_and_what_to_change(tmp_path: 
         assert line in text, text
     assert "Sizes that go on changing" not in text  # once is what a dynamic size costs
     assert len(text.splitlines()) <= 30 and max(map(len, text.splitlines())) <= 100
+
+
+def test_what_breaks_by_design_in_pytorchs_own_frames_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP's `forward`, and the context managers around it; a break in the program stays."""
+    files = torch.nn.parallel.distributed.__file__, contextlib.__file__, __file__
+    broken = [SimpleNamespace(reason="a\n  Explanation: b", user_stack=[FrameSummary(f, 7, "f")]) for f in files]
+    monkeypatch.setattr(torch._dynamo.utils, "graph_break_reasons", broken)
+    assert list(dynamo_history.breaks()) == [dynamo_history.Break("test_end_of_run.py:7", "b")]
 
 
 def test_nobody_asked(tmp_path: Path) -> None:
