@@ -17,7 +17,7 @@ import torch._dynamo.config
 import torch._dynamo.utils as dynamo
 
 _MOST = 4096
-_TORCH, _PYTHON = (os.path.join(os.path.dirname(module.__file__), "") for module in (torch, os))
+_TORCH, _PYTHON = (os.path.join(os.path.dirname(str(module.__file__)), "") for module in (torch, os))
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,12 @@ def losses(folder, kind, backend):
 
 
 if __name__ == "__main__":
-    from trl import SFTConfig
-
+    try:
+        from trl import SFTConfig as Arguments
+    except ImportError:
+        from transformers import TrainingArguments as Arguments
     torch.set_num_threads(1)
-    print("losses", losses(sys.argv[1], SFTConfig, "fastpack"))
+    print("losses", losses(sys.argv[1], Arguments, "fastpack"))
 """
 
 PREPARED = """
@@ -89,7 +91,7 @@ def graphs(tmp_path: Path) -> list[str]:
 
 
 def test_trainers_take_the_name(tmp_path: Path, environment: dict[str, str]) -> None:
-    """In `TrainingArguments`, and in what TRL derives from them."""
+    """In what TRL derives from `TrainingArguments`, where TRL is installed."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
     printed = output_of([str(script), str(tmp_path)], environment)
