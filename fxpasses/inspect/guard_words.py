@@ -18,7 +18,8 @@ class Cause:
 
 _SIZES = (
     "Sizes that go on changing: pad to a few of them (a collator's pad_to_multiple_of; for lengths, "
-    "fxpasses.data.BucketCollator), drop the last incomplete batch (dataloader_drop_last), or pass dynamic=True."
+    "fxpasses.data.BucketCollator), drop the last incomplete batch (dataloader_drop_last), or pass dynamic=True "
+    "(accelerate launch: --dynamo_use_dynamic)."
 )
 _ANSWERS = (
     "The program branches on its batch, and each answer is a graph: branch on sizes or on fixed settings instead, or "
