@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpasses
 from fxpasses.runtime import grouped_kernels, grouped_ways
 from fxpasses.runtime.batch_cache import batch_cache
+from fxpasses.runtime.prefetching import keep_host_copies
 from fxpasses.runtime.transfers import to_device
 from tests.device import simulated
 from tests.device.simulated import counts
@@ -173,6 +174,23 @@ def test_prefetch_copies_on_a_stream_of_its_own_while_the_device_works():
         found = step(program, x, lengths)
         assert counts().copies_out == 0 and counts().synchronizations == 1
         assert same(found, step(model, x, lengths))
+
+
+@late_or_slow
+def test_a_batch_whose_values_the_host_knows_is_not_copied_back(order):
+    """What `FastpackCallback` keeps of a batch: nothing comes from the device, and the host does not wait for it."""
+    model = Decoder(2).to("sim")
+    program = compiled(model, "aot_eager")
+    step(program, *batch([5, 8, 3]))
+    for lengths in ([1, 14, 1], [4, 4, 8]):
+        x, given = batch(lengths, device="cpu")
+        moved = given.to("sim")
+        keep_host_copies(moved, given)
+        given.zero_()  # the collator fills its memory anew
+        simulated.reset_counts()
+        found = step(program, x, moved)
+        assert counts().copies_out == counts().stalls == counts().synchronizations == 0
+        assert same(found, step(model, x, moved))
 
 
 @late_or_slow
