@@ -16,6 +16,7 @@ from fxpasses.errors import PassError
 from fxpasses.graph.aliases import AliasAnalysis, storages_of
 from fxpasses.graph.collectives import sequence
 from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.modes import Regions
 from fxpasses.graph.prologue import Draft
 from fxpasses.graph.refusals import Refused
 from fxpasses.once import warn_once
@@ -60,8 +61,9 @@ class Context:
         if not self.may_change(node):
             raise Refused(Reason.LEFT_OUT)
 
-    def aliases(self, graph: Graph) -> AliasAnalysis:
-        return AliasAnalysis(graph, self.fake_mode, self.shared_inputs)
+    def aliases(self, graph: Graph, autocast: Regions = ()) -> AliasAnalysis:
+        """autocast: the regions around the graph, if it is the body of a checkpoint."""
+        return AliasAnalysis(graph, self.fake_mode, self.shared_inputs, autocast)
 
     @property
     def requested_changes(self) -> int:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fxpasses.graph import effects
 from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.effects import leaves, storage_key
+from fxpasses.graph.modes import Regions, autocast_regions
 
 # Higher-order operators that only run the operator that they are given.
 _RUN_AN_OPERATOR = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
@@ -160,14 +161,18 @@ class AliasSets:
 
 
 class AliasAnalysis:
-    """The writers and readers of memory in one graph. inputs_in_one: inputs that may share memory.
+    """The writers and readers of memory in one graph.
+
+    inputs_in_one: inputs that may share memory. autocast: the autocast regions around the graph.
 
     A pass that replaces queries of `idx == e` by a sort of `idx` must know that nobody writes to the mask before its
     query, nor to `idx` after the comparison.
     """
 
-    def __init__(self, graph: Graph, fake_mode: Any, inputs_in_one: Iterable[Node] = ()) -> None:
-        self._graph, self._fake_mode = graph, fake_mode
+    def __init__(
+        self, graph: Graph, fake_mode: Any, inputs_in_one: Iterable[Node] = (), autocast: Regions = ()
+    ) -> None:
+        self._graph, self._fake_mode, self._autocast = graph, fake_mode, autocast
         self.sets = AliasSets((), inputs_in_one)
         self.refresh()
 
@@ -175,6 +180,7 @@ class AliasAnalysis:
         """To be called after a change of the graph."""
         self.sets.refresh(self._graph.nodes)
         self._written: dict[Node, frozenset[int]] = {}
+        self._regions = autocast_regions(self._graph, self._autocast)
         self.positions = {node: position for position, node in enumerate(self._graph.nodes)}
 
     def is_constant(self, node: Node) -> bool:
@@ -214,7 +220,7 @@ class AliasAnalysis:
             written = written_operands(user)
         else:
             args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda operand: operand.meta.get("example_value"))
-            touch = effects.touch(user, args, kwargs, self._fake_mode)
+            touch = effects.touch(user, args, kwargs, self._fake_mode, self._regions.get(user, ()))
             if touch is not None:
                 tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 return frozenset(self.sets.number(storage_key(tensors[position])) for position in touch.writes)

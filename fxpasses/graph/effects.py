@@ -206,15 +206,20 @@ class Touch:
     returns: frozenset[int]
 
 
-def touch(node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any) -> Touch | None:
-    """The effects of a node that stays in place, on its tensor arguments; None if they are unknown."""
+def touch(
+    node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any, autocast: Sequence[tuple[Any, ...]] = ()
+) -> Touch | None:
+    """The effects of a node that stays in place, on its tensor arguments; None if they are unknown.
+
+    autocast: as for `observe`. Without its regions attention would have operands of different dtypes, for example.
+    """
     if is_reshaping(node):
         return Touch(frozenset({0}), frozenset({0}))
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NOT_RECORDED:
         return Touch(frozenset(), frozenset())
     recorder = _Recorder(refuse=False)
     try:
-        with quiet(fake_mode), recorder:
+        with quiet(fake_mode), regions(autocast), recorder:
             output = call(node, args, kwargs)
         storages = [storage_key(t) for t in _tensors(leaves((args, kwargs)))]
         returned = {storage_key(t) for t in _tensors(pytree.tree_leaves(output))}

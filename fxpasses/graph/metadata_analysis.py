@@ -114,7 +114,7 @@ class Walk:
             return self._call(region, node, autocast)
         elif node.op == "call_module":
             self.obstacles[node] = Reason.UNKNOWN_OPERATOR, f"the module `{node.target}`"
-            self._outside(region, node)
+            self._outside(region, node, autocast)
         return autocast
 
     def _placeholder(self, region: Region, node: Node) -> None:
@@ -198,7 +198,7 @@ class Walk:
                 if refused.reason is not Reason.HIGHER_ORDER or operands:
                     self.closure.refusals[node] = Refusal(node.name, refused.reason, refused.text, where(node))
         self.obstacles[node] = obstacle
-        self._outside(region, node)
+        self._outside(region, node, autocast)
         return autocast
 
     def _body(self, region: Region, call: Node, autocast: tuple[Any, ...]) -> None:
@@ -237,7 +237,7 @@ class Walk:
         except Refused:
             return None
 
-    def _outside(self, region: Region, node: Node) -> None:
+    def _outside(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> None:
         """Record what a node outside the closure reads, writes and returns."""
         touched: list[tuple[Node, Allocation]] = []
         for operand in node.all_input_nodes:
@@ -255,7 +255,7 @@ class Walk:
         first = node.args[0] if node.args else None
         if isinstance(first, Node) and isinstance(first.meta.get("example_value"), (tuple, list)):
             return  # one result of a body, whose example shares no memory with the examples of the operands
-        effect, has_body = self._touch(node), isinstance(node.target, torch._ops.HigherOrderOperator)
+        effect, has_body = self._touch(node, autocast), isinstance(node.target, torch._ops.HigherOrderOperator)
         if effect is None and has_body and not written_operands(node, region.gm):
             return
         tensors = self._tensor_arguments(node)
@@ -269,13 +269,13 @@ class Walk:
                     returned.append(memory)
         self.escaping[node] = tuple(dict.fromkeys(returned))
 
-    def _touch(self, node: Node) -> effects.Touch | None:
+    def _touch(self, node: Node, autocast: tuple[Any, ...]) -> effects.Touch | None:
         if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
             return None
         args, kwargs = map_aggregate((node.args, node.kwargs), self._example)
-        key = (node.op, node.target, _signature((args, kwargs)))
+        key = (node.op, node.target, autocast, _signature((args, kwargs)))
         if key not in self.touches:
-            self.touches[key] = effects.touch(node, args, kwargs, self.fake_mode)
+            self.touches[key] = effects.touch(node, args, kwargs, self.fake_mode, autocast)
         return self.touches[key]
 
     def _example(self, leaf: Any) -> Any:

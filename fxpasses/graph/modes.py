@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -73,6 +73,21 @@ def modes(graph: Graph) -> dict[Node, Mode]:
             gradients = bool(node.args[0])
         elif _may_change_modes(node, name):
             raise Refused(Reason.UNKNOWN_OPERATOR, f"`{name or node.target}` may change the mode of what follows", node)
+    return found
+
+
+Regions: TypeAlias = tuple[tuple[Any, ...], ...]  # the arguments of `_enter_autocast` of each, outermost first
+
+
+def autocast_regions(graph: Graph, around: Regions = ()) -> dict[Node, Regions]:
+    """The autocast regions that are open before each node. around: those that are open where the graph begins."""
+    found = {}
+    for node in graph.nodes:
+        found[node] = around
+        if enters_autocast(node):
+            around = (*around, tuple(node.args))
+        elif leaves_autocast(node):
+            around = around[:-1]
     return found
 
 

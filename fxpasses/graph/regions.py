@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxpasses.graph.modes import Regions, autocast_regions
+
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -22,6 +24,7 @@ class Region:
     """One graph: the main graph (`parent` and `call` are None) or the body of a checkpoint call in `parent`.
 
     bodies: the regions directly inside, by their call. operands: the operand in `parent` of each placeholder of a body.
+    autocast: the autocast regions around the graph.
     """
 
     gm: GraphModule
@@ -29,13 +32,16 @@ class Region:
     call: Node | None = None
     bodies: dict[Node, Region] = field(default_factory=dict)
     operands: dict[Node, Any] = field(default_factory=dict)
+    autocast: Regions = ()
 
     def __post_init__(self) -> None:
         if self.call is not None:
             self.operands = dict(zip(self.placeholders(), self.call.args[1:], strict=True))
-        for call in self.gm.graph.find_nodes(op="call_function", target=CHECKPOINT):
+        calls = self.gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+        around = autocast_regions(self.gm.graph, self.autocast) if calls else {}
+        for call in calls:
             body = getattr(self.gm, call.args[0].target)
-            self.bodies[call] = Region(body, self, call)
+            self.bodies[call] = Region(body, self, call, autocast=around[call])
 
     def placeholders(self) -> list[Node]:
         return self.gm.graph.find_nodes(op="placeholder")

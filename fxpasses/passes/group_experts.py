@@ -54,7 +54,7 @@ class GroupExperts:
         counts, branches = {"loops_grouped": 0, "loops_sliced": 0}, branches_of(gm)
         for region in Region(gm).walk():
             erase_answers(region.gm.graph)
-            memory = context.aliases(region.gm.graph)
+            memory = context.aliases(region.gm.graph, region.autocast)
             left: list[tuple[Loop, Refusal]] = []
             changes: list[str] = []
             for loop, found in self._loops_of(region, memory, context, branches) if level != "slices" else ():

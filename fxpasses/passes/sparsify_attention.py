@@ -73,7 +73,7 @@ class SparsifyAttention:
         memories: dict[Region, AliasAnalysis] = {}
         for site in sites:
             if site.region not in memories:
-                memories[site.region] = context.aliases(site.region.gm.graph)
+                memories[site.region] = context.aliases(site.region.gm.graph, site.region.autocast)
             rewrite = _Rewrite(site, closure, memories[site.region], context)
             try:
                 if (attention := rewrite.find()) is not None:

@@ -438,6 +438,18 @@ def test_autocast(attend, mask):
     assert report.figures == {"attentions": 1, "masks": 1}
 
 
+def test_dtypes_that_only_autocast_makes_one_in_a_checkpoint():
+    """The mode around a checkpoint is that of its body; rotary embeddings leave operands of different dtypes."""
+    model = Layers(lambda q, k, v, allowed: keywords(q.float(), k.bfloat16(), v, allowed), documents)
+
+    def program(x, lengths):
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(model.layer, x, lengths, 0, use_reentrant=False)
+
+    report = check(program, [batch([100, 188])], "aot_eager", tolerance=3e-2)
+    assert report.figures == {"attentions": 1, "masks": 1}
+
+
 def test_dynamic_sizes():
     """One graph for any number of tokens, and plans that fit."""
 
