@@ -19,6 +19,7 @@ class Feature(enum.Enum):
     SLICES = "sizes of slices"
     OUTPUTS = "recorded outputs"
     STORES = "stored numbers"
+    GRADIENTS = "required gradients"
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"
     LISTS = "grown lists"

@@ -42,6 +42,7 @@ FEATURES = {
     Feature.SLICES: ("slice_sizes", "slices whose bounds depend on the batch may break the graph"),
     Feature.OUTPUTS: ("recorded_outputs", "transformers' recorded outputs of layers break the graph"),
     Feature.STORES: ("stored_numbers", "numbers that checkpointed layers store outside break the graph"),
+    Feature.GRADIENTS: ("required_gradients", "`requires_grad_()` on an intermediate breaks the graph"),
     Feature.SPECULATION: ("speculation_handlers", "loops that skip experts without tokens break the graph"),
     Feature.NUMPY: ("numpy_counts", "loops over counts that went through NumPy break the graph"),
     Feature.LISTS: ("grown_lists", "lists that grow only for experts with tokens break the graph"),

@@ -217,8 +217,8 @@ class _TraceFrameInAttempts:
         if isinstance(error, (self._names.restart, self._names.skip)):
             return None
         rejected, unproved = _backend_error(error), trace.unproved()
-        if isinstance(rejected, FeatureRejected) and rejected.feature is Feature.STORES:
-            return trace.attempt.without(Feature.STORES)
+        if isinstance(rejected, FeatureRejected) and rejected.feature in (Feature.STORES, Feature.GRADIENTS):
+            return trace.attempt.without(rejected.feature)
         if unproved:  # first without counts in NumPy arrays, if there are any
             uses_numbers = any(branch.kind == "numbers" for branch in trace.speculated())
             return trace.attempt.without(Feature.NUMPY if uses_numbers else Feature.SPECULATION)

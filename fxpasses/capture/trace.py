@@ -29,6 +29,7 @@ from fxpasses.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
     from fxpasses.capture.numpy_counts import NumpyCounts
+    from fxpasses.capture.required_gradients import RequiredGradients
     from fxpasses.capture.speculation import Speculation
     from fxpasses.capture.stored_numbers import StoredNumbers
 
@@ -65,6 +66,7 @@ class Trace:
     speculation: Speculation
     numpy: NumpyCounts
     stores: StoredNumbers
+    required: RequiredGradients
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -88,6 +90,10 @@ class Trace:
             from fxpasses.capture.stored_numbers import StoredNumbers
 
             self.stores = StoredNumbers()
+        if self.has(Feature.GRADIENTS):
+            from fxpasses.capture.required_gradients import RequiredGradients
+
+            self.required = RequiredGradients(self.autocast)
 
     def has(self, feature: Feature) -> bool:
         return feature in self.attempt.features

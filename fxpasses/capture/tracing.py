@@ -132,7 +132,7 @@ def report(trace: Trace) -> Report | None:
 
 
 def check(trace: Trace, gm: GraphModule | None = None) -> None:
-    """Raise `FeatureRejected` for an unproved speculated branch, or a visible store in a checkpoint.
+    """Raise `FeatureRejected` for an unproved branch, a visible store in a checkpoint, or a gradient that is lost.
 
     gm: the graph, once it is complete.
     """
@@ -141,6 +141,8 @@ def check(trace: Trace, gm: GraphModule | None = None) -> None:
         raise FeatureRejected(Feature.SPECULATION, text)
     if conflict := _store_conflict(trace, gm):
         raise FeatureRejected(Feature.STORES, conflict)
+    if gm is not None and trace.has(Feature.GRADIENTS) and (conflict := trace.required.conflict(gm)):
+        raise FeatureRejected(Feature.GRADIENTS, conflict)
 
 
 def _store_conflict(trace: Trace, gm: GraphModule | None) -> str:

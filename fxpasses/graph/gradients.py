@@ -1,0 +1,180 @@
+"""Whether a graph's results require gradients although some intermediates do not: a lower bound.
+
+A program may ask for the gradient of an intermediate that nobody reads: `embedded.requires_grad_()`. The graph's
+examples show what requires a gradient because of it. AOTAutograd differentiates with respect to inputs alone, so the
+request may be left out if no result loses its gradient, and if no operator on the way has another effect then:
+
+    x = embedding(ids, frozen);  x.requires_grad_()
+    y = linear(x, frozen_w)         requires a gradient with the request alone
+    z = y + linear(x, a)            requires one in any case, because `a` does: a result that depends on z may stay
+
+A node whose operands keep their gradients keeps its own; one whose operands lose them all loses it. Only nodes with
+operands of both kinds run again, on fake tensors. A tensor that is written to has the gradients of the writes so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from fxpasses.graph import effects
+from fxpasses.graph.aliases import AliasSets, written_operands
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.effects import leaves
+from fxpasses.graph.refusals import Refused
+from fxpasses.graph.regions import CHECKPOINT, Region
+from fxpasses.report import Reason
+
+# A function with a gradient of its own computes the same results whether its operands require gradients or not.
+_FUNCTIONS = frozenset({"autograd_function_apply", "custom_function_call"})
+Flags = tuple[bool, ...]  # of the leaves of a node's result
+
+
+def check_gradients(main: Region, without: Sequence[torch.Tensor], autocast: Sequence[Any], enabled: bool) -> None:
+    """Raise `Refused` unless the graph's results are the same if the fake tensors `without` require no gradients.
+
+    autocast, enabled: the autocast regions and autograd's mode around the graph.
+    """
+    walk = _Walk(without)
+    flags = walk.region(main, tuple(autocast), enabled)
+    output = main.gm.graph.output_node()
+    for required, kept, operand in zip(_result_flags(output), flags, leaves(output.args), strict=True):
+        if required and not kept:
+            raise Refused(Reason.ESCAPES, f"`{operand.name}` is returned and would lose its gradient", operand)
+
+
+class _Walk:
+    """flags: whether the tensors of a node require gradients, at least, at the walked place of the graph."""
+
+    def __init__(self, without: Sequence[torch.Tensor]) -> None:
+        self.without = {id(tensor) for tensor in without}
+        self.fake_mode = without[0].fake_mode  # type: ignore[attr-defined]
+        self.flags: dict[Node, Flags] = {}
+
+    def region(self, region: Region, autocast: tuple[Any, ...], enabled: bool) -> Flags:
+        """Walk a graph or a body, and return the flags of its results."""
+        nodes = region.gm.graph.nodes
+        sets = AliasSets(nodes)
+        writes = {node: written for node in nodes if (written := written_operands(node, region.gm))}
+        changing = {number for written in writes.values() for operand in written for number in sets.of(operand)}
+        for node in nodes:
+            name = getattr(node.target, "__name__", "")
+            if name == "_enter_autocast":
+                autocast = (*autocast, tuple(node.args))
+            elif name == "_exit_autocast":
+                autocast = autocast[:-1]
+            elif name == "_set_grad_enabled":
+                enabled = bool(node.args[0])
+            elif node.op == "placeholder":
+                self.flags[node] = self._of_placeholder(region, node, bool(sets.of(node) & changing))
+            elif node.op == "get_attr":
+                self.flags[node] = _flags_of(node)
+            elif node.op != "output":
+                is_stable = not sets.of(node) & changing and node not in writes
+                self._visit(region, node, writes.get(node, []), is_stable, autocast, enabled)
+            if any(id(leaf) in self.without for leaf in _tensors(node)):
+                self.flags[node] = (False,) * len(_flags_of(node))
+        return self._results(region.gm.graph.output_node())
+
+    def _results(self, output: Node) -> Flags:
+        found: list[bool] = []
+        for leaf in leaves(output.args):
+            found += self.flags[leaf] if isinstance(leaf, Node) else [False]
+        return tuple(found)
+
+    def _of_placeholder(self, region: Region, node: Node, changes: bool) -> Flags:
+        if region.parent is not None:
+            operand = region.operands[node]
+            return self.flags[operand] if isinstance(operand, Node) else (False,)
+        return (False,) * len(_flags_of(node)) if changes else _flags_of(node)
+
+    def _visit(
+        self, region: Region, node: Node, written: list[Node], is_stable: bool, autocast: tuple[Any, ...], enabled: bool
+    ) -> None:
+        required = _flags_of(node)
+        operands = [operand for operand in node.all_input_nodes if operand in self.flags]
+        none = (False,) * len(required)
+        if is_stable and (not any(required) or all(self.flags[o] == _flags_of(o) for o in operands)):
+            self.flags[node] = required
+        elif node.target is CHECKPOINT:
+            found = self.region(region.bodies[node], autocast, enabled) if is_stable else none
+            self.flags[node] = found if len(found) == len(required) else none
+        elif isinstance(node.target, torch._ops.HigherOrderOperator) or node.op == "call_module":
+            if operator_of(node) not in _FUNCTIONS:
+                raise Refused(Reason.HIGHER_ORDER, f"`{node.name}` may depend on whether its operands have gradients")
+            self.flags[node] = none
+        elif (picked := self._picked(node)) is not None:
+            self.flags[node] = picked
+        else:
+            if not isinstance(node.target, torch._ops.OpOverload):
+                effects.check_target(node)
+            self.flags[node] = none
+            if any(flag for operand in operands for flag in self.flags[operand]):
+                self._run(node, written, autocast, enabled)
+
+    def _picked(self, node: Node) -> Flags | None:
+        """The flag of one item of a tuple, such as the results of a checkpoint."""
+        if operator_of(node) != "getitem" or not isinstance(node.args[1], int):
+            return None
+        source = node.args[0]
+        example = source.meta.get("example_value") if isinstance(source, Node) else None
+        if not isinstance(source, Node) or not isinstance(example, (tuple, list)):
+            return None
+        flags = self.flags[source]
+        return (flags[node.args[1]],) if len(flags) == len(example) else (False,) * len(_flags_of(node))
+
+    def _run(self, node: Node, written: list[Node], autocast: tuple[Any, ...], enabled: bool) -> None:
+        """Run a node on operands with gradients as known, and note those of its result and of what it writes."""
+        copies: dict[Node, Any] = {}
+
+        def copied(operand: Node) -> Any:
+            if operand not in copies:
+                copies[operand] = self._copy(operand)
+            return copies[operand]
+
+        try:
+            with effects.quiet(self.fake_mode), torch.set_grad_enabled(enabled), effects.regions(autocast):
+                args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), copied)
+                found = _flags(effects.call(node, args, kwargs))
+        except Exception:  # not known, so no gradient is assumed
+            found = ()
+        if len(found) == len(self.flags[node]):
+            self.flags[node] = found
+        for operand in written:
+            self.flags[operand] = _flags(copies[operand]) if found else (False,) * len(self.flags[operand])
+
+    def _copy(self, operand: Node) -> Any:
+        """The examples of a node, none of them a leaf, with gradients as known."""
+        flags = iter(self.flags[operand])
+
+        def copy(leaf: Any) -> Any:
+            requires_grad = next(flags)
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return leaf.detach().requires_grad_(requires_grad).clone()
+
+        with torch.enable_grad():
+            return pytree.tree_map(copy, operand.meta.get("example_value"))
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(leaf, torch.Tensor)]
+
+
+def _flags(value: Any) -> Flags:
+    return tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
+
+
+def _flags_of(node: Node) -> Flags:
+    return _flags(node.meta.get("example_value"))
+
+
+def _result_flags(output: Node) -> Flags:
+    found: list[bool] = []
+    for leaf in leaves(output.args):
+        found += _flags_of(leaf) if isinstance(leaf, Node) else [False]
+    return tuple(found)
