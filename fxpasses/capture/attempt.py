@@ -20,6 +20,8 @@ class Feature(enum.Enum):
     OUTPUTS = "recorded outputs"
     STORES = "stored numbers"
     GRADIENTS = "required gradients"
+    OUT = "out= arguments"
+    STRIDES = "strides in backward functions"
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"
     LISTS = "grown lists"

@@ -43,6 +43,8 @@ FEATURES = {
     Feature.OUTPUTS: ("recorded_outputs", "transformers' recorded outputs of layers break the graph"),
     Feature.STORES: ("stored_numbers", "numbers that checkpointed layers store outside break the graph"),
     Feature.GRADIENTS: ("required_gradients", "`requires_grad_()` on an intermediate breaks the graph"),
+    Feature.OUT: ("out_arguments", "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph"),
+    Feature.STRIDES: ("strides_in_backward", "`.stride()` in the backward of a function may break the graph"),
     Feature.SPECULATION: ("speculation_handlers", "loops that skip experts without tokens break the graph"),
     Feature.NUMPY: ("numpy_counts", "loops over counts that went through NumPy break the graph"),
     Feature.LISTS: ("grown_lists", "lists that grow only for experts with tokens break the graph"),
