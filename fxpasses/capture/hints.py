@@ -97,6 +97,23 @@ def iter_contains(trace: Trace, proceed: Proceed, items: Any, search: Any, tx: A
     return _constant(False)
 
 
+@handlers.at(method(BUILTIN, "call_function"), order=4, without="`range(0, n, 64)` is compiled anew for each n")
+def chunks(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """`range(0, n, 64)`: Dynamo assumes n, but how many chunks there are tells all numbers of the range."""
+    if self.fn is not range or len(args) != 3 or not isinstance(args[1], SymNodeVariable):
+        return NOT_HANDLED
+    if not all(bound.is_python_constant() for bound in (args[0], args[2])):
+        return NOT_HANDLED
+    start, stop, step = args[0].as_python_constant(), args[1].sym_num, args[2].as_python_constant()
+    value = trace.number(stop.node.expr) if isinstance(stop, torch.SymInt) and step > 1 else None
+    if value is None:
+        return NOT_HANDLED
+    end = start + step * len(range(start, int(value), step))
+    if (end > start and not stop > end - step) or stop > end:
+        return NOT_HANDLED
+    return proceed(self, tx, [args[0], _constant(end), args[2]], kwargs)
+
+
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=3, without="`torch.equal(a, b)` breaks the graph")
 def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.value is torch.equal and len(args) == 2 and not kwargs:

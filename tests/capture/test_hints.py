@@ -225,3 +225,20 @@ def test_a_wrong_batch_meets_the_programs_own_error() -> None:
     with pytest.raises(ValueError, match="do not cover"):
         model(x, lengths - 1)
     torch.testing.assert_close(model(x, lengths), x * 2)
+
+
+def test_a_loop_over_chunks_assumes_how_many_there_are_and_not_the_size() -> None:
+    def program(x: Tensor, mask: Tensor) -> Tensor:
+        found = x[mask]
+        parts = [found[i : min(i + 8, len(found))].sum() * (i + 1) for i in range(0, len(found), 8)]
+        rows = [x[i : i + 8].sin().sum(0) for i in range(0, len(x), 8)]
+        return torch.stack([*parts, *rows])
+
+    def batch(rows: int, valid: int) -> tuple[Tensor, Tensor]:
+        return torch.linspace(-1, 1, rows), torch.arange(rows) < valid
+
+    torch._dynamo.reset()
+    counts = [(12, 9), (12, 10), (14, 11), (13, 12), (15, 9)]
+    record = assert_same(program, [batch(*count) for count in counts])
+    assert len(record.graphs) == 2  # the second for all numbers of rows
+    assert len(assert_same(program, [batch(12, 9), batch(12, 7), batch(12, 8), batch(12, 0)]).graphs) == 2
