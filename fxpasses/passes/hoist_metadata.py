@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 from fxpasses.graph.building import replace_operand
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.closure import find_closure
+from fxpasses.graph.mask_indices import index_by_positions
 from fxpasses.graph.metadata_analysis import RANGES, Closure
 from fxpasses.graph.prologue import Assertion, Draft, Extra
 from fxpasses.graph.provenance import module_of, where
@@ -64,6 +65,8 @@ class HoistMetadata:
         main = Region(gm)
         banned = {node: Refusal(node.name, Reason.INPUT_WRITTEN, _SHARED) for node in context.shared_inputs}
         closure = find_closure(main, context.fake_mode, banned)
+        if index_by_positions(main, closure, context.fake_mode, context.may_change):
+            closure = find_closure(main, context.fake_mode, banned)
         if large := _too_large(closure):
             banned |= large
             closure = find_closure(main, context.fake_mode, banned)
