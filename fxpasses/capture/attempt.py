@@ -25,9 +25,12 @@ class Feature(enum.Enum):
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"
     LISTS = "grown lists"
+    HOOKS = "repeated hooks"
 
     def needs(self, other: Feature) -> bool:
         """Whether this feature is off if `other` is."""
+        if self is Feature.HOOKS:
+            return other is self
         return other in (self, Feature.HINTS) or (other is Feature.SPECULATION and self in _SPECULATIVE)
 
 
@@ -57,4 +60,4 @@ class Attempt:
             return None
         if self.flags == Values(True, True):
             return replace(self, flags=Values(True, False))
-        return Attempt(_OFF)
+        return Attempt(_OFF, self.features & {Feature.HOOKS})

@@ -82,7 +82,12 @@ def asks_for_another_trace() -> tuple[type[Exception], ...]:
 
 
 def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], texts: list[str]) -> None:
-    """Guard the graph of `guards` by `holds`, which Dynamo calls with the values of `sources`; raises `MissingName`.
+    """Guard the graph of `guards` by `holds`; raises `MissingName`. See `guard_on`."""
+    guards.add(guard_on(holds, sources, texts))
+
+
+def guard_on(holds: Callable[..., bool], sources: Sequence[str], texts: list[str]) -> Any:
+    """A guard that calls `holds` with the values of `sources`, expressions of Dynamo's; raises `MissingName`.
 
     It runs after all other guards, so the values have the types and sizes that they had while tracing. `texts` describe
     the condition in Dynamo's logs.
@@ -96,7 +101,7 @@ def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], t
             [call], [f"{call}  # {'; '.join(texts)}"], closure_vars={**closure, "___fxpasses_batch": holds}
         )
 
-    guards.add(shape_source().make_guard(FXPASSES_BATCH))
+    return shape_source().make_guard(FXPASSES_BATCH)
 
 
 def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[], Any]]:

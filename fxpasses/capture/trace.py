@@ -73,6 +73,7 @@ class Trace:
         self.graph: PartialGraph | None = None
         self.answers: list[Answer] = []
         self.definitions: dict[Any, Definition] = {}
+        self.hook_guards: dict[str, Any] = {}  # of modules with idempotent hooks, by the source of the hooks
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.has_read = False  # whether a number was read since the last walk

@@ -93,9 +93,9 @@ def test_an_attempt_loses_what_needs_what_it_loses() -> None:
     attempt = Attempt(flags.Values(True, True), frozenset(Feature))
     speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS}
     assert attempt.without(Feature.SPECULATION).features == frozenset(Feature) - speculative
-    assert attempt.without(Feature.HINTS).features == frozenset()
+    assert attempt.without(Feature.HINTS).features == frozenset({Feature.HOOKS})
     fewer = attempt.with_fewer_flags()
     assert fewer is not None and fewer.flags == flags.Values(True, False) and fewer.features == attempt.features
     last = fewer.with_fewer_flags()
-    assert last == Attempt(flags.Values(False, False)) and last.with_fewer_flags() is None
+    assert last == Attempt(flags.Values(False, False), frozenset({Feature.HOOKS})) and last.with_fewer_flags() is None
     assert Attempt(None).with_fewer_flags() is None
