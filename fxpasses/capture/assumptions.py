@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch.utils._sympy.solve import try_solve
 
+from fxpasses.capture.attempt import Place
 from fxpasses.capture.partial_graph import PartialGraph
 from fxpasses.capture.trace import Answer, Trace
 from fxpasses.graph.describe import describe
@@ -25,12 +26,16 @@ from fxpasses.graph.provenance import in_program
 
 @dataclass(frozen=True)
 class Assumption:
-    """A condition over symbols that must hold for a batch, and its text: `lengths.max() > 512`."""
+    """A condition over symbols that must hold for a batch, and its text: `lengths.max() > 512`.
+
+    places: all that asked for it; `where` is the first, as text.
+    """
 
     condition: Any
     text: str
     where: str
     names: Mapping[Any, str]  # of the condition's symbols, as in the text
+    places: frozenset[Place] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.text}, at {self.where}" if self.where else self.text
@@ -41,15 +46,21 @@ def assumptions_of(trace: Trace) -> list[Assumption]:
     if trace.graph is None:
         return []
     canonical = _Canonical(trace.graph)
-    found: dict[Any, Answer] = {}
+    found: dict[Any, list[Answer]] = {}
     for answer in trace.answers:
         for part in sympy.And.make_args(trace.defined(answer.condition)):
             condition = canonical(part)
             if not answer.states_consistency and condition != sympy.true:
-                found.setdefault(condition, answer)
+                found.setdefault(condition, []).append(answer)
     kept = _without_implied(found)
     return [
-        Assumption(c, canonical.in_words(c), found[c].where, {s: canonical.name(s) for s in c.free_symbols})
+        Assumption(
+            c,
+            canonical.in_words(c),
+            found[c][0].where,
+            {s: canonical.name(s) for s in c.free_symbols},
+            frozenset(answer.place for answer in found[c]),
+        )
         for c in kept
     ]
 

@@ -37,17 +37,19 @@ class Feature(enum.Enum):
 _SPECULATIVE = (Feature.NUMPY, Feature.LISTS)
 _OFF = Values(False, False)
 
+Place = tuple[str, int, bool]  # where the program asks a question: file, line, and whether an operator asks it
+
 
 @dataclass(frozen=True)
 class Attempt:
     """flags: Dynamo's capture flags; None to leave them unchanged, under `fullgraph=True`, which sets both.
 
-    variant: the number of existing graphs of the frame, which make other assumptions about the batch.
+    refused: the places whose questions about the batch get no answer (`capture/variants.py`).
     """
 
     flags: Values | None = None
     features: frozenset[Feature] = frozenset()
-    variant: int = 0
+    refused: frozenset[Place] = frozenset()
 
     def without(self, *features: Feature) -> Attempt:
         """The same attempt without some features and those that need them."""

@@ -81,15 +81,15 @@ def asks_for_another_trace() -> tuple[type[Exception], ...]:
     return tuple(exception for exception in found if exception is not None)
 
 
-def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], texts: list[str]) -> None:
+def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], text: str) -> None:
     """Guard the graph of `guards` by `holds`; raises `MissingName`. See `guard_on`."""
-    guards.add(guard_on(holds, sources, texts))
+    guards.add(guard_on(holds, sources, text))
 
 
-def guard_on(holds: Callable[..., bool], sources: Sequence[str], texts: list[str]) -> Any:
+def guard_on(holds: Callable[..., bool], sources: Sequence[str], text: str) -> Any:
     """A guard that calls `holds` with the values of `sources`, expressions of Dynamo's; raises `MissingName`.
 
-    It runs after all other guards, so the values have the types and sizes that they had while tracing. `texts` describe
+    It runs after all other guards, so the values have the types and sizes that they had while tracing. `text` describes
     the condition in Dynamo's logs.
     """
     closure_vars, shape_source = check_guard_names()
@@ -98,7 +98,7 @@ def guard_on(holds: Callable[..., bool], sources: Sequence[str], texts: list[str
 
     def FXPASSES_BATCH(builder: Any, guard: Any) -> None:  # Dynamo's logs show the name
         builder.add_python_lambda_leaf_guard_to_root(
-            [call], [f"{call}  # {'; '.join(texts)}"], closure_vars={**closure, "___fxpasses_batch": holds}
+            [call], [f"{call}  # {text}"], closure_vars={**closure, "___fxpasses_batch": holds}
         )
 
     return shape_source().make_guard(FXPASSES_BATCH)
@@ -110,10 +110,20 @@ def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[]
     return find("torch._dynamo.guards._get_closure_vars"), find("torch._dynamo.source.ShapeEnvSource")
 
 
+def user_place() -> tuple[str, int]:
+    """The file and line of the traced instruction; ("", 0) if unknown."""
+    frames = torch._guards.TracingContext.extract_stack()
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+
+
 def user_line() -> str:
     """`file.py:12` of the traced instruction, or ""."""
-    frames = torch._guards.TracingContext.extract_stack()
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return in_short(*user_place())
+
+
+def in_short(file: str, line: int) -> str:
+    """`file.py:12`, or ""."""
+    return f"{os.path.basename(file)}:{line}" if file else ""
 
 
 def config_switch(values: Mapping[str, bool]) -> Callable[[], Callable[[], None]]:

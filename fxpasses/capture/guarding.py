@@ -38,13 +38,14 @@ def can_guard() -> bool:
     return True
 
 
-def guard(output: Any, trace: Trace) -> list[Assumption]:
-    """Add the guard of a finished trace to Dynamo's `OutputGraph`; returns the guarded assumptions."""
+def guard(output: Any, trace: Trace) -> BatchGuard | None:
+    """Add the guard of a finished trace to Dynamo's `OutputGraph`, if it assumes anything."""
     found = assumptions_of(trace) if can_guard() else []
-    if found:
-        batch_guard = BatchGuard(found, trace)
-        add_guard(output.guards, batch_guard, batch_guard.sources, [str(assumption) for assumption in found])
-    return found
+    if not found:
+        return None
+    batch_guard = BatchGuard(found, trace)
+    add_guard(output.guards, batch_guard, batch_guard.sources, batch_guard.text)
+    return batch_guard
 
 
 def checked(compiled: Callable[..., Any], gm: GraphModule, trace: Trace) -> Callable[..., Any]:
@@ -83,7 +84,7 @@ def _message(broken: Sequence[Assumption], values: dict[Any, Any]) -> str:
 
 
 class BatchGuard:
-    """Checks the assumptions of a graph for a batch.
+    """Checks the assumptions of a graph for a batch. failed: those that the last batch broke.
 
     sources: Dynamo's source expressions of its arguments: `roots` inputs of the graph, then `sizes`, then the tensors
     that the graph's own prologue reads, which are copied to the host in the same transfer.
@@ -94,6 +95,8 @@ class BatchGuard:
         graph = trace.graph
         free = sorted({found for a in assumptions for found in a.condition.free_symbols}, key=str)
         self.assumptions = assumptions
+        self.text = "; ".join(map(str, assumptions))
+        self.failed: list[Assumption] = []
         self.sizes = [found for found in free if graph.is_size(found)]
         self._symbols = [found for found in free if not graph.is_size(found)]
         program, roots = graph.program([graph.extra(found) for found in self._symbols])
@@ -110,7 +113,8 @@ class BatchGuard:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         with unseen():
             to_host([tensor for tensor in tensors if not tensor.is_floating_point()], self._prologue.cache)
-        return not self.broken(inputs)
+        self.failed = self.broken(inputs)
+        return not self.failed
 
     def numbers(self, inputs: Sequence[Any]) -> dict[Any, Any]:
         """The values of all symbols, for inputs in the order of `sources`."""

@@ -34,9 +34,9 @@ def guard(gm: GraphModule, examples: Sequence[object]) -> None:
     def are_as_before(*values: torch.Tensor) -> bool:
         return [value.is_leaf for value in values] == expected
 
-    texts = [f"{source}.is_leaf is {leaf}" for source, leaf in found.items()]
+    text = "; ".join(f"{source}.is_leaf is {leaf}" for source, leaf in found.items())
     try:
-        add_guard(context.guards_context.dynamo_guards, are_as_before, list(found), texts)
+        add_guard(context.guards_context.dynamo_guards, are_as_before, list(found), text)
     except MissingName as missing:
         log.debug("leaves and activations share graphs: %s", missing)
 

@@ -67,7 +67,7 @@ def _guard(trace: Trace, tx: Any, module: Any, hooks: Any, with_kwargs: Any, exp
             return _compared(distinct(hooks, with_kwargs)) == expected
 
         text = f"the hooks of {in_program(module.name)} do the same"
-        guard = trace.hook_guards[hooks.name] = guard_on(are_equal, [hooks.name, with_kwargs.name], [text])
+        guard = trace.hook_guards[hooks.name] = guard_on(are_equal, [hooks.name, with_kwargs.name], text)
     tx.output.guards.add(guard)
 
 

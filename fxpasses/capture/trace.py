@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from fxpasses.capture.attempt import Attempt, Feature
-from fxpasses.capture.dynamo_names import user_line
+from fxpasses.capture.attempt import Attempt, Feature, Place
+from fxpasses.capture.dynamo_names import in_short, user_place
 from fxpasses.capture.partial_graph import NotKnown, PartialGraph
 from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.runtime.prologue import autocast_state
@@ -36,14 +36,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """The batch's answer to a question about symbols, as a condition that holds.
-
-    inside_operator: whether an operator asked the question, and not the user's program. where: `file.py:12`, or "".
-    """
+    """The batch's answer to a question about symbols, as a condition that holds."""
 
     condition: Any
-    inside_operator: bool
-    where: str
+    place: Place
+
+    @property
+    def inside_operator(self) -> bool:
+        """Whether an operator asked the question, and not the user's program."""
+        return self.place[2]
+
+    @property
+    def where(self) -> str:
+        """`file.py:12`, or ""."""
+        return in_short(*self.place[:2])
 
     @property
     def states_consistency(self) -> bool:
@@ -158,7 +164,7 @@ class Trace:
 
     def value(self, symbol: Any) -> Any:
         """The value of a symbol, or None."""
-        if not self._answering or self.graph is None:
+        if not self._answering or self.graph is None or self._is_refused():
             return None
         if symbol in self.definitions:
             return self.number(self.definitions[symbol].value)
@@ -197,8 +203,15 @@ class Trace:
             condition = sympy.Not(question)
         else:
             condition = sympy.Eq(question, answer)
+        self.answers.append(Answer(condition, self._place()))
+
+    def _place(self) -> Place:
+        """The place of the question that is being asked."""
         walking = self.graph is not None and self.graph.is_walking  # the walk runs operators again
-        self.answers.append(Answer(condition, self.operators > 0 or walking, user_line()))
+        return (*user_place(), self.operators > 0 or walking)
+
+    def _is_refused(self) -> bool:
+        return bool(self.attempt.refused) and self._place() in self.attempt.refused
 
 
 class _Values(dict[Any, Any]):

@@ -7,18 +7,15 @@ package's backend. They find the trace in the context of the running thread, and
 from __future__ import annotations
 
 import logging
-import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
 
-import torch
 import torch._dynamo.config as _config
 from torch.fx import GraphModule
 
-from fxpasses.capture import guarding
+from fxpasses.capture import guarding, variants
 from fxpasses.capture.assumptions import assumptions_of
 from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.flags import Values
@@ -29,10 +26,6 @@ from fxpasses.once import warn_once
 from fxpasses.report import Report
 
 log = logging.getLogger(__name__)
-
-# The limit of graphs per frame that differ in their assumptions. Dynamo gives up a frame at its own limit (8): before
-# that, the frame is traced without hints, and the questions break the graph as in stock PyTorch.
-_MOST_VARIANTS = 6
 
 
 class FeatureRejected(RuntimeError):
@@ -45,12 +38,10 @@ class FeatureRejected(RuntimeError):
 
 def first_attempt(code: CodeType, flags: Values | None, captures: bool) -> Attempt:
     """The first attempt at a frame. captures: whether the user enables more than the flags."""
-    compilation = torch._guards.CompileContext.current_compile_id()
-    is_first = compilation is not None and compilation.frame_compile_id == 0  # 0 again after `torch._dynamo.reset`
-    variant = 0 if is_first else _variants.get(code, 0)
-    if not captures or variant >= _MOST_VARIANTS or (flags is not None and not flags.scalar_outputs):
-        return Attempt(flags, variant=variant)
-    return Attempt(flags, frozenset(Feature), variant)
+    refused = variants.begin(code, described(code))
+    if not captures or (flags is not None and not flags.scalar_outputs):
+        return Attempt(flags)
+    return Attempt(flags, frozenset(Feature), refused)
 
 
 @contextmanager
@@ -93,15 +84,10 @@ def described(code: CodeType) -> str:
 
 def finish(trace: Trace, output: Any, code: CodeType) -> None:
     """Guard the assumptions of a finished trace about the batch."""
-    found = guarding.guard(output, trace)
-    if not found:
-        return
-    log.info("%s assumes %s", code.co_name, "; ".join(map(str, found)))
-    _variants[code] = trace.attempt.variant + 1
-    if _variants[code] == _MOST_VARIANTS:
-        text = f"{described(code)} was compiled {_MOST_VARIANTS} times because batches differ in their answers to the"
-        text += f" program's questions ({'; '.join(map(str, found))}). From now on these questions break the graph, as"
-        warnings.warn(f"fxpasses: {text} without fxpasses.", stacklevel=2)
+    batch_guard = guarding.guard(output, trace)
+    if batch_guard is not None:
+        log.info("%s assumes %s", code.co_name, batch_guard.text)
+        variants.add(code, batch_guard)
 
 
 def warn_given_up(trace: Trace, code: CodeType, reason: str) -> None:
@@ -185,4 +171,3 @@ def _without_warnings() -> Iterator[None]:
 
 
 _installation = Installation()
-_variants: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()

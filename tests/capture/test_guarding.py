@@ -14,7 +14,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 
 import fxpasses.inspect
 from fxpasses import AssumptionError, MetadataError
-from fxpasses.capture import dynamo_names, guarding, tracing
+from fxpasses.capture import dynamo_names, guarding, variants
 from fxpasses.runtime import batch_cache, transfers
 from tests.support import assert_same, compiled, results
 
@@ -24,7 +24,7 @@ X = torch.linspace(-1, 1, 24).view(12, 2)
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(capture_flags: None) -> None:
     batch_cache.batch_cache.clear()
-    tracing._variants.clear()
+    variants.forget()
 
 
 def lengths(*values: int) -> Tensor:
@@ -122,16 +122,16 @@ def test_variants_end_before_dynamo_gives_up() -> None:
         return x
 
     program = compiled(loop)
-    with pytest.warns(UserWarning, match="compiled 6 times because batches differ"):
+    with pytest.warns(UserWarning, match=r"6th time, each time because batches differ.*lengths.max\(\)"):
         for n in range(2, 14):
             torch.testing.assert_close(program(X, lengths(n, 1)), loop(X, lengths(n, 1)))
 
 
 def test_a_reset_gives_a_frame_its_hints_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_MOST_VARIANTS", 1)
+    monkeypatch.setattr(variants, "_MOST", 2)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="compiled 1 times because batches differ"):
-            record = assert_same(longest_decides, [(X, lengths(8, 4))])
+        with pytest.warns(UserWarning, match="2th time"):
+            record = assert_same(longest_decides, [(X, lengths(n, 4)) for n in (8, 2)])
         assert "assumed" in str(record)
         torch._dynamo.reset()
 

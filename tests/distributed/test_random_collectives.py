@@ -15,18 +15,18 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from fxpasses.capture import tracing
+from fxpasses.capture import variants
 from tests.distributed.random_collectives import made, sources, steps_of_ranks
 from tests.distributed.recorded_group import recorded_group
 from tests.distributed.test_collectives import assert_same_step
 from tests.support import compiled
 
-_VARIANTS = 2  # of a frame, in place of 6: then it is given up
+_VARIANTS = 3  # of a frame, in place of 6: its questions are given up
 
 
 def check(source: str, steps: Any, lowering: str) -> None:
     program = made(source)
-    with warnings.catch_warnings(), mock.patch.object(tracing, "_MOST_VARIANTS", _VARIANTS):
+    with warnings.catch_warnings(), mock.patch.object(variants, "_MOST", _VARIANTS):
         warnings.simplefilter("ignore")
         for rank, batches in enumerate(steps):
             torch._dynamo.reset()

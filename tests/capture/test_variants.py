@@ -1,0 +1,129 @@
+"""Which guard makes a frame's variants: only a question whose guard failed is given up, once, and it is named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import Tensor, nn
+
+from fxpasses.capture import variants
+from fxpasses.inspect import record
+from tests.support import compiled
+
+X = torch.linspace(-1, 1, 24).view(12, 2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(capture_flags: None) -> Iterator[None]:
+    torch._dynamo.reset()
+    variants.forget()
+    programs.clear()
+    yield
+    torch._dynamo.reset()
+
+
+programs: dict[Any, Any] = {}  # compiled, for each test alone
+
+
+def doubles(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x.sin() if lengths.max().item() > 6 else x.cos()
+
+
+def warnings_of(program: Any, batches: Any, before_each: Any = lambda: None) -> tuple[list[str], int]:
+    """What is said, and how many graphs are made; each step equals eager mode's."""
+    step = programs.setdefault(program, compiled(program, strict=False))
+    with warnings.catch_warnings(record=True) as caught, record() as found:
+        warnings.simplefilter("always")
+        for batch in batches:
+            before_each()
+            torch.testing.assert_close(step(X, batch), program(X, batch))
+    return [str(one.message) for one in caught if "fxpasses" in str(one.message)], len(found.graphs)
+
+
+def test_a_guard_of_something_else_counts_against_no_question_and_is_named() -> None:
+    model = Asks()
+    batches = [torch.tensor([8, 4])] * 6
+    (said,), graphs = warnings_of(model, batches, lambda: model.linear.register_forward_hook(doubles))
+    assert graphs == 6
+    assert "_forward_hooks" in said and "batches differ" not in said and "lengths.max" not in said
+
+
+def test_a_question_is_still_answered_after_variants_that_something_else_made() -> None:
+    model = Asks()
+    step = compiled(model)
+    for _ in range(5):
+        model.linear.register_forward_hook(doubles)
+        step(X, torch.tensor([8, 4]))
+    with record() as found:
+        model.linear.register_forward_hook(doubles)
+        step(X, torch.tensor([8, 4]))
+    assert "assumed: lengths.max() > 6" in str(found)
+
+
+def repeated(x: Tensor, lengths: Tensor) -> Tensor:
+    for step in range(lengths.max().item()):
+        x = x + step
+    return x
+
+
+def both(x: Tensor, lengths: Tensor) -> Tensor:
+    x = x.sin() if lengths.min().item() > 2 else x.cos()
+    return repeated(x, lengths)
+
+
+def test_the_question_that_made_most_variants_is_given_up_and_no_other() -> None:
+    batches = [torch.tensor([n, 1]) for n in range(3, 11)]
+    said, _ = warnings_of(both, batches)
+    assert any("lengths.max()" in text and "batches differ" in text for text in said)
+    assert not any("lengths.min()" in text for text in said)
+
+
+def first(x: Tensor, lengths: Tensor) -> Tensor:
+    for step in range(lengths.max().item()):
+        x = x + step
+    return x.sin()
+
+
+def second(x: Tensor, lengths: Tensor) -> Tensor:
+    for step in range(lengths.max().item()):
+        x = x * (step + 1)
+    return x.cos()
+
+
+def third(x: Tensor, lengths: Tensor) -> Tensor:
+    for step in range(lengths.max().item()):
+        x = x - step
+    return x.tanh()
+
+
+def asks_in_three_places(x: Tensor, lengths: Tensor) -> Tensor:
+    return third(second(first(x, lengths), lengths), lengths)
+
+
+def test_a_question_is_given_up_in_all_places_at_once() -> None:
+    """Before, the rest of the frame, compiled as a frame of its own, asked again, six times; and so on."""
+    said, _ = warnings_of(asks_in_three_places, [torch.tensor([n, 1]) for n in range(2, 12)])
+    assert sum("batches differ" in text for text in said) == 1
+    _, more = warnings_of(asks_in_three_places, [torch.tensor([n, 1]) for n in range(12, 15)])
+    assert more == 0
+
+
+def test_each_batch_finds_its_variant_and_nothing_is_given_up() -> None:
+    batches = [torch.tensor([n, 4]) for n in (8, 2, 8, 2, 9, 3)]
+    said, graphs = warnings_of(Asks(), batches)
+    assert said == [] and graphs == 2
