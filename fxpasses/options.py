@@ -17,6 +17,7 @@ _CHOICES = {
     "experts": ("auto", "slices", "grouped", "off"),
     "attention": ("auto", "dense"),
     "fold": ("auto", "on", "off"),
+    "generation": ("eager", "compiled"),
 }
 _WHOLE_NUMBERS = {
     "min_bytes": (0, "bytes"), "keep_last": (0, "tensors"), "buffers": (1, "buffers"),
@@ -80,8 +81,10 @@ class Options:
     proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
     pairs that the batch's mask allows, "dense" leaves attention alone. fold: "auto" compiles a layer that stands four
     times or more once, if Inductor compiles it; "on" already a layer that stands twice, under any lowering; "off" does
-    nothing. offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow;
-    for debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
+    nothing. generation: "eager" runs transformers' `generate` uncompiled in a model in training mode, and otherwise
+    after 4 graphs, so that it does not use up Dynamo's graphs of the frame; "compiled" treats it as any other call.
+    offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow; for
+    debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
     Inductor; an option because `torch.compile` does not take `mode` and `options` together. inductor: every option
     without prefix.
     """
@@ -92,6 +95,7 @@ class Options:
     experts: str = "auto"
     attention: str = "auto"
     fold: str = "off"
+    generation: str = "eager"
     offload: Offload = Offload()
     verify: bool = False
     strict: bool = False

@@ -34,13 +34,14 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpasses import ddp_buckets, default_options
-from fxpasses.capture import flags, tracing
+from fxpasses.capture import flags, generation, tracing
 from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
 from fxpasses.capture.flags import Values
 from fxpasses.capture.trace import Trace
 from fxpasses.capture.tracing import FeatureRejected
 from fxpasses.graph.provenance import forget_leftovers
+from fxpasses.once import warn_once
 from fxpasses.options import PREFIX
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,12 @@ def install() -> bool:
             return False
         if not isinstance(names.trace_frame, _TraceFrameInAttempts):
             names.convert_frame.trace_frame = _TraceFrameInAttempts(names)  # type: ignore[attr-defined]
+        try:
+            generation.install(_keeps_generation_apart)
+        except MissingName as missing:
+            warn_once(
+                str(missing), f"{missing}: models that generate while they train may pass Dynamo's limit of graphs"
+            )
         return True
 
 
@@ -123,6 +130,10 @@ def is_installed() -> bool:
 def is_fastpack(backend: Any) -> bool:
     """Whether `backend` is this package's, perhaps wrapped by `torch.compile`, `functools.partial` and DDP."""
     return any(getattr(function, MARKER, False) is True for function in _unwrapped(backend))
+
+
+def _keeps_generation_apart(backend: Any) -> bool:
+    return is_fastpack(backend) and option(backend, "generation") != "compiled"
 
 
 def option(backend: Any, name: str) -> Any:

@@ -1,0 +1,87 @@
+"""transformers' `generate`, kept apart from training: it compiles nothing, and uses up none of a frame's graphs.
+
+A model that generates in its training loop (GRPO, RLOO) has one frame for four programs: prefill, decoding, the
+log-probabilities without gradient, and training. Each is compiled once for its first sizes and once for any, so that
+Dynamo's limit of 8 graphs per frame is reached in the third step, after which the frame, training included, runs
+uncompiled. Here the calls that come from `generate` run as in eager mode while the model is in training mode. Otherwise
+they may take 4 of the graphs (a model that is only evaluated, or generates between two epochs), and then run as in
+eager mode, too. What it costs: generation is no faster than in eager mode, and each call, one per token, takes 0.2 to
+0.3 ms of the host's time more, in which Dynamo finds that no graph fits (measured with torch 2.13, one core).
+`options={"fastpack.generation": "compiled"}` treats it as any other call.
+
+Dynamo is told to run the call and all that it calls uncompiled, this time and not for good, before it looks at its
+limit.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `convert_frame.ConvertFrameAssert`, which Dynamo calls for a frame
+without a graph that fits, its attributes `_torchdynamo_orig_backend` and `_one_graph`; `types.ConvertFrameReturn`,
+`FrameExecStrategy` and `FrameAction`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from fxpasses.capture.dynamo_names import find
+
+_MODULE, _FUNCTION = "transformers.generation.utils", "generate"
+_MOST = 4  # half of Dynamo's limit
+
+
+def install(chosen: Callable[[Any], bool]) -> None:
+    """Keep the generation of those backends apart that are `chosen`; raises `MissingName` if torch lacks a name."""
+    owner = find("torch._dynamo.convert_frame.ConvertFrameAssert")
+    types = find("torch._dynamo.types")
+    find("torch._dynamo.types.ConvertFrameReturn")
+    skip = find("torch._dynamo.types.FrameAction.SKIP")
+    original = owner.__call__
+    if getattr(original, "_keeps_generation_apart", False):
+        return
+
+    @functools.wraps(original)
+    def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            not self._one_graph
+            and not torch.is_grad_enabled()
+            and _MODULE in sys.modules
+            and chosen(self._torchdynamo_orig_backend)
+            and _runs_uncompiled(frame.f_code)
+        ):
+            return types.ConvertFrameReturn(
+                frame_exec_strategy=types.FrameExecStrategy(skip, skip), apply_to_code=False
+            )
+        return original(self, frame, *args, **kwargs)
+
+    call._keeps_generation_apart = True  # type: ignore[attr-defined]
+    owner.__call__ = call
+
+
+def _runs_uncompiled(code: CodeType) -> bool:
+    """Whether a frame that Dynamo has no graph for belongs to a call of `generate` that gets none."""
+    generating = _generating()
+    if generating is None:
+        return False
+    if getattr(generating.f_locals.get("self"), "training", False):
+        return True
+    _graphs[code] = _graphs.get(code, 0) + 1
+    return _graphs[code] > _MOST
+
+
+def _generating() -> FrameType | None:
+    """The innermost running call of `generate`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == _FUNCTION and frame.f_globals.get("__name__") == _MODULE:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+# By frame, how many graphs calls of `generate` outside training have.
+_graphs: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
