@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.usefixtures("capture_flags"),
     pytest.mark.filterwarnings("ignore"),
 ]
+GRAPHS = 2 * 3  # for the first sizes and for any: the model, and two parts of TRL's fused head, which breaks the graph
 OPTIONS = {"fastpack.lowering": "aot_eager", "fastpack.strict": True}
 
 
@@ -84,4 +85,4 @@ def test_nothing_is_compiled_after_the_third_step_and_all_is_as_in_eager_mode(ma
     assert found[0] == losses and any(losses)
     assert all(torch.equal(own, eager) for own, eager in zip(found[1], weights, strict=True))
     counts = found[2]
-    assert counts[-1] == counts[2] > 0, counts
+    assert 0 < counts[-1] == counts[2] <= GRAPHS, counts
