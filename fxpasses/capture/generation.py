@@ -4,8 +4,8 @@ A model that generates in its training loop (GRPO, RLOO) has one frame for four 
 log-probabilities without gradient, and training. Each is compiled once for its first sizes and once for any, so that
 Dynamo's limit of 8 graphs per frame is reached in the third step, after which the frame, training included, runs
 uncompiled. Here the calls that come from `generate` run as in eager mode while the model is in training mode. Otherwise
-they may take 4 of the graphs (a model that is only evaluated, or generates between two epochs), and then run as in
-eager mode, too. What it costs: generation is no faster than in eager mode, and each call, one per token, takes 0.2 to
+(a model that generates between two epochs, or does nothing else) they are compiled as long as the frame has fewer than
+4 graphs. What it costs: generation is no faster than in eager mode, and each call, one per token, takes 0.2 to
 0.3 ms of the host's time more, in which Dynamo finds that no graph fits (measured with torch 2.13, one core).
 `options={"fastpack.generation": "compiled"}` treats it as any other call.
 
@@ -14,14 +14,13 @@ limit.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `convert_frame.ConvertFrameAssert`, which Dynamo calls for a frame
 without a graph that fits, its attributes `_torchdynamo_orig_backend` and `_one_graph`; `types.ConvertFrameReturn`,
-`FrameExecStrategy` and `FrameAction`.
+`FrameExecStrategy` and `FrameAction`; `eval_frame._debug_get_cache_entry_list`, the graphs of a frame.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -40,6 +39,7 @@ def install(chosen: Callable[[Any], bool]) -> None:
     types = find("torch._dynamo.types")
     find("torch._dynamo.types.ConvertFrameReturn")
     skip = find("torch._dynamo.types.FrameAction.SKIP")
+    graphs_of = find("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")
     original = owner.__call__
     if getattr(original, "_keeps_generation_apart", False):
         return
@@ -51,7 +51,7 @@ def install(chosen: Callable[[Any], bool]) -> None:
             and not torch.is_grad_enabled()
             and _MODULE in sys.modules
             and chosen(self._torchdynamo_orig_backend)
-            and _runs_uncompiled(frame.f_code)
+            and _is_apart(frame.f_code, graphs_of)
         ):
             return types.ConvertFrameReturn(
                 frame_exec_strategy=types.FrameExecStrategy(skip, skip), apply_to_code=False
@@ -62,15 +62,13 @@ def install(chosen: Callable[[Any], bool]) -> None:
     owner.__call__ = call
 
 
-def _runs_uncompiled(code: CodeType) -> bool:
+def _is_apart(code: CodeType, graphs_of: Callable[[CodeType], list[Any]]) -> bool:
     """Whether a frame that Dynamo has no graph for belongs to a call of `generate` that gets none."""
     generating = _generating()
     if generating is None:
         return False
-    if getattr(generating.f_locals.get("self"), "training", False):
-        return True
-    _graphs[code] = _graphs.get(code, 0) + 1
-    return _graphs[code] > _MOST
+    is_training = getattr(generating.f_locals.get("self"), "training", False)
+    return is_training or len(graphs_of(code)) >= _MOST
 
 
 def _generating() -> FrameType | None:
@@ -81,7 +79,3 @@ def _generating() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-# By frame, how many graphs calls of `generate` outside training have.
-_graphs: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
