@@ -64,9 +64,10 @@ def begin(code: CodeType, described: str) -> frozenset[Place]:
             del _frames[known]
     if _is_first_variant():
         _frames.pop(code, None)
-    frame = _frames.setdefault(code, _Frame())
-    reasons = failures.get(code, ())[frame.seen :]
-    frame.seen += len(reasons)
+    so_far = failures.get(code, ())
+    frame = _frames.setdefault(code, _Frame(seen=len(so_far)))  # those of other backends do not count
+    reasons = so_far[frame.seen :]
+    frame.seen = len(so_far)
     frame.variants = len(reasons) + 1
     guards = [guard for found in frame.guards if (guard := found()) is not None]  # the others' graphs are gone
     broken = [a for guard in guards if any(guard.text in reason for reason in reasons) for a in guard.failed]
@@ -93,18 +94,16 @@ def _give_up(frame: _Frame, described: str) -> None:
     frame.given_up |= worst
     if worst:
         named = "; ".join(dict.fromkeys(str(frame.broken[place]) for place in sorted(worst)))
-        often = "each time" if frame.differed == frame.variants - 1 else f"{frame.differed} times"
-        text = (
-            f"{described} is compiled for the {frame.variants}th time, {often} because batches differ in their answers"
-        )
-        text += f" to the program's questions; the guard that failed is {named}. From now on that question breaks the"
-        warnings.warn(f"fxpasses: {text} graph, as without fxpasses.", stacklevel=2)
+        times = f"{frame.variants} times" + f", {frame.differed} of them" * (frame.differed < frame.variants - 1)
+        text = f"{described} was compiled {times} because batches differ in their answers to the program's questions;"
+        text += f" the guard that failed is {named}. From now on that question breaks the graph, as without fxpasses."
+        warnings.warn(f"fxpasses: {text}", stacklevel=2)
 
 
 def _warn_of_guard(described: str, reason: str) -> None:
     guard = re.sub(r"^\[?\d+/\d+\]?: ", "", reason).partition("\nUser stack trace")[0].strip()
     limit = importlib.import_module("torch._dynamo.config").recompile_limit
-    text = f"{described} is compiled for the {_MOST}th time; the guard that failed is {guard}. After {limit} graphs,"
+    text = f"{described} was compiled {_MOST} times; the guard that failed is {guard}. After {limit} graphs,"
     warn_once(("recompiled", described), f"{text} Dynamo runs it uncompiled.")
 
 
