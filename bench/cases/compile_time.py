@@ -152,7 +152,7 @@ CASE = Case(
         ours(OURS, build, fold="auto"),
     ],
     baseline=EAGER,
-    shows=("time", "allocated_bytes", "page_faults", "graphs"),
+    shows=("time", "step_bytes", "allocated_bytes", "page_faults", "graphs"),
     x="layers",
     expected=(
         "A compiler that takes a model as one graph compiles each layer again: time and memory grow with the layers. "
