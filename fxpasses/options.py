@@ -94,7 +94,7 @@ class Options:
     capture: str = "on"
     experts: str = "auto"
     attention: str = "auto"
-    fold: str = "off"
+    fold: str = "auto"
     generation: str = "eager"
     offload: Offload = Offload()
     verify: bool = False

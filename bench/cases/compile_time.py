@@ -99,6 +99,11 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     counts = (4, 8, 16, 28, 40)
     dense_ones = itertools.product(("llama", "qwen3"), (False, True), counts)
     found = [{"model": model, "checkpointed": how, "layers": n, **dense} for model, how, n in dense_ones]
+    # Steps of layers as wide as real ones, of which folding needs four.
+    found += [
+        {"model": "llama", "checkpointed": how, "layers": 4, **dense, "width": "full", "tokens": 256}
+        for how in (False, True)
+    ]
     mixtures = itertools.product(("eager", "grouped_mm"), (4, 8))
     return found + [
         {"model": "qwen3_moe", "checkpointed": False, "layers": n, "experts": experts, **rest}
