@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxpasses import ddp_buckets, default_options, inspect, overrides
-from fxpasses.capture import guarding, leaves, recompiles, retracing, tracing
+from fxpasses.capture import guarding, leaves, passed_choices, recompiles, retracing, tracing
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
@@ -89,7 +89,7 @@ def fastpack_backend(
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
     observer.finish(outcome)
-    return guarding.checked(compiled, gm, trace)
+    return passed_choices.noting(guarding.checked(compiled, gm, trace), gm, example_inputs)
 
 
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which capture/ recognises its own traces

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxpasses.capture.passed_choices import is_passed
 from fxpasses.graph.metadata_analysis import Walk
 from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import source
@@ -161,6 +162,11 @@ class _PartialWalk(Walk):
         other.values.update((node, value) for node, value in self.values.items() if node in inputs)
         other.symbols.update((found, value) for found, value in self.symbols.items() if value in other.values.values())
         return other
+
+    def obstacle_of_input(self, node: Node, example: Any) -> tuple[Reason, str] | None:
+        if isinstance(example, torch.Tensor) and is_passed(_real(node)):
+            return Reason.ACTIVATION, f"`{node.name}`"
+        return super().obstacle_of_input(node, example)
 
     def visit(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> tuple[Any, ...]:
         after = super().visit(region, node, autocast)
