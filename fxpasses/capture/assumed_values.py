@@ -139,7 +139,10 @@ def _number_of_experts(routing: Routing, node: Node) -> int | None:
     if not isinstance(fact, Hits) or fact.in_tuple or operator_of(node) not in ("getitem", "nonzero", "unique"):
         return None
     asked: Any = list_of_hits(node)
+    choices = choices_of(routing, fact.ids)
     if operator_of(asked) == "unique":
-        return choices_of(routing, fact.ids)
+        return choices
     size = asked.args[0].meta["example_value"].shape[0]
+    if choices is not None and isinstance(size, int):
+        return min(size, choices)  # a class that no id has, for padding, has no expert
     return size if isinstance(size, int) else None

@@ -28,6 +28,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_nope_head_dim": 8, "v_head_dim": 16,
     }),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16}),
+    # Neither passes over the class that is more than there are experts.
+    "nemotron_h": ("NemotronHConfig", {
+        "layers_block_type": ["attention", "moe"], "head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    }),
 }  # fmt: skip
 
 

@@ -82,6 +82,29 @@ def padded_hits(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State
     return out
 
 
+def hits_without_padding(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """One class more than there are experts, which no id has, and no line that skips it."""
+    out = torch.zeros_like(x)
+    mask = F.one_hot(idx, EXPERTS + 1).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().squeeze(-1):
+        e = e.item()
+        slot, tok = torch.where(mask[e])
+        if tok.numel() == 0:
+            continue
+        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
+def hits_of_padding(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """Ids that have the class of the padding, which has an expert of its own."""
+    out, every = torch.zeros_like(x), torch.cat([w, w[:1] * 2])
+    mask = F.one_hot(idx.masked_fill(idx == 1, EXPERTS), EXPERTS + 1).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().squeeze(-1):
+        slot, tok = torch.where(mask[e])
+        out.index_add_(0, tok, x[tok] @ every[e] * weights[tok, slot, None])
+    return out
+
+
 def hits_by_where(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     out = torch.zeros_like(x)
     for e in torch.where(torch.bincount(idx.flatten(), minlength=EXPERTS) > 0)[0]:
@@ -201,5 +224,5 @@ CONDITIONS = [
     "((idx == e).sum() == 0).any()", "not (idx == e).unsqueeze(-1).to(torch.uint8).sum()",
     "torch.histc(idx.float(), bins=EXPERTS, min=0, max=EXPERTS)[e] == 0",
 ]  # fmt: skip
-HITS = [padded_hits, hits_by_where, hits_of_floats]
+HITS = [padded_hits, hits_without_padding, hits_of_padding, hits_by_where, hits_of_floats]
 GROUPED = [*CUT, same, functional, rebound, temporaries, *HITS, searched_ends, *map(asking, CONDITIONS)]

@@ -188,6 +188,18 @@ def asks_the_counts(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: S
     return out
 
 
+def hits_of_written_ids(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """Ids of the class for padding, which has an expert, are written after the choice."""
+    out, every = torch.zeros_like(x), torch.cat([w, w[:1] * 2])
+    ids = idx.clone()
+    ids[idx == 1] = EXPERTS
+    mask = F.one_hot(ids, EXPERTS + 1).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().squeeze(-1):
+        slot, tok = torch.where(mask[e])
+        out.index_add_(0, tok, x[tok] @ every[e] * weights[tok, slot, None])
+    return out
+
+
 def drops_before_bincount(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     idx[0, 0] = EXPERTS + 3
     return x * 1, torch.bincount(idx.flatten(), minlength=EXPERTS)
@@ -288,7 +300,7 @@ IN_COUNTS = [
     joining("out = torch.cat(outputs)", f"{JOINED}; outputs.append(x[:1])"),
     joining("out = torch.cat(outputs); more = outputs.pop().shape[0]"),
 ]  # fmt: skip
-TAKEN_BACK = [*IN_PYTHON, *ELSEWHERE, *COMPUTED, *ASKED, *IN_COUNTS]
+TAKEN_BACK = [*IN_PYTHON, *ELSEWHERE, *COMPUTED, *ASKED, *IN_COUNTS, hits_of_written_ids]
 NOT_SPECULATED = [
     left("asks_for_more", only_if="tok.numel() > 8"),
     hits("enough_hits", f"e in ({COUNTS.partition(' = ')[2]} > 8).nonzero().flatten().tolist()"),
