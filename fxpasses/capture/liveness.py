@@ -6,18 +6,28 @@ all temporaries of a loop would be live at its head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 _NO_FALLTHROUGH = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "RETURN_GENERATOR"})
 _ALWAYS_JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE", "JUMP"})
 _NOTHING = frozenset({"NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "RESUME"})
+_BETWEEN = _NOTHING | {"PRECALL", "PUSH_NULL"}  # the instructions of a call
+_LET_PASS: tuple[Any, ...] = (torch.no_grad, torch.enable_grad)  # contexts that let every exception pass
 
 
-def live_at(instructions: Sequence[Any], start: int) -> frozenset[str]:
-    """The names of locals and cells that are live before `instructions[start]`. Takes Dynamo's `Instruction`s."""
+def live_at(instructions: Sequence[Any], start: int, namespace: Mapping[str, Any] | None = None) -> frozenset[str]:
+    """The names of locals and cells that are live before `instructions[start]`. Takes Dynamo's `Instruction`s.
+
+    namespace: the globals, if known: after an exception in `with torch.no_grad():`, the code after the block is not
+    reached, and so may read what the block writes.
+    """
     places = {instruction: place for place, instruction in enumerate(instructions)}
     successors = [_successors(instructions, places, place) for place in range(len(instructions))]
+    for place in _suppressions(instructions, places, namespace or {}):
+        successors[place] = [place + 1]
     live: list[frozenset[str]] = [frozenset()] * len(instructions)
     changed = True
     while changed:
@@ -59,6 +69,42 @@ def _successors(instructions: Sequence[Any], places: dict[Any, int], place: int)
     if instruction.opname not in _NO_FALLTHROUGH | _ALWAYS_JUMPS and place + 1 < len(instructions):
         found.append(place + 1)
     return found
+
+
+def _suppressions(instructions: Sequence[Any], places: dict[Any, int], namespace: Mapping[str, Any]) -> Iterator[int]:
+    """The jumps after `__exit__` that are taken if it suppresses an exception, of contexts that never do."""
+    for place, instruction in enumerate(instructions):
+        if instruction.opname not in ("BEFORE_WITH", "SETUP_WITH") or _entered(instructions, place, namespace) is None:
+            continue
+        handler = instruction.target if instruction.opname == "SETUP_WITH" else _handler(instructions[place + 1])
+        if handler is _handler(instruction):
+            continue  # that of another block
+        names = [following.opname for following in instructions[places[handler] :][:6]] if handler is not None else []
+        if "WITH_EXCEPT_START" in names:
+            for at in range(names.index("WITH_EXCEPT_START") + 1, len(names)):
+                if names[at].startswith("POP_JUMP") and "IF_TRUE" in names[at]:
+                    yield places[handler] + at
+                if names[at] not in _NOTHING | {"TO_BOOL"}:
+                    break
+
+
+def _handler(instruction: Any) -> Any:
+    entry = getattr(instruction, "exn_tab_entry", None)
+    return entry.target if entry is not None else None
+
+
+def _entered(instructions: Sequence[Any], place: int, namespace: Mapping[str, Any]) -> Any:
+    """What is called without arguments, by its global name, for `with` at a place; None if not in `_LET_PASS`."""
+    before = [found for found in instructions[max(place - 12, 0) : place] if found.opname not in _BETWEEN]
+    call, attribute = (before[-1], before[-2]) if len(before) > 1 else (None, None)
+    if call is None or attribute is None or call.opname not in ("CALL", "CALL_FUNCTION", "CALL_METHOD") or call.arg:
+        return None
+    if attribute.opname in ("LOAD_ATTR", "LOAD_METHOD") and len(before) > 2:
+        owner = namespace.get(before[-3].argval) if before[-3].opname == "LOAD_GLOBAL" else None
+        found = getattr(torch, attribute.argval, None) if owner is torch else None
+    else:
+        found = namespace.get(attribute.argval) if attribute.opname == "LOAD_GLOBAL" else None
+    return found if any(found is known for known in _LET_PASS) else None
 
 
 def _reads_and_writes(instruction: Any) -> tuple[frozenset[str], frozenset[str]]:

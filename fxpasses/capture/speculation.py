@@ -94,7 +94,7 @@ class OpenBranch:
 
     def __init__(self, branch: SpeculatedBranch, tx: Any, start: int, post_dominator: int, noted: Any) -> None:
         self.branch, self.tx, self.start, self.post_dominator, self.noted = branch, tx, start, post_dominator, noted
-        self.live_outs = live_at(tx.instructions, post_dominator)
+        self.live_outs = live_at(tx.instructions, post_dominator, tx.f_globals)
         self.variables = dict(tx.symbolic_locals)
         self.stack = list(tx.stack[:-1])  # without the condition, or the loop's next element
         self.blocks = len(tx.block_stack)

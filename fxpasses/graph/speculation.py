@@ -14,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.graph.aliases import written_operands
@@ -66,12 +67,22 @@ def marks(node: Node) -> list[tuple[int, str]]:
     return node.meta.get(BRANCHES, [])
 
 
-class Marked:
-    """The nodes of a graph that have a role in a branch, and the nodes that write integers."""
+def sets_gradients(node: Node) -> bool:
+    """Whether a node is the beginning or the end of `with torch.no_grad():`, as Dynamo writes them."""
+    return node.op == "call_function" and node.target is torch._C._set_grad_enabled and len(node.args) == 1
 
-    def __init__(self, graph: Graph) -> None:
+
+class Marked:
+    """The nodes of a graph that have a role in a branch, that write integers, or that switch gradients on or off.
+
+    gradients: whether gradients are on where the graph begins, None if that is not known.
+    """
+
+    def __init__(self, graph: Graph, gradients: bool | None = None) -> None:
+        self.gradients = gradients
         self.position = {node: position for position, node in enumerate(graph.nodes)}
         self.writing_integers = [node for node in graph.nodes if any(map(is_integer, written_operands(node)))]
+        self.setting_gradients = [node for node in graph.nodes if sets_gradients(node)]
         self._nodes: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
         for node in graph.nodes:
             for key in marks(node):

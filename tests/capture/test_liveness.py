@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from torch._dynamo.bytecode_transformation import cleaned_instructions
 
 from fxpasses.capture.liveness import follow, live_at
@@ -67,6 +69,49 @@ def read_by_a_handler(a: Any, b: Any) -> Any:
     return b
 
 
+def without_gradients(xs: Any) -> Any:
+    for x in xs:
+        x = x + 1  # here
+        with torch.no_grad():
+            y = x.first
+        x.append(y)
+
+
+def suppressing(xs: Any) -> Any:
+    for x in xs:
+        x = x + 1  # here
+        with contextlib.suppress(AttributeError):
+            y = x.first
+        x.append(y)
+
+
+def suppressing_around(xs: Any) -> Any:
+    for x in xs:
+        x = x + 1  # here
+        with contextlib.suppress(AttributeError), torch.no_grad():
+            y = x.first
+        x.append(y)
+
+
+def suppressing_inside(xs: Any) -> Any:
+    for x in xs:
+        x = x + 1  # here
+        with torch.no_grad(), contextlib.suppress(AttributeError):
+            y = x.first
+        x.append(y)
+
+
+def caught(xs: Any) -> Any:
+    y = None
+    for x in xs:
+        try:
+            x = x + 1  # here
+            with torch.no_grad():
+                y = x.first
+        except AttributeError:
+            x.append(y)
+
+
 def deleted(a: Any, b: Any) -> Any:
     b = 1  # here
     del a
@@ -81,6 +126,11 @@ LIVE: list[tuple[Callable[..., Any], set[str]]] = [
     (after_the_return, {"a"}),
     (read_by_a_closure, {"inner"}),
     (read_by_a_handler, {"a", "b"}),  # the write may not happen
+    (without_gradients, {"x"}),
+    (suppressing, {"x", "y"}),
+    (suppressing_around, {"x", "y"}),
+    (suppressing_inside, {"x", "y"}),
+    (caught, {"x", "y"}),
     (deleted, {"a"}),  # anything but a plain store counts as a read
 ]
 
@@ -91,7 +141,7 @@ def test_what_is_live(function: Callable[..., Any], names: set[str]) -> None:
     (line,) = (first + number for number, text in enumerate(lines) if text.rstrip().endswith("# here"))
     instructions = cleaned_instructions(function.__code__)
     start = next(place for place, instruction in enumerate(instructions) if instruction.starts_line == line)
-    assert live_at(instructions, start) == names
+    assert live_at(instructions, start, function.__globals__) == names
 
 
 @dataclass(eq=False)

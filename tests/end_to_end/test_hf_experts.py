@@ -28,10 +28,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_nope_head_dim": 8, "v_head_dim": 16,
     }),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16}),
-    # Neither passes over the class that is more than there are experts.
+    # These do not pass over the class that is more than there are experts.
     "nemotron_h": ("NemotronHConfig", {
         "layers_block_type": ["attention", "moe"], "head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
         "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    }),
+    "dbrx": ("DbrxConfig", {
+        "d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     }),
 }  # fmt: skip
 

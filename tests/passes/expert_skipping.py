@@ -95,6 +95,17 @@ def hits_without_padding(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, sta
     return out
 
 
+def hits_without_gradients(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """The body switches gradients off for its query, and on again, as DBRX does."""
+    out, mask = torch.zeros_like(x), F.one_hot(idx, EXPERTS + 1).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        e = e[0]
+        with torch.no_grad():
+            slot, tok = torch.where(mask[e])
+        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
 def hits_of_padding(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     """Ids that have the class of the padding, which has an expert of its own."""
     out, every = torch.zeros_like(x), torch.cat([w, w[:1] * 2])
@@ -224,5 +235,5 @@ CONDITIONS = [
     "((idx == e).sum() == 0).any()", "not (idx == e).unsqueeze(-1).to(torch.uint8).sum()",
     "torch.histc(idx.float(), bins=EXPERTS, min=0, max=EXPERTS)[e] == 0",
 ]  # fmt: skip
-HITS = [padded_hits, hits_without_padding, hits_of_padding, hits_by_where, hits_of_floats]
+HITS = [padded_hits, hits_without_padding, hits_without_gradients, hits_of_padding, hits_by_where, hits_of_floats]
 GROUPED = [*CUT, same, functional, rebound, temporaries, *HITS, searched_ends, *map(asking, CONDITIONS)]

@@ -7,6 +7,7 @@ of the routing; `OTHER_MASKS` ask nothing, and take rows by masks of another kin
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -188,6 +189,42 @@ def asks_the_counts(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: S
     return out
 
 
+def gradients_left_off(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """What follows the last expert with tokens has no gradient."""
+    out = torch.zeros_like(x)
+    with torch.enable_grad():
+        for e in range(EXPERTS):
+            tok, slot = torch.where(idx == e)
+            if tok.numel() == 0:
+                continue
+            torch.set_grad_enabled(True)
+            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+            torch.set_grad_enabled(e > 0)
+        scale = x.sum()
+    return out * scale
+
+
+def rows_without_gradients(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    out, hit = torch.zeros_like(x), torch.bincount(idx.flatten(), minlength=EXPERTS).nonzero().flatten()
+    for e in hit.tolist():
+        with torch.no_grad():
+            tok, slot = torch.where(idx == e)
+            rows = x[tok]
+        out.index_add_(0, tok, rows @ w[e] * weights[tok, slot, None])
+    return out
+
+
+def suppressed(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
+    """An expert whose query fails uses the tokens of the one before."""
+    out, tok, slot = torch.zeros_like(x), idx[:0, 0], idx[:0, 0]
+    for e in range(EXPERTS):
+        if (idx == e).any():
+            with contextlib.suppress(IndexError):
+                tok, slot = torch.where(idx == (0, 1, 2)[e])
+            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
+    return out
+
+
 def hits_of_written_ids(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     """Ids of the class for padding, which has an expert, are written after the choice."""
     out, every = torch.zeros_like(x), torch.cat([w, w[:1] * 2])
@@ -300,7 +337,17 @@ IN_COUNTS = [
     joining("out = torch.cat(outputs)", f"{JOINED}; outputs.append(x[:1])"),
     joining("out = torch.cat(outputs); more = outputs.pop().shape[0]"),
 ]  # fmt: skip
-TAKEN_BACK = [*IN_PYTHON, *ELSEWHERE, *COMPUTED, *ASKED, *IN_COUNTS, hits_of_written_ids]
+TAKEN_BACK = [
+    *IN_PYTHON,
+    *ELSEWHERE,
+    *COMPUTED,
+    *ASKED,
+    *IN_COUNTS,
+    hits_of_written_ids,
+    gradients_left_off,
+    rows_without_gradients,
+    suppressed,
+]
 NOT_SPECULATED = [
     left("asks_for_more", only_if="tok.numel() > 8"),
     hits("enough_hits", f"e in ({COUNTS.partition(' = ')[2]} > 8).nonzero().flatten().tolist()"),

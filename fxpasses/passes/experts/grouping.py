@@ -65,7 +65,8 @@ class Grouping:
         self.legality = Legality(self.graph, loop, memory, templates, rows, totals, self._sizes(parts))
         ends = {*loop.ends, *(part for merge in loop.merges for part in merge.parts)}
         own, selected = self.legality.inside | ends, self.selection or self.cut
-        self.proof = prove(self.graph, branches, loop, own, self.routing, selected, fake_mode)
+        gradients = torch.is_grad_enabled() if region.parent is None else None  # Dynamo calls a backend in this mode
+        self.proof = prove(self.graph, branches, loop, own, self.routing, selected, fake_mode, gradients)
 
     def experts(self) -> Any:
         """The experts of the branches: (first, step, count), or None where the rows are cut by counts."""

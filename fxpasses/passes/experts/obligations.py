@@ -24,7 +24,18 @@ from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import Counts, Ends, Hits
 from fxpasses.graph.routing_transfer import CASTS, RESHAPES
-from fxpasses.graph.speculation import AFTER, BEFORE, CONDITION, INSIDE, PART, READ, Marked, SpeculatedBranch, marks
+from fxpasses.graph.speculation import (
+    AFTER,
+    BEFORE,
+    CONDITION,
+    INSIDE,
+    PART,
+    READ,
+    Marked,
+    SpeculatedBranch,
+    marks,
+    sets_gradients,
+)
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.assertions import Sizes
 from fxpasses.passes.experts.loops import Loop, Merge, has_rows
@@ -54,12 +65,16 @@ def prove(
     routing: Routing,
     selected: Selection | Cut | None,
     fake_mode: Any,
+    gradients: bool | None,
 ) -> Proof:
-    """own: the loop's nodes, ends included, whose legality is checked. selected: its rows. Raises `NotProved`."""
+    """own: the loop's nodes, ends included, whose legality is checked. selected: its rows. gradients: see `Marked`.
+
+    Raises `NotProved`.
+    """
     if not speculated or selected is None:
         return Proof(frozenset(), frozenset())
     numbers = {number for node in own for number, role in marks(node) if role == INSIDE}
-    marked, conditions = Marked(graph), set[Node]()
+    marked, conditions = Marked(graph, gradients), set[Node]()
     until = max(marked.position[merge.node] for merge in loop.merges)
     for number in sorted(numbers):
         branch = speculated[number]
@@ -169,14 +184,27 @@ def _check_not_written(marked: Marked, routing: Routing, ids: Node, condition: N
 
 def _check_body(marked: Marked, branch: SpeculatedBranch, own: set[Node], fake_mode: Any) -> None:
     """Raise `NotProved` unless the rest of the body is pure, and cannot fail without tokens."""
-    for node in marked.all(branch.number, INSIDE):
-        if node in own:
+    inside = marked.all(branch.number, INSIDE)
+    _check_gradients(marked, [node for node in inside if sets_gradients(node)])
+    for node in inside:
+        if node in own or sets_gradients(node):
             continue
         if not _is_harmless(node):
             raise NotProved(f"`{node.name}` may fail where there are no tokens", node)
         _check_assertions(node, own)
         if node.op.startswith("call") and (text := effects.impurity(node, fake_mode)) is not None:
             raise NotProved(f"{text}, where there are tokens", node)
+
+
+def _check_gradients(marked: Marked, inside: list[Node]) -> None:
+    """Raise `NotProved` unless a body that switches gradients off and on leaves them as they were before it."""
+    if not inside:
+        return
+    first, last = (choose(inside, key=marked.position.__getitem__) for choose in (min, max))
+    before = [node for node in marked.setting_gradients if marked.position[node] < marked.position[first]]
+    enabled = before[-1].args[0] if before else marked.gradients
+    if enabled is None or enabled is not last.args[0]:
+        raise NotProved(f"`{last.name}` may leave gradients switched otherwise where there are tokens", last)
 
 
 def _check_assertions(node: Node, own: set[Node]) -> None:
