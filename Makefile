@@ -15,7 +15,7 @@ IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm ninja pytest pytest-timeout pytest-xdist hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow device-coverage lint format bench bench-quick bench-report compat clean
+.PHONY: help demo test test-slow device-coverage lint format bench bench-quick bench-report zoo compat clean
 
 help: ## list the targets
 	@echo "make TARGET [ARGS='...']"
@@ -52,6 +52,10 @@ bench-quick: $(INSTALLED) ## the same, reduced, in about 15 minutes on 2 cores, 
 
 bench-report: $(INSTALLED) ## write bench/RESULTS.md from bench/results/*.json
 	@$(BIN)/python -m bench report
+
+zoo: $(INSTALLED) ## run every architecture of transformers, tiny, against eager mode and stock; takes hours; ARGS= names tasks or types
+	@$(BIN)/python -m tests.zoo.run $(ARGS)
+	@$(BIN)/python -m tests.zoo.page
 
 # Goes on to the next version when one fails, and fails at the end. Of several `-m`, pytest takes the last.
 compat: ## run what `test` runs on the torch versions COMPAT_TORCH, each in .compat/VERSION; ARGS= adds pytest arguments

@@ -1,0 +1,41 @@
+"""Which architectures there are: the entries of transformers' mappings from types of model to classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A task, and the mapping that lists its classes.
+MAPPINGS = {
+    "causal": "CAUSAL_LM",
+    "masked": "MASKED_LM",
+    "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM",
+    "classification": "SEQUENCE_CLASSIFICATION",
+    "speech": "SPEECH_SEQ_2_SEQ",
+    "ctc": "CTC",
+    "vision-language": "IMAGE_TEXT_TO_TEXT",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Architecture:
+    """A class of a type of model, for a task."""
+
+    task: str
+    model_type: str
+    class_name: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.task}/{self.model_type}"
+
+
+def architectures() -> list[Architecture]:
+    """All of them, by task and type; a class that several tasks list stands under the first one."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, Architecture] = {}
+    for task, mapping in MAPPINGS.items():
+        for model_type, class_name in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+            name = class_name if isinstance(class_name, str) else class_name[0]
+            found.setdefault(f"{model_type}/{name}", Architecture(task, model_type, name))
+    return list(found.values())

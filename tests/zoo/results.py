@@ -1,0 +1,84 @@
+"""The results of the zoo, read from JSON lines: what each architecture did in each arrangement, and the rules.
+
+{"architecture": "causal/llama", "arrangement": "packed, checkpoints", "contender": "ours", "graphs": 1, ...}
+{"architecture": "causal/x", "error": "..."}       it could not be built
+{"architecture": "causal/x", "ended": "..."}       its process did not come to its end
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parents[2] / "tests" / "zoo" / "scratch" / "results.jsonl"
+TOLERANCE = 2e-5
+# Compilation: CPU seconds, which tiny models bring near the noise of a shared machine.
+COMPILE_FACTOR, COMPILE_SLACK_S = 2.0, 5.0
+
+
+@dataclass
+class Run:
+    """An architecture in an arrangement: the figures of each contender, as in `measuring.measure`."""
+
+    architecture: str
+    arrangement: str
+    contenders: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether eager mode ran, with the same numbers each time, and the others had their turn."""
+        return bool(self.contenders.get("eager", {}).get("repeats")) and {"stock", "ours"} <= self.contenders.keys()
+
+    def violations(self) -> list[str]:
+        """How this run is worse than without this package, in words; none if it is not comparable."""
+        if not self.comparable:
+            return []
+        eager, stock, ours = (self.contenders[name] for name in ("eager", "stock", "ours"))
+        if "error" in ours:
+            return [] if "error" in stock else [f"fails: {ours['error']}"]
+        found = []
+        if ours["difference"] > TOLERANCE and ours["difference"] > 2 * stock.get("difference", 0.0):
+            found.append(f"differs from eager mode by {ours['difference']:.1e} in {ours['where']}")
+        if ours["reads"] > eager["reads"]:
+            found.append(f"{ours['reads']} host reads, eager mode {eager['reads']}")
+        if "error" in stock:
+            return found
+        if ours["graphs"] > max(stock["graphs"], 1):
+            found.append(f"{ours['graphs']} graphs, stock {stock['graphs']}")
+        if ours["breaks"] > stock["breaks"]:
+            found.append(f"{ours['breaks']} graph breaks, stock {stock['breaks']}")
+        if ours["recompiled"] > stock["recompiled"]:
+            found.append(f"{ours['recompiled']} graphs more for another batch, stock {stock['recompiled']}")
+        if ours["compile_s"] > COMPILE_FACTOR * stock["compile_s"] + COMPILE_SLACK_S:
+            found.append(f"compiles for {ours['compile_s']} s, stock for {stock['compile_s']} s")
+        return found
+
+
+def read(path: Path = FILE) -> list[dict[str, Any]]:
+    """All lines; none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def runs(lines: Iterable[dict[str, Any]]) -> list[Run]:
+    """By architecture and arrangement; of lines for the same, the last."""
+    found: dict[tuple[str, str], Run] = {}
+    for line in lines:
+        if "contender" in line:
+            key = line["architecture"], line["arrangement"]
+            found.setdefault(key, Run(*key)).contenders[line["contender"]] = line
+    return list(found.values())
+
+
+def not_run(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Architectures that could not be built or run in eager mode, or whose process ended early, and why."""
+    found: dict[str, str] = {}
+    for line in lines:
+        for key in ("left_out", "error", "ended"):
+            if key in line and line.get("contender", "eager") == "eager":
+                found[line["architecture"]] = line[key]
+    return found

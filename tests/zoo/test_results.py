@@ -1,0 +1,76 @@
+"""What the zoo's rules call worse, and how numbers are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.23")
+
+from tests.zoo import page, results
+from tests.zoo.measuring import difference, host_reads
+
+EAGER = {"repeats": True, "reads": 4, "graphs": 0, "breaks": 0, "recompiled": 0, "reasons": []}
+STOCK = {"difference": 0.0, "where": "", "reads": 4, "graphs": 2, "breaks": 1, "recompiled": 0, "compile_s": 3.0}
+
+
+def lines(**ours: Any) -> list[dict[str, Any]]:
+    same = {"architecture": "causal/llama", "arrangement": "packed"}
+    figures = {"eager": EAGER, "stock": STOCK, "ours": {**STOCK, "reasons": ["a branch"], **ours}}
+    return [{**same, "contender": contender, **values} for contender, values in figures.items()]
+
+
+@pytest.mark.parametrize(
+    ("worse", "word"),
+    [
+        ({"difference": 1e-3}, "differs"),
+        ({"reads": 5}, "host reads"),
+        ({"graphs": 3}, "graphs"),
+        ({"breaks": 2}, "breaks"),
+        ({"recompiled": 1}, "another batch"),
+        ({"compile_s": 20.0}, "compiles"),
+        ({"error": "RuntimeError: no"}, "fails"),
+    ],
+)
+def test_each_rule_finds_what_is_worse(worse: dict[str, Any], word: str) -> None:
+    (violation,) = results.runs(lines(**worse))[0].violations()
+    assert word in violation
+
+
+def test_as_good_as_without_is_not_worse() -> None:
+    assert results.runs(lines())[0].violations() == []
+
+
+def test_the_last_line_for_the_same_run_counts(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines(reads=9) + lines()))
+    assert results.runs(results.read(file))[0].violations() == []
+
+
+def test_an_architecture_that_cannot_be_built_is_not_run() -> None:
+    missing = results.not_run([{"architecture": "causal/x", "error": "ValueError: no"}, *lines(error="no")])
+    assert missing == {"causal/x": "ValueError: no"}
+
+
+def test_the_page_names_what_is_worse_and_why_there_are_several_graphs() -> None:
+    text = page.page([*lines(reads=5), {"architecture": "causal/x", "ended": "took more than 300 s"}])
+    assert "5 host reads, eager mode 4" in text
+    assert "a branch" in text
+    assert "took more than 300 s" in text
+
+
+def test_a_difference_is_relative_to_the_tensors_largest_number() -> None:
+    wanted = {"w": torch.tensor([2.0, -4.0])}
+    assert difference({"w": torch.tensor([2.0, -4.0])}, wanted) == (0.0, "")
+    assert difference({"w": torch.tensor([2.0, -3.0])}, wanted) == (0.25, "w")
+    assert difference({"w": torch.tensor([2.0, float("nan")])}, wanted)[0] == float("inf")
+    assert difference({}, wanted)[0] == float("inf")
+
+
+def test_reads_of_a_list_are_counted() -> None:
+    numbers = torch.arange(3)
+    assert host_reads(lambda: (numbers.tolist(), numbers[0].item(), [1].copy())) == 2

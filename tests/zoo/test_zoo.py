@@ -1,0 +1,43 @@
+"""A sample of the zoo: never worse than without this package. `make zoo` runs all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.23")
+
+from tests.zoo import results
+from tests.zoo.architectures import Architecture, architectures
+from tests.zoo.run import run_one
+
+# One of each kind: dense, with windows, hybrids with state spaces, latent attention, mixtures; encoders, pairs of both.
+SAMPLE = [
+    "causal/llama", "causal/gemma3_text", "causal/gpt2", "causal/gpt_neox", "causal/opt", "causal/falcon",
+    "causal/mamba2", "causal/bamba", "causal/deepseek_v3", "causal/mixtral", "causal/qwen3_moe", "causal/gpt_oss",
+    "causal/lfm2", "masked/bert", "masked/modernbert", "masked/deberta-v2", "seq2seq/bart", "seq2seq/t5",
+    "classification/roberta", "classification/qwen3",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Architecture]:
+    return {each.key: each for each in architectures()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("key", SAMPLE)
+def test_never_worse_than_without(key: str, known: dict[str, Architecture]) -> None:
+    lines = run_one(known[key])
+    runs = results.runs(lines)
+    assert not results.not_run(lines)
+    assert runs and all(run.comparable for run in runs)
+    assert {run.arrangement: run.violations() for run in runs} == {run.arrangement: [] for run in runs}
+
+
+def test_results_of_the_last_run_are_never_worse() -> None:
+    """Of `make zoo`, if it was run here."""
+    runs = results.runs(results.read())
+    if not runs:
+        pytest.skip("make zoo was not run")
+    assert {f"{run.architecture}, {run.arrangement}": words for run in runs if (words := run.violations())} == {}
