@@ -14,6 +14,8 @@ MAPPINGS = {
     "ctc": "CTC",
     "vision-language": "IMAGE_TEXT_TO_TEXT",
 }
+# Tasks whose batches have more than text.
+WITH_MEDIA = ("speech", "ctc", "vision-language")
 
 
 @dataclass(frozen=True, order=True)
@@ -30,12 +32,13 @@ class Architecture:
 
 
 def architectures() -> list[Architecture]:
-    """All of them, by task and type; a class that several tasks list stands under the first one."""
+    """All of them, by task and type; a class that several tasks on text list stands under the first of these."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, Architecture] = {}
     for task, mapping in MAPPINGS.items():
         for model_type, class_name in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
             name = class_name if isinstance(class_name, str) else class_name[0]
-            found.setdefault(f"{model_type}/{name}", Architecture(task, model_type, name))
+            inputs = task if task in WITH_MEDIA else "text"
+            found.setdefault(f"{inputs}/{model_type}/{name}", Architecture(task, model_type, name))
     return list(found.values())

@@ -10,9 +10,70 @@ from __future__ import annotations
 
 from typing import Any
 
-SIZES: dict[str, dict[str, Any]] = {}
+SIZES: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 128, "hidden_size_global": 64},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    },
+    "dots3_note_text": {"shared_experts_intermediate_size": 32},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    },
+    "qwen2_5_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    },
+    "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 70},
+    "esmc": {"num_key_value_heads": 4},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"expert_ffn_hidden_size": 32, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_embds": False,
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "num_buckets": 2,
+        "num_hidden_layers": 2,
+    },
+    "masked/reformer": {"is_decoder": False},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 2},
+    "zamba2": {
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 2,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 128,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": [96, 96],
+        "activation_sparsity_pattern": [0.95, 0.0],
+    },
+    "gemma4_text": {"global_head_dim": 16, "num_kv_shared_layers": 0},
+    "t5": {"decoder_start_token_id": 0},
+}
 
-LEFT_OUT: dict[str, str] = {}
+LEFT_OUT: dict[str, str] = {
+    "gemma4_assistant": "drafts for another model, whose keys and values it takes",
+    "gemma4_unified_assistant": "drafts for another model, whose keys and values it takes",
+}
 
 # Why an architecture is more than one graph, where the reason that Dynamo gives does not say it.
 REASONS: dict[str, str] = {}

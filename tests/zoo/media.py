@@ -1,14 +1,105 @@
-"""Batches with sound or images beside their text: whichever of the usual formats a model accepts."""
+"""Batches with sound or images beside their text: the first of the usual formats that a model accepts.
+
+A model with images is asked for their features, and each becomes one special token of the text.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tests.zoo.batches import accepted, of_text
+from tests.zoo.batches import Batch, accepted, of_text, text
+
+SIDE, PATCH, FRAMES, MEL = 32, 8, 64, 16  # the sizes that `tiny` gives images and sound
+SAMPLES = 2400
+ROWS = 2
+
+
+class Unaccepted(ValueError):
+    """A model took none of the formats."""
 
 
 def batch(task: str, model: torch.nn.Module, layout: str, number: int) -> dict[str, Any]:
     """A batch for a task in a layout; the number tells apart the batches of a layout."""
+    if task in ("speech", "ctc"):
+        return _first_accepted(model, _sounds(task, number))
+    if task == "vision-language":
+        return _first_accepted(model, _texts_with_images(model, layout, number))
     return accepted(model, of_text(task, layout, number))
+
+
+def _first_accepted(model: Any, candidates: Iterator[Batch]) -> dict[str, Any]:
+    problem: Exception = Unaccepted("there is no format to try")
+    for candidate in candidates:
+        found = accepted(model, candidate)
+        try:
+            with torch.no_grad():
+                model(**found)
+            return found
+        except Exception as error:
+            problem = error
+    raise Unaccepted(f"no format of sound or images works: {problem}") from problem
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _sounds(task: str, number: int) -> Iterator[Batch]:
+    labels = {"labels": text((ROWS, 6), 100 + number)}
+    lengths = torch.tensor([[1.0, 0.6], [0.7, 1.0]][number])
+    for frames in (FRAMES, 2 * FRAMES, 4 * FRAMES, 3000):
+        real = (torch.arange(frames)[None] < lengths[:, None] * frames).long()
+        for shape in ((ROWS, MEL, frames), (ROWS, frames, MEL), (ROWS, frames, 2 * MEL)):
+            features = _random(*shape, seed=number)
+            yield {"input_features": features, "attention_mask": real, **labels}
+            yield {"input_features": features, **labels}
+    real = (torch.arange(SAMPLES)[None] < lengths[:, None] * SAMPLES).long()
+    waves = _random(ROWS, SAMPLES, seed=number)
+    yield {"input_values": waves, "attention_mask": real, **labels}
+    yield {"input_values": waves, **labels}
+
+
+def _images(model: Any, number: int) -> Iterator[Batch]:
+    """An image for each row of text."""
+    pixels = _random(ROWS, 3, SIDE, SIDE, seed=number)
+    sizes = torch.full((ROWS, 2), SIDE)
+    yield {"pixel_values": pixels}
+    yield {"pixel_values": pixels, "image_sizes": sizes}
+    yield {"pixel_values": pixels[:, None], "pixel_attention_mask": torch.ones(ROWS, 1, SIDE, SIDE, dtype=torch.long)}
+    for crops in (1, 2, 3, 5):
+        yield {"pixel_values": pixels[:, None].repeat(1, crops, 1, 1, 1), "image_sizes": sizes}
+    # Images of other shapes have as many patches in all; of those a grid says which are whose.
+    grid = torch.tensor([[[1, 4, 8], [1, 8, 4]], [[1, 8, 4], [1, 4, 8]]][number])
+    for frames in (2, 1):
+        patches = _random(int(grid.prod(1).sum()), 3 * frames * PATCH * PATCH, seed=number)
+        yield {"pixel_values": patches, "image_grid_thw": grid}
+        yield {"pixel_values": patches.view(len(patches), 3 * frames, PATCH, PATCH), "image_grid_thw": grid}
+
+
+def _texts_with_images(model: Any, layout: str, number: int) -> Iterator[Batch]:
+    config = model.config
+    token = getattr(config, "image_token_id", None)
+    token = getattr(config, "image_token_index", None) if token is None else token
+    plain = {name: value[:ROWS] for name, value in of_text("vision-language", layout, number).items()}
+    for images in _images(model, number):
+        try:
+            with torch.no_grad():
+                features = model.get_image_features(**accepted(model, images))
+        except Exception:
+            continue
+        features = getattr(features, "pooler_output", features)
+        rows = features if isinstance(features, (list, tuple)) else [features]
+        count = sum(row.numel() // row.shape[-1] for row in rows if isinstance(row, torch.Tensor)) // ROWS
+        ids = torch.cat([torch.full((ROWS, count), token or 0), plain["input_ids"]], 1)
+        is_image = (ids == token).long()
+        yield {
+            "input_ids": ids,
+            "attention_mask": torch.cat([torch.ones(ROWS, count, dtype=torch.long), plain["attention_mask"]], 1),
+            "labels": torch.cat([torch.full((ROWS, count), -100), plain["labels"]], 1),
+            "token_type_ids": is_image,
+            "mm_token_type_ids": is_image,
+            **images,
+        }

@@ -82,3 +82,13 @@ def not_run(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
             if key in line and line.get("contender", "eager") == "eager":
                 found[line["architecture"]] = line[key]
     return found
+
+
+def forget_not_run(path: Path = FILE) -> set[str]:
+    """Remove the lines of architectures that did not run, so that they are tried again; returns the others."""
+    lines = read(path)
+    missing = not_run(lines)
+    kept = [line for line in lines if line["architecture"] not in missing]
+    if len(kept) < len(lines):
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return {line["architecture"] for line in kept}

@@ -1,6 +1,6 @@
 """Runs the zoo: each architecture in a process with a time limit, several at a time. `make zoo` calls it.
 
-Results are JSON lines in a file; what is in it already is not run again, unless the file is removed.
+Results are JSON lines in a file. What ran according to it is not run again, unless the file is removed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
 
     from tqdm import tqdm
 
-    done = set() if options.again else {line["architecture"] for line in results.read(options.out)}
+    done = set() if options.again else results.forget_not_run(options.out)
     todo = [each for each in chosen(options.names) if each.key not in done]
     contenders = worker.CONTENDERS[:1] if options.eager else worker.CONTENDERS
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -46,14 +46,14 @@ _RULES: list[tuple[str, Any]] = [
     (r"patch_size", 8),
     (r"(mamba_)?(d_state|state_size|ssm_state_size)|mamba_d_state", 8),
     (r"(mamba_)?chunk_size", 8),
-    (r"num_mel_bins", 16),
+    (r"num_mel_bins|input_feat_per_channel|mel_bins", 16),
     (r"time_step_rank|mamba_dt_rank", 8),
     (r"index_topk", 4),
     (r"index_n_heads", 2),
     (r"num_nextn_predict_layers", 0),
     (r"n_embd|d_model|dim|embed_dim|emb_dim|hidden_dim|hidden_sizes?|output_dim|.*hidden_size.*"
      r"|.*embed(ding)?_(size|dim)|.*projection_dim|word_embed_proj_dim|lru_width|embedding_size|classifier_proj_size"
-     r"|out_hidden_size|hidden_channels", HIDDEN),
+     r"|out_hidden_size|hidden_channels|conv_channels|subsampling_conv_channels", HIDDEN),
 ]  # fmt: skip
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
 _INDICES = re.compile(r".*(_idxs?|_indexes|_indices|_layers|_layer_ids)$")
@@ -79,18 +79,24 @@ class Tokens:
 
 def arguments(default: Any, tokens: Tokens) -> dict[str, Any]:
     """What to construct `default`'s class with, parts that are configurations themselves included, as dicts."""
-    values = {name: getattr(default, name, None) for name in default.to_dict() if name not in _SKIPPED}
+    values = {name: _default(default, name) for name in default.to_dict() if name not in _SKIPPED}
     kept = _layers(values)
     given: dict[str, Any] = {}
     for name, value in values.items():
         if name.startswith("_"):
             continue
+        if name == "head_dim" or (name == "num_key_value_heads" and ("kv_lora_rank" in values or value is None)):
+            # With latent keys, each head has its own.
+            given[name] = HEAD_DIM if name == "head_dim" else HEADS
+            continue
         if hasattr(value, "to_dict"):
             given[name] = {"model_type": value.model_type, **arguments(value, tokens)}
+        elif name == "apply_spec_augment":
+            given[name] = False  # random, and needs longer sounds
         elif isinstance(value, bool) or value is None:
             continue
         elif isinstance(value, (int, float)) and _RANDOM.match(name):
-            given[name] = 0.0
+            given[name] = type(value)(0)
         elif isinstance(value, int) and (token := _TOKEN.match(name)):
             given[name] = tokens.of(token["name"])
         elif isinstance(value, (list, tuple)):
@@ -105,6 +111,14 @@ def arguments(default: Any, tokens: Tokens) -> dict[str, Any]:
             half = HEAD_DIM // 2
             given[name] = {**value, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     return given
+
+
+def _default(configuration: Any, name: str) -> Any:
+    """What differs between layers cannot be read from the whole: then it is what the class says."""
+    try:
+        return getattr(configuration, name, None)
+    except (AttributeError, RuntimeError):
+        return getattr(type(configuration), name, None)
 
 
 def _depth(values: dict[str, Any]) -> int | None:
@@ -125,6 +139,8 @@ def _layers(values: dict[str, Any]) -> list[int]:
 
 
 def _cut(name: str, value: Any, values: dict[str, Any], kept: list[int]) -> list[Any] | None:
+    if name in ("conv_dim", "tdnn_dim"):
+        return [HIDDEN // 2] * len(value)
     if value and len(value) == _depth(values):
         return [value[layer] for layer in kept]
     if _INDICES.match(name) and value and all(isinstance(layer, int) for layer in value):
@@ -163,13 +179,19 @@ def model(architecture: Architecture, experts: str | None = None) -> torch.nn.Mo
     import transformers
 
     model_class = getattr(transformers, architecture.class_name)
-    config = configuration(architecture)
+
+    def config() -> Any:
+        whole = configuration(architecture)
+        # A composite type stands in the mapping of causal models for its part that is one.
+        parts = [whole, *(getattr(whole, name) for name in whole.sub_configs)]
+        return next((part for part in parts if isinstance(part, model_class.config_class)), whole)
+
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in model_class(config).parameters())
+        size = sum(parameter.numel() for parameter in model_class(config()).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"the configuration is not tiny: {size} parameters")
     torch.manual_seed(0)
-    built = model_class(configuration(architecture))
+    built = model_class(config())
     for parameter in built.parameters():
         # Some classes initialise to zeros, which would hide what multiplies them, or not at all.
         if parameter.is_floating_point() and (not parameter.isfinite().all() or not parameter.any()):
