@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# Positions of three kinds share a head's 8 frequencies.
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+
 SIZES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 128, "hidden_size_global": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
@@ -19,12 +22,18 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": {"shared_experts_intermediate_size": 32},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "qwen2_vl": {
-        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    **{name: {"text_config": {"rope_parameters": _MROPE}} for name in ("glm46v", "glm4v", "glm_ocr", "glmga")},
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
     },
-    "qwen2_5_vl": {
-        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    "cohere_compass": {
+        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
     },
+    "wav2vec2-bert": {"vocab_size": 128},
+    "wav2vec2-conformer": {"vocab_size": 128},
+    "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
     "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 70},
     "esmc": {"num_key_value_heads": 4},
     "granitemoehybrid": {

@@ -5,6 +5,7 @@ A model with images is asked for their features, and each becomes one special to
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def batch(task: str, model: torch.nn.Module, layout: str, number: int) -> dict[s
 
 
 def _first_accepted(model: Any, candidates: Iterator[Batch]) -> dict[str, Any]:
-    problem: Exception = Unaccepted("there is no format to try")
+    problem: Exception | None = None
     for candidate in candidates:
         found = accepted(model, candidate)
         try:
@@ -40,7 +41,7 @@ def _first_accepted(model: Any, candidates: Iterator[Batch]) -> dict[str, Any]:
             return found
         except Exception as error:
             problem = error
-    raise Unaccepted(f"no format of sound or images works: {problem}") from problem
+    raise Unaccepted(f"none of the formats works: {problem}") from problem
 
 
 def _random(*shape: int, seed: int) -> torch.Tensor:
@@ -84,12 +85,19 @@ def _texts_with_images(model: Any, layout: str, number: int) -> Iterator[Batch]:
     token = getattr(config, "image_token_id", None)
     token = getattr(config, "image_token_index", None) if token is None else token
     plain = {name: value[:ROWS] for name, value in of_text("vision-language", layout, number).items()}
+    if not hasattr(model, "get_image_features"):
+        for images in _images(model, number) if "pixel_values" in inspect.signature(model.forward).parameters else [{}]:
+            yield {**plain, **images}
+        return
+    accepts, problem = False, None
     for images in _images(model, number):
         try:
             with torch.no_grad():
                 features = model.get_image_features(**accepted(model, images))
-        except Exception:
+        except Exception as error:
+            problem = error
             continue
+        accepts = True
         features = getattr(features, "pooler_output", features)
         rows = features if isinstance(features, (list, tuple)) else [features]
         count = sum(row.numel() // row.shape[-1] for row in rows if isinstance(row, torch.Tensor)) // ROWS
@@ -103,3 +111,5 @@ def _texts_with_images(model: Any, layout: str, number: int) -> Iterator[Batch]:
             "mm_token_type_ids": is_image,
             **images,
         }
+    if not accepts:
+        raise Unaccepted(f"no format of images works: {problem}") from problem

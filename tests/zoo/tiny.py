@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo.architectures import Architecture
+from tests.zoo.architectures import WITH_MEDIA, Architecture
 from tests.zoo.exceptions import SIZES
 
 VOCABULARY = 128
@@ -58,7 +58,7 @@ _RULES: list[tuple[str, Any]] = [
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
 _INDICES = re.compile(r".*(_idxs?|_indexes|_indices|_layers|_layer_ids)$")
 _TOKEN = re.compile(r"(?P<name>.+?)_(token_)?(id|index)$")
-_RANDOM = re.compile(r".*(dropout|drop_path|layerdrop|drop_rate|pdrop|drop_prob|jitter|dropout_prob|dropout_rate).*")
+_RANDOM = re.compile(r".*(dropout|drop_path|layerdrop|drop_rate|pdrop|drop_prob|jitter|mask_(time|feature)_prob).*")
 _SKIPPED = {"model_type", "transformers_version", "id2label", "label2id", "architectures", "dtype", "torch_dtype"}
 
 
@@ -163,8 +163,8 @@ def configuration(architecture: Architecture) -> Any:
     config_class = CONFIG_MAPPING[architecture.model_type]
     starts_from = SIZES.get(f"default of {architecture.model_type}", {})
     given = arguments(config_class(**starts_from), Tokens())
-    if architecture.task == "classification":
-        # A sequence's class is read at its last token, which is found by what is padding.
+    if architecture.task in ("classification", *WITH_MEDIA) and hasattr(config_class, "pad_token_id"):
+        # A sequence's class is read at its last token, which is found by what is padding; so do some shift labels.
         given.setdefault("pad_token_id", SPECIAL["pad"])
     for key in (architecture.model_type, architecture.key):
         _merge(given, SIZES.get(key, {}))
