@@ -47,6 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
     "reformer": {
+        "hash_seed": 0,
         "is_decoder": True,
         "attn_layers": ["local", "lsh"],
         "axial_pos_embds": False,

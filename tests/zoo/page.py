@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from tests.zoo import results
-from tests.zoo.architectures import MAPPINGS
+from tests.zoo.architectures import MAPPINGS, architectures
 from tests.zoo.exceptions import REASONS
 from tests.zoo.results import Run
 
@@ -24,14 +24,15 @@ Written by `python -m tests.zoo.page` from the results of `make zoo`, with {vers
 Each architecture of transformers' mappings is built tiny from its own configuration class, and trains two steps in
 eager mode, under stock `torch.compile` and under this backend, both with the lowering `aot_eager`: on packed text with
 checkpoints and on text padded left and then right where it can, mixtures also with `experts_implementation="eager"`.
-Loss, outputs and all gradients are compared with eager mode's, relative to each tensor's largest number.
+Loss, outputs and all gradients are compared with eager mode's, relative to each tensor's largest number. Each task's
+row says how many of its architectures were compared so far; a run is an architecture in one arrangement.
 """
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
     found, missing = results.runs(lines), results.not_run(lines)
-    names = ("torch", "transformers")
-    versions = " and ".join(f"{name} {metadata.version(name).split('+')[0]}" for name in names)
+    used = {f"{name} {line[name]}": None for line in lines for name in ("torch", "transformers") if name in line}
+    versions = " and ".join(used)
     parts = [HEAD.format(versions=versions), _summary(found, missing), _worse(found), _several(found)]
     parts += [_one_graph(found), _not_run(missing)]
     return "\n".join(filter(None, parts))
@@ -39,12 +40,14 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
 
 def _summary(found: Sequence[Run], missing: dict[str, str]) -> str:
     rows = []
+    known = Counter(each.task for each in architectures())
     for task in MAPPINGS:
         of_task = [run for run in found if run.architecture.startswith(f"{task}/")]
         good = [run for run in of_task if run.comparable and "error" not in run.contenders["ours"]]
         eager, stock, ours = ([run.contenders[name] for run in good] for name in ("eager", "stock", "ours"))
         rows.append([
             task,
+            known[task],
             len({run.architecture for run in good}),
             len([name for name in missing if name.startswith(f"{task}/")]),
             len(good),
@@ -54,7 +57,7 @@ def _summary(found: Sequence[Run], missing: dict[str, str]) -> str:
             sum(figures["difference"] > results.TOLERANCE for figures in ours),
             f"{sum(figures['reads'] for figures in eager)} → {sum(figures['reads'] for figures in ours)}",
         ])  # fmt: skip
-    heads = ["task", "architectures", "not run", "runs", "one graph", "with stock", "bit for bit",
+    heads = ["task", "there are", "compared", "cannot run", "runs", "one graph", "with stock", "bit for bit",
              f"beyond {results.TOLERANCE:g}", "host reads"]  # fmt: skip
     return tabulate(rows, heads, tablefmt="github") + "\n"
 
@@ -109,7 +112,7 @@ def _not_run(missing: dict[str, str]) -> str:
     if not missing:
         return ""
     rows = [[name, why.replace("|", "\\|")[:140]] for name, why in sorted(missing.items())]
-    return _table("Not run", ["architecture", "why"], rows)
+    return _table("Cannot run, or not built tiny", ["architecture", "why"], rows)
 
 
 def main() -> None:

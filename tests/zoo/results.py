@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,21 @@ def not_run(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
         for key in ("left_out", "error", "ended"):
             if key in line and line.get("contender", "eager") == "eager":
                 found[line["architecture"]] = line[key]
+        if line.get("repeats") is False:
+            found[line["architecture"]] = "eager mode's numbers differ from run to run"
     return found
 
 
+def versions() -> dict[str, str]:
+    return {name: metadata.version(name).split("+")[0] for name in ("torch", "transformers")}
+
+
 def forget_not_run(path: Path = FILE) -> set[str]:
-    """Remove the lines of architectures that did not run, so that they are tried again; returns the others."""
+    """Remove the lines of architectures that did not run, or with other versions, so that they are tried again;
+    returns the others."""
     lines = read(path)
     missing = not_run(lines)
-    kept = [line for line in lines if line["architecture"] not in missing]
+    kept = [line for line in lines if line["architecture"] not in missing and versions().items() <= line.items()]
     if len(kept) < len(lines):
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
     return {line["architecture"] for line in kept}

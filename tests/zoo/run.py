@@ -88,6 +88,7 @@ def main() -> None:
 
     done = set() if options.again else results.forget_not_run(options.out)
     todo = [each for each in chosen(options.names) if each.key not in done]
+    versions = results.versions()
     contenders = worker.CONTENDERS[:1] if options.eager else worker.CONTENDERS
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -97,7 +98,7 @@ def main() -> None:
     ):
         futures = {pool.submit(run_one, each, options.limit, options.every, contenders): each for each in todo}
         for future in concurrent.futures.as_completed(futures):
-            file.writelines(json.dumps(line) + "\n" for line in future.result())
+            file.writelines(json.dumps({**line, **versions}) + "\n" for line in future.result())
             file.flush()
             bar.set_postfix_str(futures[future].key)
             bar.update()

@@ -56,6 +56,16 @@ def test_an_architecture_that_cannot_be_built_is_not_run() -> None:
     assert missing == {"causal/x": "ValueError: no"}
 
 
+def test_what_did_not_run_or_ran_with_other_versions_is_tried_again(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    good = [{**line, **results.versions()} for line in lines()]
+    other = [{**line, "architecture": "causal/old", "torch": "1.0", "transformers": "1.0"} for line in lines()]
+    bad = {"architecture": "causal/x", "ended": "took more than 300 s", **results.versions()}
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*good, *other, bad]))
+    assert results.forget_not_run(file) == {"causal/llama"}
+    assert results.read(file) == good
+
+
 def test_the_page_names_what_is_worse_and_why_there_are_several_graphs() -> None:
     text = page.page([*lines(reads=5), {"architecture": "causal/x", "ended": "took more than 300 s"}])
     assert "5 host reads, eager mode 4" in text
