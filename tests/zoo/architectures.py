@@ -36,8 +36,11 @@ def architectures() -> list[Architecture]:
     from transformers.models.auto import modeling_auto
 
     found: dict[str, Architecture] = {}
-    for task, mapping in MAPPINGS.items():
-        for model_type, class_name in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+    listed = {task: getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES") for task, mapping in MAPPINGS.items()}
+    for task, classes in listed.items():
+        for model_type, class_name in classes.items():
+            if task == "seq2seq" and model_type in listed["speech"]:
+                continue
             name = class_name if isinstance(class_name, str) else class_name[0]
             inputs = task if task in WITH_MEDIA else "text"
             found.setdefault(f"{inputs}/{model_type}/{name}", Architecture(task, model_type, name))

@@ -86,4 +86,7 @@ LEFT_OUT: dict[str, str] = {
 }
 
 # Why an architecture is more than one graph, where the reason that Dynamo gives does not say it.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "t5": "with checkpoints, layers without a table of positions set `requires_grad` of zeros that they make",
+    "reformer": "sets seeds in each layer, in an autograd function of its own",
+}

@@ -1,0 +1,45 @@
+"""Tiny configurations: sizes by name, one layer of each kind, special tokens apart from the text."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.23")
+
+from tests.zoo import batches, tiny
+from tests.zoo.architectures import Architecture, architectures
+from tests.zoo.exceptions import LEFT_OUT, REASONS, SIZES
+
+
+def test_a_size_is_recognised_by_its_name() -> None:
+    config = tiny.configuration(Architecture("causal", "mixtral", "MixtralForCausalLM"))
+    assert (config.hidden_size, config.num_hidden_layers, config.num_local_experts) == (64, 2, 4)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+
+
+def test_there_is_a_layer_of_each_kind() -> None:
+    config = tiny.configuration(Architecture("causal", "gemma3_text", "Gemma3ForCausalLM"))
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+
+
+def test_nothing_is_random() -> None:
+    config = tiny.configuration(Architecture("causal", "gpt2", "GPT2LMHeadModel"))
+    assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.0
+
+
+def test_special_tokens_are_not_in_the_text() -> None:
+    config = tiny.configuration(Architecture("vision-language", "llava", "LlavaForConditionalGeneration"))
+    assert tiny.LAST < config.image_token_id < tiny.VOCABULARY
+
+
+def test_two_batches_differ_in_their_lengths_alone() -> None:
+    for task, layout in [("causal", "packed"), ("masked", "padded"), ("seq2seq", "left")]:
+        first, second = (batches.of_text(task, layout, number) for number in (0, 1))
+        assert {name: value.shape for name, value in first.items()} == {n: v.shape for n, v in second.items()}
+        lengths = "position_ids" if layout == "packed" else "attention_mask"
+        assert not first[lengths].equal(second[lengths])
+
+
+def test_the_tables_name_architectures_that_there_are() -> None:
+    known = {name for each in architectures() for name in (each.key, each.model_type)}
+    assert {*LEFT_OUT, *REASONS, *(name.removeprefix("default of ") for name in SIZES)} <= known
