@@ -7,8 +7,8 @@ from dataclasses import dataclass
 # A task, and the mapping that lists its classes.
 MAPPINGS = {
     "causal": "CAUSAL_LM",
-    "masked": "MASKED_LM",
     "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM",
+    "masked": "MASKED_LM",
     "classification": "SEQUENCE_CLASSIFICATION",
     "speech": "SPEECH_SEQ_2_SEQ",
     "ctc": "CTC",
