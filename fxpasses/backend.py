@@ -72,7 +72,7 @@ def fastpack_backend(
     gm.meta[BRANCHES] = trace.speculated()
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     result = run_passes(passes, gm, example_inputs, settings, observer.after_pass)
-    folding = [FoldLayers()] if FoldLayers.name in settings.passes and settings.fold != "off" else []
+    folding = [FoldLayers()] if FoldLayers.name in settings.passes and settings.folds else []
     folded = run_further(folding, result, settings, observer.after_pass)
     trace.discharge(result.discharged)
     recompiles.note_sizes(gm)

@@ -102,6 +102,11 @@ class Options:
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def folds(self) -> bool:
+        """Whether `fold` asks for anything under the lowering."""
+        return self.fold == "on" or (self.fold == "auto" and self.lowering == "inductor")
+
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
         """Check the options of a `torch.compile` call; raises `ValueError` with the key, the value and the choices."""

@@ -48,7 +48,7 @@ class FoldLayers:
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
         options = context.options
-        if options.fold == "off" or (options.fold == "auto" and options.lowering != "inductor"):
+        if not options.folds:
             return report
         found = [kind for kind in kinds(gm, FOLD_LEAST[options.fold]) if _is_heavy(gm, kind[0])]
         if not found:
