@@ -153,10 +153,7 @@ def _frames(ours: list[Graph]) -> Iterator[str]:
 def _done(ours: list[Graph]) -> Iterator[str]:
     """What the passes did, in the summaries of their reports, equal ones once."""
     done = Counter(f"{r.pass_name}: {r.summary}" for graph in ours for r in graph.reports if r.changed and r.summary)
-    if done:
-        yield "Changed"
-    yield from (f"  {line}{_times(count, 'in {} graphs')}" for line, count in done.most_common(_MOST_LINES))
-    yield from _rest(done)
+    yield from _most_frequent("Changed", done, "in {} graphs")
 
 
 def _not_captured(ours: list[Graph]) -> Iterator[str]:
@@ -175,10 +172,7 @@ def _not_captured(ours: list[Graph]) -> Iterator[str]:
         found.update(f"a pass was dropped: {failure}" for failure in graph.failed)
         # A loop of many layers refuses the same at one place in each.
         found.update(f"{name} left {at}: {reason}" for name, at, reason in sorted(set(_refusals(graph))))
-    if found:
-        yield "Not captured, or left alone"
-    yield from (f"  {line}{_times(count)}" for line, count in found.most_common(_MOST_LINES))
-    yield from _rest(found)
+    yield from _most_frequent("Not captured, or left alone", found)
 
 
 def _advice(ours: list[Graph]) -> Iterator[str]:
@@ -219,6 +213,14 @@ def _many(count: int, what: str) -> str:
 
 def _times(count: int, words: str = "×{}") -> str:
     return f" ({words.format(count)})" if count > 1 else ""
+
+
+def _most_frequent(title: str, lines: Counter[str], words: str = "×{}") -> Iterator[str]:
+    """A title and the most frequent lines, each with its count in words; nothing if there are none."""
+    if lines:
+        yield title
+    yield from (f"  {line}{_times(count, words)}" for line, count in lines.most_common(_MOST_LINES))
+    yield from _rest(lines)
 
 
 def _rest(lines: Any) -> Iterator[str]:
