@@ -57,10 +57,11 @@ def trained_and_generated(mode: bool, steps: int, **options: Any) -> tuple[Recor
 
 
 def test_a_model_that_generates_while_it_trains_has_two_graphs_one_for_any_size() -> None:
-    _, counts = trained_and_generated(True, steps=6)
-    assert counts == [1, 2, 2, 2, 2, 2]
+    _, counts = trained_and_generated(True, steps=4)
+    assert counts == [1, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_outside_training_generation_has_graphs_and_leaves_some() -> None:
     _, counts = trained_and_generated(False, steps=6)
     assert counts[-1] <= 6 and counts[3:] == counts[-1:] * 3

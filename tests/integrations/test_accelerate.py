@@ -90,6 +90,7 @@ def graphs(tmp_path: Path) -> list[str]:
     return [str(graph.options["lowering"]) for record in records for graph in record.graphs]
 
 
+@pytest.mark.slow
 def test_trainers_take_the_name(tmp_path: Path, environment: dict[str, str]) -> None:
     """In what TRL derives from `TrainingArguments`, where TRL is installed."""
     script = tmp_path / "train.py"

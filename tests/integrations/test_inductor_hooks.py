@@ -49,7 +49,8 @@ def results(program: Any, inputs: list[Tensor]) -> list[Tensor]:
     return [output, *torch.autograd.grad(output.square().sum(), inputs)]
 
 
-@pytest.mark.parametrize("program", [pytest.param(experts, marks=pytest.mark.slow), checkpointed])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [experts, checkpointed])
 def test_a_loop_over_experts_is_grouped(program: Any, inputs: list[Tensor]) -> None:
     options = fxpasses.inductor_options({"fastpack.strict": True})
     with fxpasses.inspect.record() as record:

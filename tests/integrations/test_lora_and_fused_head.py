@@ -76,9 +76,8 @@ def test_checkpoints_whose_inputs_require_gradients(adapted: bool, reentrant: bo
     assert len(record.graphs) == 1
 
 
-@pytest.mark.parametrize(
-    "adapted", [pytest.param(True, id="LoRA"), pytest.param(False, id="all parameters", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [True, False], ids=["LoRA", "all parameters"])
 def test_the_fused_head_is_one_graph_for_all_lengths(adapted: bool) -> None:
     batches = [batch(12, 3), batch(12, 5), batch(16, 4), batch(10, 9)]
     _, record = assert_same_steps(models_of(adapted), batches, fused_lm_head=True)
