@@ -16,7 +16,7 @@ from fxpasses.capture import guarding, leaves, passed_choices, recompiles, retra
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
-from fxpasses.graph.outlining import is_folded
+from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.speculation import BRANCHES
 from fxpasses.lowering import lower
@@ -163,8 +163,8 @@ def _lower(result: Result, gm: GraphModule, settings: Options, on_report: OnRepo
 
 
 def _lower_main(result: Result, settings: Options, salt: str, on_report: OnReport) -> Callable[..., Any]:
-    def lower_piece(piece: GraphModule, example_inputs: Sequence[Any], calls: int = 0) -> Callable[..., Any]:
-        return lower(piece, example_inputs, settings, salt, on_report, calls)
+    def lower_piece(piece: GraphModule, example_inputs: Sequence[Any], place: Place = WHOLE) -> Callable[..., Any]:
+        return lower(piece, example_inputs, settings, salt, on_report, place)
 
     if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets the gradients of each layer as it is done
         return lower_segments(result.gm, result.example_inputs, lower_piece)

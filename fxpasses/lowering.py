@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
+from fxpasses.graph.outlining import WHOLE, Place
 from fxpasses.graph.regions import Region
 from fxpasses.options import Options
 from fxpasses.report import OnReport, Report, in_each
@@ -33,25 +34,24 @@ def lower(
     options: Options,
     salt: str,
     on_report: OnReport = lambda report: None,
-    calls: int = 0,
+    place: Place = WHOLE,
 ) -> Compiled:
     """Compile `gm`.
 
     salt: distinguishes, in caches, programs with the same graph whose inputs have different known properties.
-    on_report: gets the reports of passes on the partitioned graphs, after compilation. calls: how often a step calls
-    `gm`, if it is a piece of a graph; 0 if it is whole.
+    on_report: gets the reports of passes on the partitioned graphs, after compilation. place: of `gm` in its step.
     """
     if options.lowering == "eager":
         return uncompiled(gm)
     hits = _cache_hits()
-    with _partitioners(gm, example_inputs, options, calls) as (partition, partitioner):
+    with _partitioners(gm, example_inputs, options, place) as (partition, partitioner):
         if options.lowering == "aot_eager":
             compiled = _aot_eager(gm, example_inputs, partition)
         else:
             compiled = inductor(gm, example_inputs, options, salt, partition)
     if partitioner is not None and partitioner.options is not None:
         for report in partitioner.reports:
-            on_report(in_each(report, calls) if calls > 1 else report)
+            on_report(in_each(report, place.calls) if place.calls > 1 else report)
         if not partitioner.called:
             on_report(Report(partitioner.name, summary=_FROM_CACHE if _cache_hits() > hits else _FOR_INFERENCE))
     return _as_in_eager_mode(gm, compiled) if spans_ranks() else compiled
@@ -71,7 +71,7 @@ def _cache_hits() -> int:
 
 @contextlib.contextmanager
 def _partitioners(
-    gm: GraphModule, examples: Sequence[Any], options: Options, calls: int
+    gm: GraphModule, examples: Sequence[Any], options: Options, place: Place
 ) -> Iterator[tuple[CustomPartitionerFn | None, Partitioner | None]]:
     """The partitioner of the joint graph (None: PyTorch's own), and the one that offloads, if any.
 
@@ -92,7 +92,7 @@ def _partitioners(
     # And with donated buffers no backward can run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
         moved = options.offload if offloads else None
-        outer = Partitioner(moved, options.strict, activations(examples), inner, calls)
+        outer = Partitioner(moved, options.strict, activations(examples), inner, place)
         yield outer, outer
 
 

@@ -27,11 +27,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxpasses.graph.modes import modes
-from fxpasses.graph.outlining import call_layer, outline
+from fxpasses.graph.outlining import Place, call_layer, outline
 from fxpasses.graph.segments import attribute, is_reference, segment
 
 Compiled = Callable[..., Any]
-Lower = Callable[[GraphModule, Sequence[Any], int], Compiled]  # the last: how often a step calls the result
+Lower = Callable[[GraphModule, Sequence[Any], Place], Compiled]
 
 
 def lower_segments(gm: GraphModule, example_inputs: Sequence[Any], lower: Lower) -> Compiled:
@@ -68,7 +68,7 @@ class _Assembly:
             elif node.op.startswith("call"):
                 rest.append(node)
             elif node.op == "output":
-                self._rest(rest)
+                self._rest(rest, last=True)
                 self.graph.output(map_arg(node.args[0], self.values.__getitem__))
         # `forward` calls the pieces as attributes; they are no modules, so that no hook of the program sees them.
         return GraphModule(self.pieces, self.graph, class_name="Pieces").forward
@@ -82,29 +82,32 @@ class _Assembly:
         reference, *operands = call.all_input_nodes
         body: GraphModule = getattr(self.gm, str(reference.target))
         if body not in self.compiled:
-            self.compiled[body] = self._compile(body, operands, str(reference.target), len(reference.users))
+            self.compiled[body] = self._compile(
+                body, operands, str(reference.target), Place(len(reference.users), last=False)
+            )
         self.values[call] = self._call(self.compiled[body], operands)
 
-    def _rest(self, nodes: list[Node]) -> None:
+    def _rest(self, nodes: list[Node], last: bool = False) -> None:
         if not nodes:
             return
         found = segment(self.gm, nodes)
-        key = found.form, tuple(found.nodes.index(node) for node in found.live_outs), self.modes[found.first].arguments
+        live_outs = tuple(found.nodes.index(node) for node in found.live_outs)
+        key = found.form, live_outs, self.modes[found.first].arguments, last
         if key not in self.compiled:
             name = f"rest_{len(self.compiled)}"
             piece = outline(self.gm, nodes, found.operands, found.live_outs, self.modes[nodes[0]], name)
-            self.compiled[key] = self._compile(piece, found.operands, name)
+            self.compiled[key] = self._compile(piece, found.operands, name, Place(1, last))
         results = self._call(self.compiled[key], found.operands)
         for position, node in enumerate(found.live_outs):
             self.values[node] = self.graph.call_function(operator.getitem, (results, position))
 
-    def _compile(self, piece: GraphModule, operands: Sequence[Node], name: str, calls: int = 1) -> str:
+    def _compile(self, piece: GraphModule, operands: Sequence[Node], name: str, place: Place) -> str:
         examples = [self.examples.get(node, node.meta.get("example_value")) for node in operands]
         context: Any = copy.copy(TracingContext.try_get())
         if context is not None:
             context.fw_metadata = None
         with tracing(context):
-            self.pieces[name] = self.lower(piece, examples, calls)
+            self.pieces[name] = self.lower(piece, examples, place)
         return name
 
     def _call(self, name: str, operands: Sequence[Node]) -> Node:

@@ -12,6 +12,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 from fxpasses.graph.copying import copy_graph
+from fxpasses.graph.outlining import WHOLE, Place
 from fxpasses.options import Offload
 from fxpasses.passes.offload.inputs import movable
 from fxpasses.passes.offload.saved import Partition
@@ -38,9 +40,8 @@ class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph, orders the saved values, then offloads.
 
     options: None to offload nothing. activations: positions of the captured graph's inputs that may be moved. inner:
-    the partitioner to call; None is PyTorch's. calls: how often a step runs the graph, if it is a piece of one; 0 if it
-    is whole. reports: one of the pass for each partition. If the pass fails, the plain partition stays, with one
-    warning; with `strict` it raises `PassError`.
+    the partitioner to call; None is PyTorch's. place: of the graph in its step. reports: one of the pass for each
+    partition. If the pass fails, the plain partition stays, with one warning; with `strict` it raises `PassError`.
     """
 
     name = NAME
@@ -51,10 +52,10 @@ class Partitioner(CustomPartitionerFn):
         strict: bool,
         activations: frozenset[int] = frozenset(),
         inner: CustomPartitionerFn | None = None,
-        calls: int = 0,
+        place: Place = WHOLE,
     ) -> None:
         self.options, self.strict, self.activations, self.inner = options, strict, activations, inner
-        self.calls = calls
+        self.place = place
         self.reports: list[Report] = []
         self.called = False  # for inference, and where a cache has the result, nothing is partitioned
 
@@ -75,7 +76,7 @@ class Partitioner(CustomPartitionerFn):
         plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
         started = time.perf_counter()
         try:
-            report = OffloadActivations(options, replayed=_replayed(), calls=self.calls)(partition)
+            report = OffloadActivations(options, replayed=_replayed(), place=self.place)(partition)
         except Exception as error:
             dropped(NAME, error, self.strict, "all activations where they are")
             partition.forward.graph, partition.backward.graph = plain
@@ -89,7 +90,7 @@ class Partitioner(CustomPartitionerFn):
         inner = self.inner.uuid() if self.inner is not None else ""
         if inner is None:
             return None
-        options = repr(self.options), self.calls
+        options = repr(self.options), *astuple(self.place)
         return ("fxpasses", __version__, _source(), *options, tuple(sorted(self.activations)), inner)
 
 

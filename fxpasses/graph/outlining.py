@@ -9,6 +9,7 @@ b = h(y)                                                              return a, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,18 @@ from fxpasses.graph.segments import is_reference
 
 # The versions of torch on which graphs were compiled in pieces, layer by layer (`lowering_segments.py`).
 CHECKED = ("2.11", "2.13", "2.15")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a graph in its step. calls: how often a step runs it, if it is a piece of a graph; 0 if it is whole.
+    last: whether none of the other pieces runs after it, so that backward begins with it."""
+
+    calls: int = 0
+    last: bool = True
+
+
+WHOLE = Place()
 
 
 def checked_here() -> bool:

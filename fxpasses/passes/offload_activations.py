@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.aliases import AliasSets
+from fxpasses.graph.outlining import WHOLE, Place
 from fxpasses.graph.provenance import where
 from fxpasses.options import Offload
 from fxpasses.passes.offload.candidates import candidate, step_of
@@ -32,8 +33,8 @@ NAME = "offload_activations"
 class OffloadActivations:
     """Rewrites a partition in place, and reports on every saved tensor that forward computes.
 
-    replayed: whether CUDA graphs will replay the two graphs; then nothing leaves a CUDA device. calls: how
-    often a step runs the graphs, if they are a piece of the step's, such as a folded layer; 0 if they are whole.
+    replayed: whether CUDA graphs will replay the two graphs; then nothing leaves a CUDA device. place: of
+    the graphs in their step.
     """
 
     name = NAME
@@ -43,11 +44,11 @@ class OffloadActivations:
         options: Offload,
         measure: Callable[[str, str, torch.device], Rates] = rates,
         replayed: bool = False,
-        calls: int = 0,
+        place: Place = WHOLE,
     ) -> None:
-        # The last tensors of a layer that runs several times are not the last ones of the step.
-        self.options = replace(options, keep_last=0) if calls > 1 else options
-        self.measure, self.replayed, self.calls = measure, replayed, calls
+        # What backward needs first in a piece of a step, it needs first in the step only where no piece follows.
+        self.options = options if place.last else replace(options, keep_last=0)
+        self.measure, self.replayed, self.place = measure, replayed, place
 
     def __call__(self, partition: Partition) -> Report:
         report = Report(self.name)
@@ -65,7 +66,7 @@ class OffloadActivations:
         if not movable:
             _warn_of_devices(refused)
         mark(movable, {c.name for c in choice.moved})
-        insert(partition, movable, self.options, self.calls > 0)
+        insert(partition, movable, self.options, self.place.calls > 0)
         self._describe(report, choice, refused)
         report.transfers = list(transfers(partition, self.options.tier))
         return report
@@ -77,7 +78,14 @@ class OffloadActivations:
         device = movable[0].lead.meta["val"].device
         step = step_of(partition, movable, self.measure(options.tier, options.directory, device))
         host_budget = options.host_budget if options.tier == "host" else None
-        limits = Limits(options.min_bytes, options.keep_last, options.buffers, options.device_budget, host_budget)
+        limits = Limits(
+            options.min_bytes,
+            options.keep_last,
+            options.buffers,
+            options.device_budget,
+            host_budget,
+            keeps_given=self.place.calls > 0,
+        )
         return choose(candidates, limits, step)
 
     def _describe(self, report: Report, choice: Choice, refused: list[tuple[Node, Reason, str]]) -> None:

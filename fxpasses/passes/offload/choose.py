@@ -43,13 +43,17 @@ class Decision:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits as in `fxpasses.options.Offload`, in bytes; None means no limit."""
+    """Limits as in `fxpasses.options.Offload`, in bytes; None means no limit.
+
+    keeps_given: whether `keep_last` counts inputs of the graph as well, as no graph follows it.
+    """
 
     min_bytes: int = 0
     keep_last: int = 0
     buffers: int = 2
     device_budget: int | None = None
     host_budget: int | None = None
+    keeps_given: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def choose(candidates: Sequence[Candidate], limits: Limits, step: Step) -> Choic
             kept[candidate.name] = (Reason.SMALL, f"{candidate.bytes} of {limits.min_bytes} bytes")
     # Backward needs a graph's input only after the graphs that follow: blocks may be compiled one by one.
     large = [c for c in candidates if c.name not in kept]
-    for candidate in _by_need([c for c in large if not c.given])[: limits.keep_last]:
+    for candidate in _by_need([c for c in large if limits.keeps_given or not c.given])[: limits.keep_last]:
         kept[candidate.name] = (Reason.NEEDED_SOON, f"fastpack.offload.keep_last is {limits.keep_last}")
     model = _Model(step, limits.buffers, candidates)
     # Checkpoint boundaries come first, then larger tensors, then those that backward needs later.
