@@ -25,6 +25,7 @@ from fxpasses.graph import effects
 from fxpasses.graph.aliases import AliasSets, written_operands
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import leaves
+from fxpasses.graph.modes import regions_after
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.report import Reason
@@ -62,12 +63,9 @@ class _Walk:
         writes = {node: written for node in nodes if (written := written_operands(node, region.gm))}
         changing = {number for written in writes.values() for operand in written for number in sets.of(operand)}
         for node in nodes:
-            name = getattr(node.target, "__name__", "")
-            if name == "_enter_autocast":
-                autocast = (*autocast, tuple(node.args))
-            elif name == "_exit_autocast":
-                autocast = autocast[:-1]
-            elif name == "_set_grad_enabled":
+            if (after := regions_after(node, autocast)) is not autocast:
+                autocast = after
+            elif getattr(node.target, "__name__", "") == "_set_grad_enabled":
                 enabled = bool(node.args[0])
             elif node.op == "placeholder":
                 self.flags[node] = self._of_placeholder(region, node, bool(sets.of(node) & changing))

@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 from fxpasses.graph import effects
 from fxpasses.graph.aliases import written_operands
 from fxpasses.graph.calls import operator_of
+from fxpasses.graph.modes import regions_after
 from fxpasses.graph.provenance import source, where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
@@ -158,10 +159,8 @@ class Walk:
 
     def _call(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> tuple[Any, ...]:
         name = getattr(node.target, "__name__", "")
-        if name == "_enter_autocast":
-            return (*autocast, tuple(node.args))
-        if name == "_exit_autocast":
-            return autocast[:-1]
+        if (after := regions_after(node, autocast)) is not autocast:
+            return after
         if name.endswith(("increment_nesting", "decrement_nesting")):
             self.levels += 1 if name.endswith("increment_nesting") else -1
             return autocast

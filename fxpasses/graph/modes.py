@@ -84,11 +84,15 @@ def autocast_regions(graph: Graph, around: Regions = ()) -> dict[Node, Regions]:
     found = {}
     for node in graph.nodes:
         found[node] = around
-        if enters_autocast(node):
-            around = (*around, tuple(node.args))
-        elif leaves_autocast(node):
-            around = around[:-1]
+        around = regions_after(node, around)
     return found
+
+
+def regions_after(node: Node, around: Regions) -> Regions:
+    """The autocast regions that are open after a node: `around` itself, if the node neither enters nor leaves one."""
+    if enters_autocast(node):
+        return (*around, tuple(node.args))
+    return around[:-1] if leaves_autocast(node) else around
 
 
 def _may_change_modes(node: Node, name: str) -> bool:

@@ -32,6 +32,7 @@ from fxpasses.graph.calls import VIEWS, operator_of
 from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.closure import find_closure
 from fxpasses.graph.metadata_analysis import Closure
+from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
@@ -105,19 +106,15 @@ class _Site:
     selective: bool
 
 
-def _sites(region: Region, autocast: tuple[Any, ...] = (), levels: int = 0, selective: bool = False) -> Iterator[_Site]:
+def _sites(region: Region, levels: int = 0, selective: bool = False) -> Iterator[_Site]:
     """Every call of a graph and its checkpoint bodies, in program order."""
-    for node in region.gm.graph.nodes:
+    for node, autocast in autocast_regions(region.gm.graph, region.autocast).items():
         name = getattr(node.target, "__name__", "")
-        if name == "_enter_autocast":
-            autocast = (*autocast, tuple(node.args))
-        elif name == "_exit_autocast":
-            autocast = autocast[:-1]
-        elif name.endswith(("increment_nesting", "decrement_nesting")):
+        if name.endswith(("increment_nesting", "decrement_nesting")):
             levels += 1 if name.endswith("increment_nesting") else -1
         elif node.target is CHECKPOINT:
             body = region.bodies[node]
-            yield from _sites(body, autocast, levels, selective or has_policy(body.gm))
+            yield from _sites(body, levels, selective or has_policy(body.gm))
         elif node.op in ("call_function", "call_method"):
             yield _Site(region, node, autocast, levels > 0, selective)
 
