@@ -26,7 +26,7 @@ GROUPS = {
     "empty": [0, 0, 0, 0],
     "large": [65, 130, 0, 1],
 }
-WIDTHS = [(16, 24), (17, 13)]  # whole cache lines, and rows that start anywhere
+WIDTHS = [(16, 32), (16, 24), (17, 13)]  # whole cache lines, results that start anywhere, and all rows do
 FORMS = list(itertools.product(["stacked", "list"], [False, True], [False, True]))
 
 
