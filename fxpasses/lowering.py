@@ -17,6 +17,7 @@ from fxpasses.graph.outlining import WHOLE, Place
 from fxpasses.graph.regions import Region
 from fxpasses.options import Options
 from fxpasses.report import OnReport, Report, in_each
+from fxpasses.runtime.grouped_decompositions import decompositions
 from fxpasses.saved_order import may_save_objects
 from fxpasses.version import __version__
 
@@ -153,4 +154,16 @@ def inductor(
     tag = ":".join([config.cache_key_tag, "fxpasses", __version__, salt])
     compile_graph: Any = compile_fx
     with config.patch(cache_key_tag=tag):
-        return compile_graph(gm, list(example_inputs), config_patches=patches or None)
+        return compile_graph(gm, list(example_inputs), config_patches=patches or None, **_decompositions(gm, patches))
+
+
+def _decompositions(gm: GraphModule, patches: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument of Inductor with its own decompositions, under these options, and ours, if any is wanted."""
+    own = decompositions(gm)
+    if not own:
+        return {}
+    from torch._inductor.decomposition import select_decomp_table
+
+    inductor: Any = torch._inductor.config
+    with inductor.patch(dict(patches)):
+        return {"decompositions": {**select_decomp_table(), **own}}

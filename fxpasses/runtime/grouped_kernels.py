@@ -41,9 +41,9 @@ def matmul(
         # The kernel leaves these rows uninitialised, and 0 * NaN would pass through any mask of the caller.
         return out.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= ends[-1]).unsqueeze(1), 0)
     sizes = _sizes(offsets, rows.shape[0])
-    if bias is None and isinstance(weights, torch.Tensor) and _loops_in_library(rows, width):
+    if bias is None and isinstance(weights, torch.Tensor) and loops_in_library(rows, width):
         stacked = weights.mT if transposed else weights
-        if _suits(stacked):
+        if suits(stacked):
             out = F.grouped_mm(rows, stacked, offs=offsets.to("cpu", torch.int32))
             out[rows.shape[0] - sizes[-1] :].zero_()
             return out
@@ -74,7 +74,7 @@ def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> tor
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         return out.masked_fill_(empty[:, None, None], 0)
     sizes = _sizes(offsets, left.shape[0])
-    if _loops_in_library(left, right.shape[1]) and _loops_in_library(right, left.shape[1]):
+    if loops_in_library(left, right.shape[1]) and loops_in_library(right, left.shape[1]):
         return F.grouped_mm(left.t(), right, offs=offsets.to("cpu", torch.int32))
     out = left.new_empty(shape)
     for size, one, other, target in zip(sizes, _parts(left, sizes), _parts(right, sizes), out.unbind(0), strict=False):
@@ -167,7 +167,7 @@ def _write(out: torch.Tensor, product: Callable[..., torch.Tensor], *operands: t
         out.copy_(product(*operands))
 
 
-def _loops_in_library(rows: torch.Tensor, width: int) -> bool:
+def loops_in_library(rows: torch.Tensor, width: int) -> bool:
     """Whether `F.grouped_mm` makes the calls of the loop here, and operands and results are aligned as in the loop.
 
     On the CPU it is a loop over `mm`, in C++ (aten/src/ATen/native/GroupedMMUtils.h, torch 2.11 to 2.15), which is some
@@ -176,11 +176,9 @@ def _loops_in_library(rows: torch.Tensor, width: int) -> bool:
     return (
         rows.device.type == "cpu"
         and rows.dtype in _LIBRARY_DTYPES
-        and rows.shape[0] > 0
-        and _suits(rows)
         and _starts_aligned(rows.stride(0), rows)
-        and width > 0
         and _starts_aligned(width, rows)
+        and suits(rows)
     )
 
 
@@ -202,16 +200,18 @@ def _triton() -> ModuleType:
 
 def _vectorised(matrices: torch.Tensor) -> torch.Tensor:
     """`matrices`, copied where its strides or its address do not suit `F.grouped_mm`."""
-    return matrices if _suits(matrices) else matrices.clone(memory_format=torch.contiguous_format)
+    suited = suits(matrices) and matrices.data_ptr() % VECTOR == 0
+    return matrices if suited else matrices.clone(memory_format=torch.contiguous_format)
 
 
-def _suits(matrices: torch.Tensor) -> bool:
+def suits(matrices: torch.Tensor) -> bool:
+    """Whether `F.grouped_mm` takes the strides. On a device, addresses count too."""
     step = VECTOR // matrices.element_size()
     rows, columns = matrices.shape[-2:]
     row_stride, column_stride = matrices.stride()[-2:]
     row_major = column_stride == 1 and row_stride >= columns and row_stride % step == 0
     column_major = row_stride == 1 and column_stride >= rows and column_stride % step == 0
-    return (row_major or column_major) and matrices.data_ptr() % VECTOR == 0
+    return row_major or column_major
 
 
 def _on_device(offsets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -33,13 +33,19 @@ from fxpasses.runtime import grouped_kernels as kernels
 
 @custom_op("fxpasses::grouped_mm", mutates_args=())
 def grouped_mm(
-    rows: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+    rows: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    covers: bool = False,
 ) -> Tensor:
     """`rows[a:b] @ weights[e]` for each group.
 
     rows: [N, K]. weights: [E, K, M], or with `transposed` [E, M, K], as `nn.Linear` stores them; any strides.
     offsets: int32 or int64 [E], on the device of `rows` or on the CPU. bias: [E, M]; with it, each group is one
     `addmm`, as in `F.linear`, which may round differently than a product and a sum (use `grouped_expand` for those).
+    covers: whether the offsets are known to rise to N, for compilers (`grouped_decompositions.py`).
     Returns [N, M]. All have one dtype, which under autocast is autocast's, as for `torch.mm`. Raises `ValueError` where
     offsets decrease or exceed N; kernels on a device do not check.
     """
@@ -60,8 +66,11 @@ def grouped_mm_list(
 
 
 @custom_op("fxpasses::grouped_outer", mutates_args=())
-def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B]."""
+def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor, covers: bool = False) -> Tensor:
+    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B].
+
+    covers: as in `grouped_mm`.
+    """
     return kernels.outer(left, right, offsets)
 
 
@@ -110,14 +119,19 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 @grouped_mm.register_fake
 @grouped_mm_list.register_fake
 def _(
-    rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+    rows: Tensor,
+    weights: kernels.Weights,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    covers: bool = False,
 ) -> Tensor:
     _check(rows, weights, offsets, bias, transposed)
     return rows.new_empty(rows.shape[0], weights[0].shape[0 if transposed else 1])
 
 
 @grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+def _(left: Tensor, right: Tensor, offsets: Tensor, covers: bool = False) -> Tensor:
     return left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
 
 
@@ -168,7 +182,8 @@ def _check(rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, weights, offsets, _, ctx.transposed = inputs  # defaults are filled in here, unlike in `needs_input_grad`
+    rows, weights, offsets, _, ctx.transposed, *covers = inputs  # with defaults, unlike in `needs_input_grad`
+    ctx.covers = {"covers": True} if covers == [True] else {}
     ctx.is_listed = isinstance(weights, list)
     ctx.save_for_backward(rows, offsets, *(weights if ctx.is_listed else [weights]))
 
@@ -179,16 +194,16 @@ def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     product, outer = (grouped_mm_list, grouped_outer_list) if ctx.is_listed else (grouped_mm, grouped_outer)
     column_major = _is_column_major(weights[0].t() if ctx.transposed else weights[0])
     needs_rows, needs_weights, _, needs_bias = _needed(ctx)
-    rows_grad = product(grad, weights, offsets, None, not ctx.transposed) if needs_rows else None
+    rows_grad = product(grad, weights, offsets, None, not ctx.transposed, **ctx.covers) if needs_rows else None
     weights_grad: Any = [None] * len(matrices) if ctx.is_listed else None
     if any(needs_weights) if ctx.is_listed else needs_weights:
-        weights_grad = outer(*((grad, rows) if column_major else (rows, grad)), offsets)
+        weights_grad = outer(*((grad, rows) if column_major else (rows, grad)), offsets, **ctx.covers)
         if column_major != ctx.transposed:
             weights_grad = [matrix.t() for matrix in weights_grad] if ctx.is_listed else weights_grad.mT
         if ctx.is_listed:
             weights_grad = [p if needed else None for p, needed in zip(weights_grad, needs_weights, strict=True)]
     bias_grad = grouped_sum(grad, offsets) if needs_bias else None
-    return (rows_grad, weights_grad, None, bias_grad, None)[: len(ctx.needs_input_grad)]
+    return (rows_grad, weights_grad, None, bias_grad, None, None)[: len(ctx.needs_input_grad)]
 
 
 def _needed(ctx: Any) -> tuple[Any, ...]:
@@ -211,7 +226,8 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     left, right, offsets = ctx.saved_tensors
-    return grouped_mm(right, grad, offsets, None, True), grouped_mm(left, grad, offsets, None, False), None
+    found = grouped_mm(right, grad, offsets, None, True), grouped_mm(left, grad, offsets, None, False), None, None
+    return found[: len(ctx.needs_input_grad)]
 
 
 def _outer_list_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:

@@ -53,7 +53,7 @@ class Order:
     """The order of the rows. places: int64 [N], the pair of each, and ids: int [N], its expert, where pairs are sorted.
 
     offsets: int32 [E], where each expert's rows end. rows: N. valid: bool [N], which rows belong to experts; None where
-    all do.
+    all do. covers: whether the offsets are known to rise to N.
     """
 
     places: Node | None
@@ -61,6 +61,7 @@ class Order:
     offsets: Node
     rows: Any
     valid: Node | None
+    covers: bool
 
 
 def parts_of(example: Any) -> list[Any]:

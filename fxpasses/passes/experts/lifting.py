@@ -171,6 +171,11 @@ class Lifting:
             self._stacks[weights] = self.emit(torch.stack, (list(weights.listed),))
         return self._stacks[weights]
 
+    @property
+    def covers(self) -> bool:
+        """Whether each row is known to belong to an expert, or to be a copy that counts as one of the last's."""
+        return self.order is not None and self.order.covers
+
     def offsets(self, product: torch.Tensor, *widths: int | torch.SymInt) -> Node:
         """Where the rows of each expert end, for a product: on the host where it needs them there, in one copy for all.
 

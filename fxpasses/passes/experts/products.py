@@ -38,8 +38,10 @@ def product(lifting: Lifting, template: Template, rows: Any) -> Rows:
     is_stacked = lifted.stacked is not None
     offsets = lifting.offsets(template.example, rows.node.meta["example_value"].shape[1], template.example.shape[1])
     args = (offsets, stacked_biases, lifted.transposed != is_linear)
-    grouped = ops.grouped_mm.default if is_stacked else ops.grouped_mm_list.default
-    return Rows(lifting.emit(grouped, (rows.node, lifted.stacked if is_stacked else list(lifted.listed), *args)))
+    if not is_stacked:
+        return Rows(lifting.emit(ops.grouped_mm_list.default, (rows.node, list(lifted.listed), *args)))
+    covers = {"covers": True} if lifting.covers else {}
+    return Rows(lifting.emit(ops.grouped_mm.default, (rows.node, lifted.stacked, *args), covers))
 
 
 def of_each_expert(lifting: Lifting, template: Template) -> Weights:

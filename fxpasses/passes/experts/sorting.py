@@ -32,7 +32,7 @@ def sorted_pairs(emit: NodeBuilder, selection: Selection) -> Order:
     by_row = in_order
     if (first, step) != (0, 1):
         by_row = emit(operator.add, (in_order, first)) if step == 1 else emit(operator.sub, (first, in_order))
-    return Order(places, by_row, offsets, size, valid)
+    return Order(places, by_row, offsets, size, valid, covers=True)
 
 
 def _with_scores(emit: NodeBuilder, ids: Node, scores: Columns) -> Node:
@@ -118,7 +118,7 @@ def cut_rows(emit: NodeBuilder, cut: Cut) -> Order:
         emit(torch._assert_async, (covers, "the counts of the experts do not cover the rows"))
     device = {"device": example.device} if counts.meta["example_value"].device != example.device else {}
     offsets = emit("to", (ends,), {"dtype": torch.int32, **device})
-    return Order(None, None, offsets, size, None)
+    return Order(None, None, offsets, size, None, covers=False)
 
 
 def read_total(emit: NodeBuilder, cut: Cut) -> Node:
