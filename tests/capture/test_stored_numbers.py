@@ -141,6 +141,7 @@ def test_what_is_compiled_may_be_a_model_or_a_function(given: str) -> None:
     assert not counters["graph_break"] and model.layers[1].notes.sizes
 
 
+@pytest.mark.slow
 def test_through_inductor() -> None:
     torch.manual_seed(4)
     model = nn.Sequential(StoresList(Notes()))

@@ -51,7 +51,7 @@ def collate(features: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {name: torch.tensor([feature[name] for feature in features]) for name in features[0]}
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_model_is_compiled_as_it_is_trained(lora: bool, tmp_path: Path) -> None:
     """PEFT's model calls the base model's `forward`: compiled before PEFT has wrapped it, nothing would be compiled."""
     if lora:

@@ -264,7 +264,11 @@ def test_without_gradients():
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(("dropout",) * 4, checkpointed=EVERY), Plan(("attention", "routed") * 4)], ids=["dropout", "kinds"]
+    "plan",
+    [
+        pytest.param(Plan(("dropout",) * 4, checkpointed=EVERY), id="dropout", marks=pytest.mark.slow),
+        pytest.param(Plan(("attention", "routed") * 4), id="kinds"),
+    ],
 )
 def test_inductor_compiles_each_body_once(plan, monkeypatch):
     import fxpasses.backend as backend

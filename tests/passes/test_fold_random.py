@@ -68,7 +68,7 @@ _SETTINGS = {
 }
 
 
-@hypothesis.settings(max_examples=8, **_SETTINGS)
+@hypothesis.settings(max_examples=5, **_SETTINGS)
 @hypothesis.given(plans(), st.integers(0, 1000))
 def test_a_few_random_stacks(plan, seed):
     check(plan, seed)
