@@ -82,7 +82,9 @@ def _einsum(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
 
 
 _FORMULAS: dict[str, Callable[[list[Shape], list[Shape], Node], int]] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv", "dot", "_grouped_mm", "grouped_mm"), _product),
+    **dict.fromkeys(
+        ("linear", "matmul", "mm", "bmm", "mv", "dot", "_grouped_mm", "grouped_mm", "grouped_mm_covering"), _product
+    ),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _added_product),
     **dict.fromkeys(
         ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu", "fxpasses::sparse_attention"),

@@ -20,7 +20,6 @@ from fxpasses.runtime.grouped_ways import VECTOR, Way
 
 Weights = torch.Tensor | Sequence[torch.Tensor]
 
-_LIBRARY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CACHE_LINE = 64  # bytes: what PyTorch's CPU allocator aligns to
 
 
@@ -41,12 +40,6 @@ def matmul(
         # The kernel leaves these rows uninitialised, and 0 * NaN would pass through any mask of the caller.
         return out.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= ends[-1]).unsqueeze(1), 0)
     sizes = _sizes(offsets, rows.shape[0])
-    if bias is None and isinstance(weights, torch.Tensor) and loops_in_library(rows, width):
-        stacked = weights.mT if transposed else weights
-        if suits(stacked):
-            out = F.grouped_mm(rows, stacked, offs=offsets.to("cpu", torch.int32))
-            out[rows.shape[0] - sizes[-1] :].zero_()
-            return out
     out = rows.new_empty(rows.shape[0], width)
     matrices = _matrices(weights, transposed)
     groups = zip(sizes, _parts(rows, sizes), matrices, out.split(sizes), strict=False)  # the last size has no weight
@@ -74,8 +67,6 @@ def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> tor
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         return out.masked_fill_(empty[:, None, None], 0)
     sizes = _sizes(offsets, left.shape[0])
-    if loops_in_library(left, right.shape[1]) and loops_in_library(right, left.shape[1]):
-        return F.grouped_mm(left.t(), right, offs=offsets.to("cpu", torch.int32))
     out = left.new_empty(shape)
     for size, one, other, target in zip(sizes, _parts(left, sizes), _parts(right, sizes), out.unbind(0), strict=False):
         if size == 0:
@@ -150,39 +141,25 @@ def _parts(rows: torch.Tensor, sizes: list[int]) -> Iterable[torch.Tensor]:
     width is no multiple of 64 bytes differ from the loop in the last bit (seen with MKL 2024.2).
     """
     parts = rows.split(sizes)
-    if _starts_aligned(rows.stride(0), rows):  # one check for all groups, which are many and small
+    if starts_aligned(rows.stride(0), rows):  # one check for all groups, which are many and small
         return parts
     starts = accumulate(sizes, initial=0)
     return (
-        part if _starts_aligned(start * rows.stride(0), rows) else part.clone()
+        part if starts_aligned(start * rows.stride(0), rows) else part.clone()
         for part, start in zip(parts, starts, strict=False)
     )
 
 
 def _write(out: torch.Tensor, product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> None:
     """`out.copy_(product(*operands))`, without the copy where `out` is aligned like a tensor of its own."""
-    if _starts_aligned(out.storage_offset(), out):
+    if starts_aligned(out.storage_offset(), out):
         product(*operands, out=out)
     else:
         out.copy_(product(*operands))
 
 
-def loops_in_library(rows: torch.Tensor, width: int) -> bool:
-    """Whether `F.grouped_mm` makes the calls of the loop here, and operands and results are aligned as in the loop.
-
-    On the CPU it is a loop over `mm`, in C++ (aten/src/ATen/native/GroupedMMUtils.h, torch 2.11 to 2.15), which is some
-    4 % faster at 8 experts. width: of the result's rows.
-    """
-    return (
-        rows.device.type == "cpu"
-        and rows.dtype in _LIBRARY_DTYPES
-        and _starts_aligned(rows.stride(0), rows)
-        and _starts_aligned(width, rows)
-        and suits(rows)
-    )
-
-
-def _starts_aligned(elements: int | torch.SymInt, tensor: torch.Tensor) -> bool:
+def starts_aligned(elements: int | torch.SymInt, tensor: torch.Tensor) -> bool:
+    """Whether this many elements from the begin of a tensor another one could begin, as PyTorch aligns it."""
     return bool(elements * tensor.element_size() % _CACHE_LINE == 0)
 
 

@@ -7,6 +7,7 @@ Rows [N, K] are sorted by group; offsets [E], int32 or int64, are the ends of th
 |---|---|---|
 | `grouped_mm(rows, weights, offsets, bias, transposed)` | `rows[a:b] @ weights[e]`, or `addmm` with `bias[e]` | `grouped_mm`, `grouped_outer`, `grouped_sum` |
 | `grouped_mm_list(...)` | the same, weights in E tensors, not copied on the CPU | `grouped_mm_list`, `grouped_outer_list`, `grouped_sum` |
+| `grouped_mm_covering(rows, weights, offsets, transposed)` | `grouped_mm` on the CPU, for offsets that rise to N | the same, and `grouped_outer_covering` |
 | `grouped_outer(left, right, offsets)` | `left[a:b].T @ right[a:b]` | `grouped_mm` |
 | `grouped_sum(rows, offsets)` | `rows[a:b].sum(0)` | `grouped_expand` |
 | `grouped_expand(values, offsets, size)` | `values[e]` for each row | `grouped_sum` |
@@ -33,19 +34,13 @@ from fxpasses.runtime import grouped_kernels as kernels
 
 @custom_op("fxpasses::grouped_mm", mutates_args=())
 def grouped_mm(
-    rows: Tensor,
-    weights: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    transposed: bool = False,
-    covers: bool = False,
+    rows: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
     """`rows[a:b] @ weights[e]` for each group.
 
     rows: [N, K]. weights: [E, K, M], or with `transposed` [E, M, K], as `nn.Linear` stores them; any strides.
     offsets: int32 or int64 [E], on the device of `rows` or on the CPU. bias: [E, M]; with it, each group is one
     `addmm`, as in `F.linear`, which may round differently than a product and a sum (use `grouped_expand` for those).
-    covers: whether the offsets are known to rise to N, for compilers (`grouped_decompositions.py`).
     Returns [N, M]. All have one dtype, which under autocast is autocast's, as for `torch.mm`. Raises `ValueError` where
     offsets decrease or exceed N; kernels on a device do not check.
     """
@@ -66,11 +61,8 @@ def grouped_mm_list(
 
 
 @custom_op("fxpasses::grouped_outer", mutates_args=())
-def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor, covers: bool = False) -> Tensor:
-    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B].
-
-    covers: as in `grouped_mm`.
-    """
+def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B]."""
     return kernels.outer(left, right, offsets)
 
 
@@ -78,6 +70,19 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor, covers: bool = F
 def grouped_outer_list(left: Tensor, right: Tensor, offsets: Tensor) -> list[Tensor]:
     """`grouped_outer` in E tensors [A, B] that share no memory, so that each can be freed alone."""
     return kernels.outer_list(left, right, offsets)
+
+
+@custom_op("fxpasses::grouped_mm_covering", mutates_args=())
+def grouped_mm_covering(rows: Tensor, weights: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+    """`grouped_mm` without a bias, for int32 offsets that are known to rise to N: see `grouped_decompositions.py`."""
+    _check(rows, weights, offsets, None, transposed)
+    return kernels.matmul(rows, weights, offsets, None, transposed)
+
+
+@custom_op("fxpasses::grouped_outer_covering", mutates_args=())
+def grouped_outer_covering(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """`grouped_outer` for such offsets."""
+    return kernels.outer(left, right, offsets)
 
 
 @custom_op("fxpasses::grouped_sum", mutates_args=())
@@ -119,19 +124,21 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 @grouped_mm.register_fake
 @grouped_mm_list.register_fake
 def _(
-    rows: Tensor,
-    weights: kernels.Weights,
-    offsets: Tensor,
-    bias: Tensor | None = None,
-    transposed: bool = False,
-    covers: bool = False,
+    rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
     _check(rows, weights, offsets, bias, transposed)
     return rows.new_empty(rows.shape[0], weights[0].shape[0 if transposed else 1])
 
 
+@grouped_mm_covering.register_fake
+def _(rows: Tensor, weights: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+    _check(rows, weights, offsets, None, transposed)
+    return rows.new_empty(rows.shape[0], weights.shape[1 if transposed else 2])
+
+
 @grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, offsets: Tensor, covers: bool = False) -> Tensor:
+@grouped_outer_covering.register_fake
+def _(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     return left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
 
 
@@ -182,8 +189,7 @@ def _check(rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, weights, offsets, _, ctx.transposed, *covers = inputs  # with defaults, unlike in `needs_input_grad`
-    ctx.covers = {"covers": True} if covers == [True] else {}
+    rows, weights, offsets, _, ctx.transposed = inputs  # defaults are filled in here, unlike in `needs_input_grad`
     ctx.is_listed = isinstance(weights, list)
     ctx.save_for_backward(rows, offsets, *(weights if ctx.is_listed else [weights]))
 
@@ -192,23 +198,45 @@ def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, offsets, *matrices = ctx.saved_tensors
     weights = matrices if ctx.is_listed else matrices[0]
     product, outer = (grouped_mm_list, grouped_outer_list) if ctx.is_listed else (grouped_mm, grouped_outer)
-    column_major = _is_column_major(weights[0].t() if ctx.transposed else weights[0])
     needs_rows, needs_weights, _, needs_bias = _needed(ctx)
-    rows_grad = product(grad, weights, offsets, None, not ctx.transposed, **ctx.covers) if needs_rows else None
+    rows_grad = product(grad, weights, offsets, None, not ctx.transposed) if needs_rows else None
     weights_grad: Any = [None] * len(matrices) if ctx.is_listed else None
     if any(needs_weights) if ctx.is_listed else needs_weights:
-        weights_grad = outer(*((grad, rows) if column_major else (rows, grad)), offsets, **ctx.covers)
-        if column_major != ctx.transposed:
-            weights_grad = [matrix.t() for matrix in weights_grad] if ctx.is_listed else weights_grad.mT
+        weights_grad = _gradient_of_weights(outer, rows, weights, grad, offsets, ctx.transposed)
         if ctx.is_listed:
             weights_grad = [p if needed else None for p, needed in zip(weights_grad, needs_weights, strict=True)]
     bias_grad = grouped_sum(grad, offsets) if needs_bias else None
-    return (rows_grad, weights_grad, None, bias_grad, None, None)[: len(ctx.needs_input_grad)]
+    return (rows_grad, weights_grad, None, bias_grad, None)[: len(ctx.needs_input_grad)]
+
+
+def _save_covering(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rows, weights, offsets, ctx.transposed = inputs
+    ctx.save_for_backward(rows, weights, offsets)
+
+
+def _covering_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, weights, offsets = ctx.saved_tensors
+    rows_grad = weights_grad = None
+    if ctx.needs_input_grad[0]:
+        rows_grad = grouped_mm_covering(grad, weights, offsets, not ctx.transposed)
+    if ctx.needs_input_grad[1]:
+        weights_grad = _gradient_of_weights(grouped_outer_covering, rows, weights, grad, offsets, ctx.transposed)
+    return (rows_grad, weights_grad, None, None)[: len(ctx.needs_input_grad)]
 
 
 def _needed(ctx: Any) -> tuple[Any, ...]:
     """Which of rows, weights, offsets and bias need gradients; the dispatcher omits arguments at their default."""
     return (*ctx.needs_input_grad, False)[:4]
+
+
+def _gradient_of_weights(
+    outer: Callable[..., Any], rows: Tensor, weights: kernels.Weights, grad: Tensor, offsets: Tensor, transposed: bool
+) -> Any:
+    column_major = _is_column_major(weights[0].t() if transposed else weights[0])
+    found = outer(*((grad, rows) if column_major else (rows, grad)), offsets)
+    if column_major == transposed:
+        return found
+    return [matrix.t() for matrix in found] if isinstance(found, list) else found.mT
 
 
 def _is_column_major(matrix: Tensor) -> bool:
@@ -226,8 +254,7 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     left, right, offsets = ctx.saved_tensors
-    found = grouped_mm(right, grad, offsets, None, True), grouped_mm(left, grad, offsets, None, False), None, None
-    return found[: len(ctx.needs_input_grad)]
+    return grouped_mm(right, grad, offsets, None, True), grouped_mm(left, grad, offsets, None, False), None
 
 
 def _outer_list_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -256,7 +283,9 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 grouped_mm.register_autograd(_matmul_backward, setup_context=_save)
 grouped_mm_list.register_autograd(_matmul_backward, setup_context=_save)
+grouped_mm_covering.register_autograd(_covering_backward, setup_context=_save_covering)
 grouped_outer.register_autograd(_outer_backward, setup_context=_save_operands)
+grouped_outer_covering.register_autograd(_outer_backward, setup_context=_save_operands)
 grouped_outer_list.register_autograd(_outer_list_backward, setup_context=_save_operands)
 grouped_sum.register_autograd(_sum_backward, setup_context=_save_second)
 grouped_expand.register_autograd(_expand_backward, setup_context=_save_second)
@@ -277,5 +306,6 @@ def _autocast(name: str) -> Callable[[str], Callable[..., Any]]:
     return on
 
 
-for _name in ("grouped_mm", "grouped_mm_list", "grouped_outer", "grouped_outer_list"):
+_COVERING = ("grouped_mm_covering", "grouped_outer_covering")
+for _name in ("grouped_mm", "grouped_mm_list", "grouped_outer", "grouped_outer_list", *_COVERING):
     autocast.register(_name, _autocast(_name))

@@ -12,8 +12,10 @@ from fxpasses.runtime.grouped_linear import (
     gather_rows,
     grouped_expand,
     grouped_mm,
+    grouped_mm_covering,
     grouped_mm_list,
     grouped_outer,
+    grouped_outer_covering,
     grouped_outer_list,
     grouped_sum,
     offsets_on_host,
@@ -264,10 +266,13 @@ def test_gradients_of_both_orders_are_right(form):
 
 def operator_calls():
     offsets = torch.tensor([2, 2, 5], dtype=torch.int32)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     left, right, values = (torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (6, 3), (3, 4)))
     calls = {
         "outer": (grouped_outer, (left, right, offsets)),
         "outer_list": (grouped_outer_list, (left, right, offsets)),
+        "covering": (grouped_mm_covering, (left, torch.randn(3, 4, 5, requires_grad=True), ends)),
+        "outer, covering": (grouped_outer_covering, (left, right, ends)),
         "sum": (grouped_sum, (left, offsets)),
         "expand": (grouped_expand, (values, offsets, 6)),
         "offsets": (offsets_on_host, (offsets,)),

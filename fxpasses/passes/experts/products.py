@@ -35,13 +35,19 @@ def product(lifting: Lifting, template: Template, rows: Any) -> Rows:
     if biases is not None and not isinstance(biases, Weights):
         raise NotProved("a bias that all experts share", node)
     stacked_biases = lifting.stacked(biases) if biases is not None else None
-    is_stacked = lifted.stacked is not None
     offsets = lifting.offsets(template.example, rows.node.meta["example_value"].shape[1], template.example.shape[1])
-    args = (offsets, stacked_biases, lifted.transposed != is_linear)
-    if not is_stacked:
-        return Rows(lifting.emit(ops.grouped_mm_list.default, (rows.node, list(lifted.listed), *args)))
-    covers = {"covers": True} if lifting.covers else {}
-    return Rows(lifting.emit(ops.grouped_mm.default, (rows.node, lifted.stacked, *args), covers))
+    transposed = lifted.transposed != is_linear
+    if lifted.stacked is None:
+        args = (rows.node, list(lifted.listed), offsets, stacked_biases, transposed)
+        return Rows(lifting.emit(ops.grouped_mm_list.default, args))
+    if lifting.covers and biases is None and _has_decomposition(template.example):
+        return Rows(lifting.emit(ops.grouped_mm_covering.default, (rows.node, lifted.stacked, offsets, transposed)))
+    return Rows(lifting.emit(ops.grouped_mm.default, (rows.node, lifted.stacked, offsets, stacked_biases, transposed)))
+
+
+def _has_decomposition(product: torch.Tensor) -> bool:
+    """Whether a compiler may call the product from C++: see `grouped_decompositions.py`."""
+    return product.device.type == "cpu" and product.dtype is torch.bfloat16
 
 
 def of_each_expert(lifting: Lifting, template: Template) -> Weights:
