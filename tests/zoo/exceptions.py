@@ -13,6 +13,12 @@ from typing import Any
 # Positions of three kinds share a head's 8 frequencies.
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 
+# Of the encoders that turn an image into identifiers of tokens.
+_VQ: dict[str, Any] = {
+    "num_embeddings": 8, "codebook_size": 8, "embed_dim": 16, "latent_channels": 16, "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
+}  # fmt: skip
+
 SIZES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 128, "hidden_size_global": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
@@ -29,10 +35,38 @@ SIZES: dict[str, dict[str, Any]] = {
     "cohere_compass": {
         "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
     },
+    **{name: {"vision_config": {"window_size": 32}} for name in ("exaone4_5", "hyperclovax_vision_v2")},
+    "qwen2_5_omni_thinker": {
+        "vision_config": {"window_size": 32},
+        "text_config": {"rope_parameters": _MROPE},
+        "vision_start_token_id": 70,
+    },
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 70},
+    **{name: {"image_token_index": 64, "num_query_tokens": 4} for name in ("blip-2", "instructblip")},
+    "mllama": {"vision_config": {"vision_output_dim": 128}},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    **{name: {"mm_tokens_per_image": 4} for name in ("gemma3", "shieldgemma2")},
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
+    # An image that fills one tile, which is there twice: cut from the whole, and as the whole.
+    **{name: {"image_grid_pinpoints": [[32, 32]]} for name in ("llava_next", "llava_next_video", "llava_onevision")},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "paddleocr_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "hunyuan_vl": {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 2, 2, 2]}}},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 64, **{f"IMGIMG{letter}Z": 70 + n for n, letter in enumerate("ABCDEFGH")}},
+        "vq_config": {**_VQ, "resolution": 32, "base_channels": 32},
+    },
+    "emu3": {
+        "vocabulary_map": {"<image>": 64, **{f"<|visual token {n:06d}|>": 70 + n for n in range(8)}},
+        "vq_config": {**_VQ, "base_channels": 32, "attn_resolutions": []},
+    },
+    "default of gemma4": {"vision_config": {}},
+    "default of gemma4_unified": {"vision_config": {}},
     "wav2vec2-bert": {"vocab_size": 128},
     "wav2vec2-conformer": {"vocab_size": 128},
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
-    "qwen2_5_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "qwen2_5_vl": {"vision_config": {"window_size": 32}, "text_config": {"rope_parameters": _MROPE}},
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
     "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 70},
     "esmc": {"num_key_value_heads": 4},

@@ -69,14 +69,29 @@ def _images(model: Any, number: int) -> Iterator[Batch]:
     sizes = torch.full((ROWS, 2), SIDE)
     yield {"pixel_values": pixels}
     yield {"pixel_values": pixels, "image_sizes": sizes}
+    yield {"pixel_values": pixels, "pixel_attention_mask": torch.ones(ROWS, SIDE, SIDE, dtype=torch.long)}
     yield {"pixel_values": pixels[:, None], "pixel_attention_mask": torch.ones(ROWS, 1, SIDE, SIDE, dtype=torch.long)}
+    yield {"pixel_values": pixels, "qformer_input_ids": text((ROWS, 4), 200 + number)}
+    for tiles in (1, 4):  # of images whose shape an index tells
+        yield {
+            "pixel_values": pixels[:, None, None].repeat(1, 1, tiles, 1, 1, 1),
+            "aspect_ratio_ids": torch.ones(ROWS, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(ROWS, 1, tiles, dtype=torch.long),
+        }
     for crops in (1, 2, 3, 5):
         yield {"pixel_values": pixels[:, None].repeat(1, crops, 1, 1, 1), "image_sizes": sizes}
     # Images of other shapes have as many patches in all; of those a grid says which are whose.
     grid = torch.tensor([[[1, 4, 8], [1, 8, 4]], [[1, 8, 4], [1, 4, 8]]][number])
+    shapes = grid[:, 1:]
+    flat = {"pixel_values": _random(ROWS, 32, 3 * PATCH * PATCH, seed=number), "spatial_shapes": shapes}
+    yield {**flat, "pixel_attention_mask": torch.ones(ROWS, 32, dtype=torch.long)}
+    places = torch.stack([torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in shapes.tolist()])
+    yield {"pixel_values": flat["pixel_values"], "image_position_ids": places}
     for frames in (2, 1):
         patches = _random(int(grid.prod(1).sum()), 3 * frames * PATCH * PATCH, seed=number)
+        merged = {"image_merge_sizes": torch.ones(ROWS, dtype=torch.long)}
         yield {"pixel_values": patches, "image_grid_thw": grid}
+        yield {"pixel_values": patches, "image_grid_thw": grid, **merged}
         yield {"pixel_values": patches.view(len(patches), 3 * frames, PATCH, PATCH), "image_grid_thw": grid}
 
 
@@ -85,7 +100,8 @@ def _texts_with_images(model: Any, layout: str, number: int) -> Iterator[Batch]:
     token = getattr(config, "image_token_id", None)
     token = getattr(config, "image_token_index", None) if token is None else token
     plain = {name: value[:ROWS] for name, value in of_text("vision-language", layout, number).items()}
-    if not hasattr(model, "get_image_features"):
+    whole = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
+    if not hasattr(whole, "get_image_features"):
         for images in _images(model, number) if "pixel_values" in inspect.signature(model.forward).parameters else [{}]:
             yield {**plain, **images}
         return
@@ -93,7 +109,7 @@ def _texts_with_images(model: Any, layout: str, number: int) -> Iterator[Batch]:
     for images in _images(model, number):
         try:
             with torch.no_grad():
-                features = model.get_image_features(**accepted(model, images))
+                features = whole.get_image_features(**accepted(whole, images))
         except Exception as error:
             problem = error
             continue
