@@ -63,6 +63,12 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "default of gemma4": {"vision_config": {}},
     "default of gemma4_unified": {"vision_config": {}},
+    **{
+        name: {"decoder_start_token_id": 1, "pad_token_id": 0}
+        for name in ("cohere_asr", "speech-encoder-decoder", "udop")
+    },
+    **{name: {"feature_projection_input_dim": 16} for name in ("seamless_m4t", "seamless_m4t_v2")},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "wav2vec2-bert": {"vocab_size": 128},
     "wav2vec2-conformer": {"vocab_size": 128},
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},

@@ -1,6 +1,6 @@
 """Batches with sound or images beside their text: the first of the usual formats that a model accepts.
 
-A model with images is asked for their features, and each becomes one special token of the text.
+A model whose text has images or sound in it is asked for their features, and each becomes one special token of the text.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ class Unaccepted(ValueError):
 
 def batch(task: str, model: torch.nn.Module, layout: str, number: int) -> dict[str, Any]:
     """A batch for a task in a layout; the number tells apart the batches of a layout."""
+    if task == "speech" and "input_ids" in inspect.signature(model.forward).parameters:
+        sounds = ({n: v for n, v in found.items() if n != "labels"} for found in _sounds(task, number))
+        return _first_accepted(model, _texts_with(model, layout, number, "audio", list(sounds)))
     if task in ("speech", "ctc"):
         return _first_accepted(model, _sounds(task, number))
     if task == "vision-language":
-        return _first_accepted(model, _texts_with_images(model, layout, number))
+        return _first_accepted(model, _texts_with(model, layout, number, "image", list(_images(model, number))))
     return accepted(model, of_text(task, layout, number))
 
 
@@ -95,21 +98,23 @@ def _images(model: Any, number: int) -> Iterator[Batch]:
         yield {"pixel_values": patches.view(len(patches), 3 * frames, PATCH, PATCH), "image_grid_thw": grid}
 
 
-def _texts_with_images(model: Any, layout: str, number: int) -> Iterator[Batch]:
-    config = model.config
-    token = getattr(config, "image_token_id", None)
-    token = getattr(config, "image_token_index", None) if token is None else token
+def _texts_with(model: Any, layout: str, number: int, kind: str, media: list[Batch]) -> Iterator[Batch]:
+    """kind: "image" or "audio", as in the names of the model's token and method."""
+    config, method = model.config, f"get_{kind}_features"
+    token = getattr(config, f"{kind}_token_id", None)
+    token = getattr(config, f"{kind}_token_index", None) if token is None else token
     plain = {name: value[:ROWS] for name, value in of_text("vision-language", layout, number).items()}
-    whole = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
-    if not hasattr(whole, "get_image_features"):
-        for images in _images(model, number) if "pixel_values" in inspect.signature(model.forward).parameters else [{}]:
-            yield {**plain, **images}
+    whole = model if hasattr(model, method) else getattr(model, "model", None)
+    if not hasattr(whole, method):
+        takes = kind == "audio" or "pixel_values" in inspect.signature(model.forward).parameters
+        for each in media if takes else [{}]:
+            yield {**plain, **each}
         return
     accepts, problem = False, None
-    for images in _images(model, number):
+    for each in media:
         try:
             with torch.no_grad():
-                features = whole.get_image_features(**accepted(whole, images))
+                features = getattr(whole, method)(**accepted(whole, each))
         except Exception as error:
             problem = error
             continue
@@ -118,14 +123,14 @@ def _texts_with_images(model: Any, layout: str, number: int) -> Iterator[Batch]:
         rows = features if isinstance(features, (list, tuple)) else [features]
         count = sum(row.numel() // row.shape[-1] for row in rows if isinstance(row, torch.Tensor)) // ROWS
         ids = torch.cat([torch.full((ROWS, count), token or 0), plain["input_ids"]], 1)
-        is_image = (ids == token).long()
+        is_medium = (ids == token).long()
         yield {
             "input_ids": ids,
             "attention_mask": torch.cat([torch.ones(ROWS, count, dtype=torch.long), plain["attention_mask"]], 1),
             "labels": torch.cat([torch.full((ROWS, count), -100), plain["labels"]], 1),
-            "token_type_ids": is_image,
-            "mm_token_type_ids": is_image,
-            **images,
+            "token_type_ids": is_medium,
+            "mm_token_type_ids": is_medium,
+            **each,
         }
     if not accepts:
-        raise Unaccepted(f"no format of images works: {problem}") from problem
+        raise Unaccepted(f"no format of {kind}s works: {problem}") from problem
