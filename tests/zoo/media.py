@@ -1,6 +1,6 @@
 """Batches with sound or images beside their text: the first of the usual formats that a model accepts.
 
-A model whose text has images or sound in it is asked for their features, and each becomes one special token of the text.
+A model whose text has images or sound in it is asked for their features; each becomes one token of the text.
 """
 
 from __future__ import annotations
