@@ -15,6 +15,7 @@ evidence.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,7 @@ from fxpasses.graph.routing_facts import (
     is_integer,
 )
 from fxpasses.graph.routing_transfer import CASTS, RESHAPES, TRANSFER, WIDE, ZEROS, dtype_of, pairs_of, reads_bits
-from fxpasses.graph.symbols import constant
+from fxpasses.graph.symbols import constant, is_unbacked
 
 # Operators that lead from the router's choice to a mask, a count or a list: see `Routing.concerns`.
 _BEGINNING = frozenset({"bincount", "histc", "one_hot", "scatter", "scatter_", "scatter_add", "scatter_add_"})
@@ -114,14 +115,25 @@ class Routing:
     def total(self, counts: Node, running: bool) -> Any:
         """The sum of a vector of counts, or of the counts behind a vector of ends, an expression; None where unknown.
 
-        running: whether the vector holds counts. Every id is counted if all ids are known to be below the number of
-        counts.
+        running: whether the vector holds counts.
+        """
+        ids = self.counted(counts, running)
+        return pairs_of(ids) if ids is not None else None
+
+    def counted(self, counts: Node, running: bool) -> Node | None:
+        """The ids that a vector of counts, or of ends, counts each once; None if that is not known.
+
+        Every id is counted if all ids are known to be below the number of counts. A number of pairs that is symbolic
+        is guarded to be one that the counts represent exactly.
         """
         fact = self.of(counts)
-        if not isinstance(fact, (Counts if running else Ends)) or not fact.exact or dtype_of(counts) not in WIDE:
+        if not isinstance(fact, (Counts if running else Ends)) or dtype_of(counts) not in WIDE:
+            return None
+        pairs = fact.ids.meta["example_value"].numel()
+        if fact.exact_to < math.inf and (is_unbacked(pairs) or pairs > fact.exact_to):
             return None
         choices, length = self.choice(fact.ids).choices, constant(counts.meta["example_value"].shape[0])
-        return pairs_of(fact.ids) if choices is not None and length is not None and choices <= length else None
+        return fact.ids if choices is not None and length is not None and choices <= length else None
 
     def is_fill(self, node: Node) -> bool:
         """Whether a node writes numbers to zeros that nobody has read yet: `zeros.scatter_(1, ids, 1)`."""

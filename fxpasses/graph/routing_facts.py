@@ -115,11 +115,12 @@ class Presence(Fact):
 class Counts(Fact):
     """A vector, perhaps with dimensions of size 1, whose element e is the number of expert e's pairs.
 
-    exact: if False, an element is only known to be positive if there are pairs, and zero if there are none.
+    exact_to: if there are more pairs than this, an element is only known to be positive if its expert has pairs, and
+    zero if it has none.
     """
 
     ids: Node
-    exact: bool
+    exact_to: float
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,10 @@ class Sorted(Fact):
 
 @dataclass(frozen=True)
 class Ends(Fact):
-    """A vector of integers whose element e is the number of pairs of experts 0 to e; exact: see `Counts`."""
+    """A vector of integers whose element e is the number of pairs of experts 0 to e; exact_to: see `Counts`."""
 
     ids: Node
-    exact: bool
+    exact_to: float
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ there is no fact; or None, where there is nothing to say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -77,10 +78,9 @@ def _ndim(node: Any) -> int:
     return len(_sizes(node))
 
 
-def _holds(dtype: torch.dtype | None, largest: Any) -> bool:
-    """Whether a dtype represents all integers up to `largest` exactly."""
-    known, limit = constant(largest), _EXACT_FLOATS.get(dtype, -1)  # type: ignore[arg-type]
-    return dtype in WIDE or (known is not None and known <= limit)
+def _exact_to(dtype: torch.dtype | None) -> float:
+    """Up to which number a dtype represents all integers exactly."""
+    return math.inf if dtype in WIDE else _EXACT_FLOATS.get(dtype, 0)  # type: ignore[arg-type]
 
 
 def _counts_up(node: Node) -> bool:
@@ -142,7 +142,7 @@ def _zeros(routing: Routing, node: Node) -> Result:
 def _bincount(routing: Routing, node: Node) -> Result:
     ids: Any = node.args[0] if node.args else None
     is_plain = isinstance(ids, Node) and OperatorCall.of(node).has_only("input", "minlength")
-    return Counts(ids, exact=True) if is_plain else None
+    return Counts(ids, math.inf) if is_plain else None
 
 
 def _scatter_add(routing: Routing, node: Node) -> Result:
@@ -152,25 +152,28 @@ def _scatter_add(routing: Routing, node: Node) -> Result:
         return None
     if not all(isinstance(part, Node) and operator_of(part) in made for part, made in ((zeros, ZEROS), (ones, _ONES))):
         return None
-    return Counts(ids, _holds(dtype_of(node), pairs_of(ids)), evidence=frozenset((zeros, ones)))
+    return Counts(ids, _exact_to(dtype_of(node)), evidence=frozenset((zeros, ones)))
 
 
 def _histc(routing: Routing, node: Node) -> Result:
-    """`torch.histc(ids, bins=E, min=0, max=E)`, of floats on the CPU, and of integers as well on CUDA devices.
+    """`torch.histc(ids, bins=E, min=0, max=E)`, or `max=E - 1`: of floats on the CPU, of integers too on CUDA devices.
 
-    An id of E would be counted in the bin of E - 1. The bin of an id e is e * E / E, rounded.
+    An id e is counted in the bin e * E / max, rounded down, and an id of `max` in the last bin, that of E - 1. With a
+    maximum of E - 1, e * E / max is e / max above e, and as much or more below e + 1, where rounding must not take it.
     """
     values, bins = argument(node, "input"), argument(node, "bins", 100)
-    if not isinstance(values, Node) or (argument(node, "min"), argument(node, "max")) != (0, bins):
+    if not isinstance(values, Node) or type(bins) is not int or argument(node, "min") != 0:
+        return None
+    if argument(node, "max") not in (bins, bins - 1) or bins < 2:
         return None
     is_cast = operator_of(values) in CASTS and dtype_of(values) not in WIDE
     ids: Any = values.args[0] if is_cast else values
-    if dtype_of(ids) not in WIDE or type(bins) is not int or not _holds(dtype_of(values), bins * bins):
+    if dtype_of(ids) not in WIDE or _exact_to(dtype_of(values)) < 4 * bins * bins:
         return None
     choice = routing.choice(ids)
     if choice.choices is None or choice.choices > bins:
         return None
-    return Counts(ids, _holds(dtype_of(node), pairs_of(ids)), evidence=choice.evidence | {values})
+    return Counts(ids, _exact_to(dtype_of(node)), evidence=choice.evidence | {values})
 
 
 def _cumsum(routing: Routing, node: Node) -> Result:
@@ -178,7 +181,7 @@ def _cumsum(routing: Routing, node: Node) -> Result:
     fact, is_plain = routing.of(counts), OperatorCall.of(node).has_only("input", "dim")
     if not isinstance(fact, Counts) or not is_plain or argument(node, "dim") not in (0, -1) or _ndim(counts) != 1:
         return None
-    return Ends(fact.ids, fact.exact, evidence=fact.evidence) if dtype_of(node) in WIDE else None
+    return Ends(fact.ids, fact.exact_to, evidence=fact.evidence) if dtype_of(node) in WIDE else None
 
 
 def _sorted(routing: Routing, node: Node) -> Result:
@@ -199,7 +202,7 @@ def _searchsorted(routing: Routing, node: Node) -> Result:
     fact, counts_up = routing.of(values), len(wanted.args) == 1 and not set(wanted.kwargs) - {"device", "dtype"}
     if not isinstance(fact, Sorted) or not counts_up or not is_integer(wanted):
         return None
-    return Ends(fact.ids, exact=True, evidence=fact.evidence | {wanted})
+    return Ends(fact.ids, exact_to=math.inf, evidence=fact.evidence | {wanted})
 
 
 def _places(routing: Routing, node: Node) -> Result:
@@ -230,7 +233,7 @@ def _compare(routing: Routing, node: Node) -> Result:
     if isinstance(fact, Mask) and isinstance(fact.ids, Columns) and asked[0] != "eq":
         return replace(fact, ids=replace(fact.ids, tests=(*fact.ids.tests, (node.target, number))))
     if asked in _SOME and isinstance(fact, Counts):
-        return replace(fact, exact=False)
+        return replace(fact, exact_to=0)
     if asked in _SOME and isinstance(fact, (Mask, Presence)):
         return fact
     if asked in _NONE and isinstance(fact, Presence) and example_of(source) is not None and {*_sizes(source)} <= {1}:
@@ -261,8 +264,8 @@ def _reduced_one_hot(routing: Routing, node: Node, fact: OneHot, dims: Any) -> R
         dropped = {dim % len(fact.axes) for dim in dims}
         axes = tuple(axis for place, axis in enumerate(fact.axes) if place not in dropped)
         if axes == (None,) and _counts_up(node):
-            is_exact = operator_of(node) in ("count_nonzero", "sum") and _holds(dtype_of(node), pairs_of(fact.ids))
-            return Counts(fact.ids, is_exact, evidence=fact.evidence)
+            exact_to = _exact_to(dtype_of(node)) if operator_of(node) in ("count_nonzero", "sum") else 0
+            return Counts(fact.ids, exact_to, evidence=fact.evidence)
         slots, choice = _ndim(fact.ids) - 1, routing.choice(fact.ids)
         if len(dropped) == 1 and slots in fact.axes and slots not in axes and choice.distinct:
             return OneHot(fact.ids, axes, evidence=fact.evidence | choice.evidence)
@@ -315,8 +318,7 @@ def _cast(routing: Routing, node: Node) -> Result:
         case Presence():
             return _still_present(routing, node)
         case Counts():
-            is_exact = fact.exact and _holds(after, pairs_of(fact.ids))
-            return replace(fact, exact=is_exact) if _counts_up(node) else None
+            return replace(fact, exact_to=min(fact.exact_to, _exact_to(after))) if _counts_up(node) else None
         case Choice(choices) if after is not before and after not in WIDE:
             is_index = is_integer(node) and after is not torch.bool
             kept = is_index and choices is not None and choices - 1 <= torch.iinfo(after).max

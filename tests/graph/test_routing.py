@@ -109,7 +109,7 @@ def holds(fact: Fact, value: Any, values: dict[Node, Any]) -> bool:
             return value.shape == wanted.shape and bool((value == wanted).all())
         case Presence(expert=expert, present=present):
             return bool((value >= 0).all()) and bool((value != 0).any()) is (bool((ids == expert).any()) is present)
-        case Counts(exact=exact):
+        case Counts(exact_to=exact):
             found = value.flatten()
             return bool((found == count if exact else (found != 0) == (count != 0)).all())
         case Ends():

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpasses.inspect.figures import figures
-from tests.passes.expert_layer import EXPERTS, Layer, check, level_of
-from tests.support import ASSIGNS_SLICES, compiled, events
+from tests.passes.expert_layer import EXPERTS, WIDTH, Layer, check, level_of
+from tests.support import ASSIGNS_SLICES, assert_same, compiled, events
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -218,6 +218,7 @@ PREFIXES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "a histogram of the first tokens": (lambda idx: histogram(idx[:3], EXPERTS), 0),
     "a histogram that leaves ids out": (lambda idx: histogram(idx, EXPERTS, 0, EXPERTS - 2), 1),
     "a histogram from below 0": (lambda idx: histogram(idx, EXPERTS, -1), 1),
+    "a histogram up to the last id": (lambda idx: histogram(idx, EXPERTS, 0, EXPERTS - 1), 0),
     "a histogram of other numbers": (lambda idx: histogram(idx / 2, EXPERTS), 1),
 }
 
@@ -229,6 +230,18 @@ def test_part_of_the_rows(name: str) -> None:
     assert level_of(record) == 2
     last = [stage for stage in record.graphs[0].stages if stage.regions is not None][-1]
     assert figures(last).host_reads == reads
+
+
+@pytest.mark.parametrize("loop", [padded, added], ids=["the first rows", "slices"])
+@pytest.mark.parametrize("name", ["bincount", "a histogram"])
+def test_sizes_that_are_symbolic(name: str, loop: Any) -> None:
+    """Float32 counts exactly up to 2^24 pairs: a guard on the sizes, no number that the host reads."""
+    counts, _ = (COUNTS | PREFIXES)[name]
+    batches = [(torch.randn(tokens, WIDTH, requires_grad=True),) for tokens in (10, 14)]
+    record = assert_same(Layer(loop(counts)), batches, dynamic=True)
+    assert len(record.graphs) == 1 and level_of(record) == 2
+    last = [stage for stage in record.graphs[0].stages if stage.regions is not None][-1]
+    assert figures(last).host_reads == 0
 
 
 @pytest.mark.parametrize(

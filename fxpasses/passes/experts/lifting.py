@@ -7,6 +7,7 @@ This module holds what the rules share: the rows' order, their coordinates, and 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
 import fxpasses.runtime.grouped_linear  # noqa: F401  registers the operators
@@ -61,7 +63,7 @@ class Lifting:
         if not cut.totals:
             return cut
         total = self.total(cut)
-        if isinstance(total, int):
+        if isinstance(total, int) or total is not self._read:
             rows = self._once((cut.rows, total), operator.getitem, (cut.rows, slice(None, total)))
         elif cut.rows in self._first_rows:
             rows = self._first_rows[cut.rows]
@@ -71,13 +73,22 @@ class Lifting:
 
     def total(self, cut: Cut) -> int | Node:
         """The sum of the counts: a known number within the number of rows, or else one that the host reads."""
-        total = self.routing.total(cut.counts, cut.running)
+        ids = self.routing.counted(cut.counts, cut.running)
         size = cut.rows.meta["example_value"].shape[0]
-        if isinstance(total, int) and isinstance(size, int) and total <= size:
-            return total
+        if ids is not None and statically_known_true(ids.meta["example_value"].numel() <= size):
+            return self._pairs_of(ids)
         if self._read is None:
             self._read = read_total(self.emit, cut)
         return self._read
+
+    def _pairs_of(self, ids: Node) -> int | Node:
+        """The number of ids."""
+        sizes = [self.emit.size(ids, axis) for axis in range(ids.meta["example_value"].ndim)]
+        product: int | Node = math.prod(size for size in sizes if isinstance(size, int))
+        for axis, size in enumerate(sizes):
+            if isinstance(size, Node):
+                product = size if product == 1 else self._once(("pairs", ids, axis), operator.mul, (size, product))
+        return product
 
     def parts(self, cut: Cut) -> Rows:
         """The parts of a tensor, lifted: the tensor. Several tensors may be cut, all at the same places."""
