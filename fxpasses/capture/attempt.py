@@ -25,6 +25,7 @@ class Feature(enum.Enum):
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"
     LISTS = "grown lists"
+    INDICES = "lists of indices"
     HOOKS = "repeated hooks"
 
     def needs(self, other: Feature) -> bool:
@@ -34,7 +35,7 @@ class Feature(enum.Enum):
         return other in (self, Feature.HINTS) or (other is Feature.SPECULATION and self in _SPECULATIVE)
 
 
-_SPECULATIVE = (Feature.NUMPY, Feature.LISTS)
+_SPECULATIVE = (Feature.NUMPY, Feature.LISTS, Feature.INDICES)
 _OFF = Values(False, False)
 
 Place = tuple[str, int, bool]  # where the program asks a question: file, line, and whether an operator asks it

@@ -48,6 +48,7 @@ FEATURES = {
     Feature.SPECULATION: ("speculation_handlers", "loops that skip experts without tokens break the graph"),
     Feature.NUMPY: ("numpy_counts", "loops over counts that went through NumPy break the graph"),
     Feature.LISTS: ("grown_lists", "lists that grow only for experts with tokens break the graph"),
+    Feature.INDICES: ("index_lists", "an expert's tokens as a list of indices break the graph"),
     Feature.HOOKS: ("repeated_hooks", "a model whose checkpointing is switched off and on compiles again each time"),
 }
 

@@ -254,7 +254,7 @@ class Speculation:
         different: list[Any] = [pair for pair in pairs if not _same(*pair, branch)]
         if not all(isinstance(value, TensorVariable) for pair in different for value in pair):
             raise _unprovable(opened)  # no pass could prove that a number, a list or a new variable is unchanged
-        made = list(_after(opened.last_node, opened.graph._root))
+        made = list(nodes_after(opened.last_node, opened.graph._root))
         for node in made:
             mark(node, branch, INSIDE)
         for place, (before, after) in enumerate(different):
@@ -266,7 +266,7 @@ class Speculation:
             self.discharged.add(branch.number)
 
 
-def _after(first: Any, root: Any) -> Iterator[Any]:
+def nodes_after(first: Any, root: Any) -> Iterator[Any]:
     """The nodes of a graph after a given one, the last one first."""
     node = root.prev
     while node is not first and node is not root:

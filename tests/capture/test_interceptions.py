@@ -73,7 +73,7 @@ def test_a_missing_name_switches_off_its_own_handler(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_feature_cannot_do_without_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS}
+    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES}
     assert off_without(SideEffects, "store_global", monkeypatch) == speculative
     assert off_without(NumpyNdarrayVariable, "call_method", monkeypatch) == set()
     for owner, name in ((utils, "run_node"), (symbolic_convert.InstructionTranslatorBase, "step")):
@@ -91,7 +91,7 @@ def test_a_feature_that_is_off_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_an_attempt_loses_what_needs_what_it_loses() -> None:
     attempt = Attempt(flags.Values(True, True), frozenset(Feature))
-    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS}
+    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES}
     assert attempt.without(Feature.SPECULATION).features == frozenset(Feature) - speculative
     assert attempt.without(Feature.HINTS).features == frozenset({Feature.HOOKS})
     fewer = attempt.with_fewer_flags()

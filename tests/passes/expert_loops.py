@@ -30,6 +30,19 @@ def where_mask_slots_first(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) ->
     return out
 
 
+def where_lists(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    mask = F.one_hot(idx, num_classes=moe.count).permute(2, 1, 0)
+    out = torch.zeros_like(x)
+    for e in moe.local:
+        slot, tok = torch.where(mask[e])
+        if tok.shape[0] == 0:
+            continue
+        toks, slots = tok.tolist(), slot.tolist()
+        rows = x[None, toks].reshape(-1, x.shape[-1])
+        out.index_add_(0, tok, moe.experts(e, rows) * weights[toks, slots, None])
+    return out
+
+
 def where_mask_tokens_first(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
     mask = F.one_hot(idx, moe.count).permute(2, 0, 1)
     out = torch.zeros_like(x)
@@ -136,6 +149,17 @@ def masked_select(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
         rows = torch.masked_select(x, mask).view(-1, x.shape[1])
         y = moe.experts(e, rows) * torch.masked_select(weights, chosen).unsqueeze(-1)
         out = out + torch.zeros_like(x).masked_scatter(mask, y)
+    return out
+
+
+def masked_select_columns(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    scores = torch.zeros(x.shape[0], moe.count, dtype=weights.dtype).scatter(1, idx, weights)
+    out = torch.zeros_like(x)
+    for e in moe.local:
+        mask = (idx == e).any(-1)
+        rows = x.masked_select(mask.unsqueeze(-1)).view(-1, x.shape[1])
+        y = moe.experts(e, rows) * scores[:, e].masked_select(mask).unsqueeze(-1)
+        out = out + torch.zeros_like(x).masked_scatter(mask.unsqueeze(-1), y)
     return out
 
 

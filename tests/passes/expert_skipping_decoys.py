@@ -337,8 +337,17 @@ IN_COUNTS = [
     joining("out = torch.cat(outputs)", f"{JOINED}; outputs.append(x[:1])"),
     joining("out = torch.cat(outputs); more = outputs.pop().shape[0]"),
 ]  # fmt: skip
+# Tokens as a list, with which the program does more than index.
+LISTED = [
+    left("kept_list", "state.by_expert[e] = tok.tolist()"),
+    left("summed_list", "out = out * (1 + sum(tok.tolist()) % 2)"),
+    left("reordered_list", add=PAIRS.replace("x[tok]", "x[sorted(tok.tolist())]")),
+    left("scaled_by_length", add=PAIRS.replace("x[tok]", "x[tok] * len(tok.tolist())")),
+    left("tokens_move_on", "kept = tok.tolist(); tok.sub_(tok // 2)", add=PAIRS.replace("x[tok]", "x[kept]")),
+]
 TAKEN_BACK = [
     *IN_PYTHON,
+    *LISTED,
     *ELSEWHERE,
     *COMPUTED,
     *ASKED,

@@ -52,6 +52,7 @@ _QUERIES = [
     Spelling("where_each_slot", loops.where_each_slot, "the same with one-dimensional torch.where"),
     Spelling("bool_mask_assign", loops.bool_mask_assign, "Switch Transformer: top-1, out[mask] = y", top=1),
     Spelling("masked_select", loops.masked_select, "masked_select and masked_scatter"),
+    Spelling("masked_select_columns", loops.masked_select_columns, "the same, scores by scores[:, e]"),
     Spelling("dense_scores", loops.dense_scores, "scores scattered to [T, E], gathered as dense[tok, e]"),
     Spelling("dense_scores_mask", loops.dense_scores_mask, "NLLB-MoE in transformers 4: router_mask[..., e].bool()"),
     Spelling("repeated_mask", loops.repeated_mask, "DeepSeek-MoE, DeepSeek-V2 training: x.repeat_interleave(k, 0)"),
@@ -104,6 +105,7 @@ _SORTED = [
 _SKIPPING = [
     Spelling("skip_numel", loops.skip_numel, "if tok.numel() == 0: continue", skips_empty=True),
     Spelling("skip_shape", loops.skip_shape, "transformers 4 Mixtral: if top_x.shape[0] == 0", skips_empty=True),
+    Spelling("where_lists", loops.where_lists, "transformers 4.36 Mixtral: x[None, tok.tolist()]", skips_empty=True),
     Spelling("skip_len", loops.skip_len, "if len(tok) > 0", skips_empty=True),
     Spelling(
         "skip_counts", loops.skip_counts, "DeepSeek-V3 inference/model.py: bincount().tolist(), where",

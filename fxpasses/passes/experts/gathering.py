@@ -130,6 +130,8 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
         rows = at_rows(lifting, source, tokens)
         shape = (-1, *([1] * (rows.ndim - 1)))
         return Rows(lifting.emit(operator.eq, (rows.node, lifting.emit("reshape", (ids.node, shape)))))
+    if (column := _column(lifting, value)) is not None:
+        return Rows(lifting.emit(operator.getitem, (column[0], (tokens.node, column[1].node))))
     known = is_elementwise(name) or name == "unsqueeze"
     if name in ALONG and isinstance(value.args[0], Template):
         known = is_along_others(value, value.args[0].example.ndim, 0)
@@ -148,3 +150,18 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
         return leaf
 
     return Rows(lifting.emit_like(value, convert))
+
+
+def _column(lifting: Lifting, value: Template) -> tuple[Node, Rows] | None:
+    """(scores, experts) of `scores[:, e]`, a column of a shared matrix [tokens, experts]: the expert of each row."""
+    source = value.args[0] if value.args else None
+    if not isinstance(source, Node) or not is_tensor(source) or source.meta["example_value"].ndim != 2:
+        return None
+    if value.name == "select":
+        dim, column = value.call.argument("dim"), value.call.argument("index")
+    elif value.name == "getitem" and isinstance(value.args[1], tuple) and len(value.args[1]) == 2:
+        before, column = value.args[1]
+        dim = 1 if before in (Ellipsis, slice(None)) else None
+    else:
+        return None
+    return (source, lifting.index(column)) if dim in (1, -1) and isinstance(column, Constants) else None
