@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fxpasses.inspect
 from fxpasses.inspect.figures import figures
 from tests.passes.expert_layer import EXPERTS, WIDTH, Layer, check, level_of
 from tests.support import ASSIGNS_SLICES, assert_same, compiled, events
@@ -189,6 +190,49 @@ def test_a_value_that_is_broadcast_over_rows_stays() -> None:
     assert level_of(check(loop)) in (0, 2)
 
 
+def reads_of(record: fxpasses.inspect.Record) -> int | None:
+    """The numbers that the host reads in the rewritten graph."""
+    return figures([stage for stage in record.graphs[0].stages if stage.regions is not None][-1]).host_reads
+
+
+def projected_twice(
+    second: Callable[[Tensor, Tensor], Tensor], between: Callable[[Tensor], Any] = lambda counts: None
+) -> Any:
+    """JetMoe: the rows are cut by the same numbers twice, with a program of all tokens between."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order, counts = idx.flatten().argsort(stable=True), counted(idx)
+        sizes = counts.tolist()
+        y = torch.cat([part @ layer.w[e] for e, part in enumerate(x[order // 2].split(sizes))])
+        back = torch.zeros_like(y).index_add(0, order, y)
+        with torch.autocast("cpu", enabled=False):
+            mixed = (back @ back.t()).softmax(-1) @ back
+        between(counts)
+        parts = mixed[order].split(sizes)
+        z = torch.cat([second(parts[e], layer.w[e]) for e in range(EXPERTS)]) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // 2, z)
+
+    return loop
+
+
+def test_two_projections_of_the_same_tokens() -> None:
+    record = check(projected_twice(lambda part, w: torch.tanh(part) @ w))
+    assert record.figures("group_experts")["loops_grouped"] == 2
+    assert reads_of(record) == 0
+
+
+def test_one_of_two_projections() -> None:
+    """The numbers stay for the other, which computes the mean of an expert's rows."""
+    record = check(projected_twice(lambda part, w: (part - part.sum(0)) @ w))
+    assert record.figures("group_experts")["loops_grouped"] == 1
+    assert reads_of(record) == 1 and "tokens are cut by ×4 counts" in str(record)
+
+
+def test_counts_that_are_written_to_after_they_were_read() -> None:
+    record = check(projected_twice(lambda part, w: part @ w, between=lambda counts: counts.zero_()))
+    assert record.figures("group_experts")["loops_grouped"] == 1
+
+
 def padded(counts_of: Callable[[Tensor], Tensor]) -> Any:
     """As many of the rows are cut as the counts add up to; the sum is used elsewhere as well."""
 
@@ -228,8 +272,7 @@ def test_part_of_the_rows(name: str) -> None:
     counts, reads = PREFIXES[name]
     record = check(padded(counts))
     assert level_of(record) == 2
-    last = [stage for stage in record.graphs[0].stages if stage.regions is not None][-1]
-    assert figures(last).host_reads == reads
+    assert reads_of(record) == reads
 
 
 @pytest.mark.parametrize("loop", [padded, added], ids=["the first rows", "slices"])
@@ -240,8 +283,7 @@ def test_sizes_that_are_symbolic(name: str, loop: Any) -> None:
     batches = [(torch.randn(tokens, WIDTH, requires_grad=True),) for tokens in (10, 14)]
     record = assert_same(Layer(loop(counts)), batches, dynamic=True)
     assert len(record.graphs) == 1 and level_of(record) == 2
-    last = [stage for stage in record.graphs[0].stages if stage.regions is not None][-1]
-    assert figures(last).host_reads == 0
+    assert reads_of(record) == 0
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,7 @@ class Grouping:
         if self.selection is None and self.cut is None:
             raise NotProved("the branches query no tokens")
         rows = {node for template in self.branch for node in template.nodes}
-        rows.update(*(cut.nodes for cut in cuts), *(span.nodes for span in spans))
-        totals = set(self.totals)
-        self.legality = Legality(self.graph, loop, memory, templates, rows, totals, self._sizes(parts))
+        self.legality = Legality(self.graph, loop, memory, templates, rows, [*cuts, *spans], self._sizes(parts))
         ends = {*loop.ends, *(part for merge in loop.merges for part in merge.parts)}
         own, selected = self.legality.inside | ends, self.selection or self.cut
         gradients = torch.is_grad_enabled() if region.parent is None else None  # Dynamo calls a backend in this mode

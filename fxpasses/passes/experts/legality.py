@@ -7,6 +7,7 @@ all of them are complete.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -21,6 +22,7 @@ from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
 from fxpasses.passes.experts.assertions import Sizes
 from fxpasses.passes.experts.loops import Loop
+from fxpasses.passes.experts.row_partition import Cut, Spans
 
 _GRAD_MODES = ("_set_grad_enabled", "set_grad_enabled")
 _MODES = ("_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
@@ -39,35 +41,55 @@ class Legality:
         memory: AliasAnalysis,
         templates: list[Template],
         rows: set[Node],
-        totals: set[Node],
+        cuts: Sequence[Cut | Spans],
         sizes: Sizes,
     ) -> None:
-        """rows: the nodes of the branches that hold rows, and the cuts. totals: those that any node may use.
+        """rows: the nodes of the branches that hold rows. cuts: where the rows are sorted already, their bounds.
 
         Raises `NotProved` where the loop may not be moved.
         """
         self.graph, self.loop, self.memory, self.sizes = graph, loop, memory, sizes
         self.positions = memory.positions
         own = {node for template in templates for node in template.nodes}
-        self._rows = rows | {part for merge in loop.merges for part in merge.parts}
+        self._rows = rows.union(*(cut.nodes for cut in cuts), *(merge.parts for merge in loop.merges))
+        self._bounds = {node for cut in cuts for node in cut.nodes if cut.reads(node)}
         self.known: dict[Node, int] = {}
         scaffolding = self.assertions_on(self._rows, self.known)
-        self._check_users(scaffolding, totals)
+        shared = self._check_users(scaffolding, {total for cut in cuts for total in getattr(cut, "totals", ())})
         # The span of the loop: from the first node that holds rows to the last end.
-        first = min(self.positions[node] for node in (*self._rows, *loop.ends))
+        first = min(self.positions[node] for node in (*(self._rows - self._bounds), *loop.ends))
         last = max(self.positions[node] for node in loop.ends)
         self._check_between(first, last)
+        self._check_counts(cuts, last)
         self._check_before(own, first)
         self._check_buffer(own, first, last)
         self.at = self._place(templates)
         # The operands of the rows (masks, a weight of each expert) are erased with them, unless they have other users.
         made = {node for node in own if node.op.startswith("call") and not written_operands(node)}
+        if shared:  # the bounds stay, and what is asserted of them
+            rows = self._rows - self._bounds
+            scaffolding = {node for node in scaffolding if self._follows(node, rows)}
         self.inside = self._rows | scaffolding | made
 
-    def _check_users(self, scaffolding: set[Node], totals: set[Node]) -> None:
-        for user in {user for node in self._rows - totals for user in node.users}:
-            if user not in self._rows and user not in self.loop.ends and user not in scaffolding:
-                raise NotProved(f"`{user.name}` uses an expert's tokens as well", user)
+    def _check_users(self, scaffolding: set[Node], totals: set[Node]) -> bool:
+        """Whether other rows are cut at the same bounds, as for two projections of the same tokens."""
+        shared = False
+        for node in self._rows - totals:
+            for user in node.users:
+                if user in self._rows or user in self.loop.ends or user in scaffolding:
+                    continue
+                if node not in self._bounds or not _cuts(user):
+                    raise NotProved(f"`{user.name}` uses an expert's tokens as well", user)
+                shared = True
+        return shared
+
+    def _check_counts(self, cuts: Sequence[Cut | Spans], last: int) -> None:
+        """Raise `NotProved` if counts are written to between the program's reads and the end of the loop."""
+        for cut in cuts:
+            read = min((node for node in cut.nodes if cut.reads(node)), key=self.positions.__getitem__)
+            writer = self.memory.writer(cut.counts, read, None)
+            if writer is not None and self.positions[writer] <= last:
+                raise NotProved(f"`{writer.name}` writes to the counts", writer)
 
     def _check_between(self, first: int, last: int) -> None:
         for node in self.graph.nodes:
@@ -173,6 +195,14 @@ class Legality:
             return current.all_input_nodes if current not in rows and (is_symbolic(example) or is_element) else []
 
         return any(found in rows for found in reached([node], operands))
+
+
+def _cuts(node: Node) -> bool:
+    """Whether a node cuts rows at numbers, and does not compute with them."""
+    if operator_of(node) == "split":
+        return True
+    key = node.args[1] if operator_of(node) == "getitem" else None
+    return any(isinstance(part, slice) for part in (key if isinstance(key, tuple) else (key,)))
 
 
 def _is_new_memory(node: Node) -> bool:

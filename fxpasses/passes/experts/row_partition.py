@@ -37,6 +37,9 @@ class Spans(Constants):
     running: bool
     nodes: tuple[Node, ...]
 
+    def reads(self, node: Node) -> bool:
+        return _is_bound(node, self.counts)
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -54,6 +57,14 @@ class Cut:
     nodes: tuple[Node, ...]
     checks: bool
     totals: tuple[Node, ...] = ()
+
+    def reads(self, node: Node) -> bool:
+        """Whether one of the nodes is a bound, or an element of the counts that a bound is read from."""
+        return _is_bound(node, self.counts)
+
+
+def _is_bound(node: Node, counts: Node) -> bool:
+    return is_symbolic(node.meta.get("example_value")) or (operator_of(node) == "getitem" and node.args[0] is counts)
 
 
 def cut_of(template: Any) -> Cut | None:
