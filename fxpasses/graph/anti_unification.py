@@ -70,16 +70,23 @@ REPEATED = frozenset(
 
 
 class Unifier:
-    """Anti-unifies values, each tuple of nodes once. slices: the meaning of slices whose bounds differ, if known."""
+    """Anti-unifies values, each tuple of nodes once. slices: the meaning of slices whose bounds differ, if known.
 
-    def __init__(self, slices: Callable[[Sequence[slice]], Constants | None] = lambda slices: None) -> None:
-        self._slices = slices
+    of_one: whether a node is the branch's own where there is only one branch, which nothing can be compared with.
+    """
+
+    def __init__(
+        self,
+        slices: Callable[[Sequence[slice]], Constants | None] = lambda slices: None,
+        of_one: Callable[[Node], bool] = lambda node: False,
+    ) -> None:
+        self._slices, self._of_one = slices, of_one
         self._templates: dict[tuple[Node, ...], Any] = {}
 
     def unify(self, values: Sequence[Any]) -> Any:
         """What the values, one for each branch, have in common; raises `Mismatch`."""
         first = values[0]
-        if all(value is first for value in values):
+        if all(value is first for value in values) and not self._is_own(values):
             return first
         if all(isinstance(value, Node) for value in values):
             return self._template(tuple(values))
@@ -115,9 +122,15 @@ class Unifier:
                 self._templates[nodes] = first if _is_repetition(template) else template
         return self._templates[nodes]
 
+    def _is_own(self, values: Sequence[Any]) -> bool:
+        """Whether the value of a single branch is, or may contain, a node of its own."""
+        return len(values) == 1 and (not isinstance(values[0], Node) or self._of_one(values[0]))
+
 
 def _is_repetition(template: Template) -> bool:
     """Whether each branch repeats one computation, as `idx.flatten()` in every iteration of the loop."""
+    if len(template.nodes) == 1:
+        return False
     differs = any(isinstance(leaf, (Template, Constants)) for leaf in leaves((template.args, template.kwargs)))
     return template.name in REPEATED and not differs
 

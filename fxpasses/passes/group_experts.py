@@ -26,17 +26,20 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.aliases import AliasAnalysis
+from fxpasses.graph.anti_unification import Unifier
 from fxpasses.graph.checkpoints import save_routing
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.speculation import SpeculatedBranch, branches_of
 from fxpasses.passes.experts.grouping import Grouping
-from fxpasses.passes.experts.loops import Loop, find_loops
+from fxpasses.passes.experts.loops import Loop, Merge, find_loops
 from fxpasses.passes.experts.obligations import erase_answers, prove_idle, prove_numbers
+from fxpasses.passes.experts.row_partition import spans_of
 from fxpasses.passes.experts.slicing import slice_queries
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
+_MOST_FAMILIES = 3  # experts, and those that return their input, zeros or a constant
 _NOT_GROUPED = {"auto": "the branches have no common end", "slices": "the option asks for slices"}
 
 
@@ -103,14 +106,29 @@ class GroupExperts:
     def _group(
         self, region: Region, loop: Loop, memory: AliasAnalysis, context: Context, branches: dict[int, SpeculatedBranch]
     ) -> list[str] | Refusal:
-        """Group a loop; as a whole, or else each of its rounds, where it is a nested loop (over slots, for example)."""
+        """Group a loop; as a whole, or else each of its rounds, where it is a nested loop (over slots, for example), or
+        else each of its families, where some experts do something else than the others."""
+
+        def groupings(loops: list[Loop]) -> list[Grouping]:
+            return [Grouping(region, inner, memory, context.fake_mode, branches) for inner in loops]
+
         refusal = None
         for rounds in loop.rounds():
             try:
-                groupings = [Grouping(region, inner, memory, context.fake_mode, branches) for inner in rounds]
-                if len({grouping.experts() for grouping in groupings}) > 1:
+                found = groupings(rounds)
+                if len({grouping.experts() for grouping in found}) > 1:
                     raise NotProved("the rounds of the loop have different experts")
-                return self._run_all(groupings, context.discharged)
+                return self._run_all(found, context.discharged)
+            except Refused as refused:
+                refusal = refusal or refused.of(loop.merges[0].node)
+        families = loop.families(_are_alike) if loop.is_divisible else []
+        if 1 < len(families) <= _MOST_FAMILIES:
+            try:
+                found = groupings(families)
+                # Each family takes all rows, so that no size depends on the batch: two would do the work twice.
+                if sum(grouping.multiplies for grouping in found) > 1:
+                    raise NotProved("several kinds of experts compute products")
+                return self._run_all(found, context.discharged)
             except Refused as refused:
                 refusal = refusal or refused.of(loop.merges[0].node)
         assert refusal is not None
@@ -127,6 +145,15 @@ class GroupExperts:
                     raise
                 break  # the earlier rounds are grouped already
         return changes
+
+
+def _are_alike(one: Merge, other: Merge) -> bool:
+    """Whether two branches are one program."""
+    try:
+        Unifier(spans_of).unify([one.values, other.values])
+    except NotProved:
+        return False
+    return True
 
 
 def _summary(loops_grouped: int, loops_sliced: int) -> str:

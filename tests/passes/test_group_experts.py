@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("capture_flags")
 
 TOKENS = 24
 # Not grouped: the branches differ.
-SLICED = {"unequal_widths", "identity_expert"}
+SLICED = {"unequal_widths"}
 # The loop adds (shared + e3) + e2 to the gradient of x, the grouped program shared + (e3 + e2).
-OTHER_ORDER = {"shared_expert", "deepseek_v3"}
+OTHER_ORDER = {"shared_expert", "deepseek_v3", "identity_expert"}
 CASES = cases(SPELLINGS)
 BROKEN = set() if ASSIGNS_SLICES else {"slices_of_counts"}
 GROUPED = [case for case in CASES if case[0].name not in SLICED | BROKEN]

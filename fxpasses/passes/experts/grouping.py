@@ -17,6 +17,7 @@ from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.regions import Region
 from fxpasses.graph.routing import Routing
+from fxpasses.graph.routing_facts import Mask
 from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.graph.symbols import constant, expression, is_unbacked, symbol
 from fxpasses.passes.experts.assertions import Sizes
@@ -28,6 +29,7 @@ from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.merging import Merging
 from fxpasses.passes.experts.obligations import erase_unused, prove
+from fxpasses.passes.experts.products import PRODUCTS
 from fxpasses.passes.experts.row_partition import Cut, Spans, cut_of, spans_of
 from fxpasses.passes.experts.selection import is_mask, is_query, mask_of, selection_of
 from fxpasses.report import Reason
@@ -45,7 +47,7 @@ class Grouping:
         self.graph, self.loop, self.memory, self.positions = region.gm.graph, loop, memory, memory.positions
         self.routing = Routing(memory.is_constant)
         self._emit = NodeBuilder(self.graph, fake_mode, loop.merges[0].node, Reason.NOT_ALIKE)
-        self.values = Unifier(spans_of).unify([merge.values for merge in loop.merges])
+        self.values = Unifier(spans_of, self._is_own).unify([merge.values for merge in loop.merges])
         templates = members([self.values])
         self.branch = [template for template in templates if any(has_rows(node) for node in template.nodes)]
         self.queries = [(template, *mask_of(template)) for template in templates if is_query(template)]
@@ -65,6 +67,15 @@ class Grouping:
         own, selected = self.legality.inside | ends, self.selection or self.cut
         gradients = torch.is_grad_enabled() if region.parent is None else None  # Dynamo calls a backend in this mode
         self.proof = prove(self.graph, branches, loop, own, self.routing, selected, fake_mode, gradients)
+
+    def _is_own(self, node: Node) -> bool:
+        """Whether a node is a single branch's own: its mask, and what holds its rows."""
+        return has_rows(node) or isinstance(self.routing.of(node), Mask)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the branches compute products, which cost more than everything else."""
+        return any(template.name in PRODUCTS for template in self.branch)
 
     def experts(self) -> Any:
         """The experts of the branches: (first, step, count), or None where the rows are cut by counts."""
@@ -126,7 +137,8 @@ class Grouping:
             self._emit.settle(number, value)
         self._erase(left | known.keys())
         self._emit.update(results)
-        erase_unused(self.graph, self.proof.conditions - legality.inside, legality.assertions_on)
+        conditions = self.proof.conditions.intersection(self.graph.nodes)  # without those of a loop run before
+        erase_unused(self.graph, conditions - legality.inside, legality.assertions_on)
         read = " and a copy of its offsets to the host" if lifting.offsets_on_host is not None else ""
         return f"{spelling} → level 2, one grouped program{read} ({routing})"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,15 +62,30 @@ class Loop:
         """Whether each merge returns a new sum, and does not write to the one before."""
         return self.kind in _FUNCTIONAL
 
+    @property
+    def is_divisible(self) -> bool:
+        """Whether consecutive merges are a loop by themselves, which leaves the others as they are."""
+        return self.kind != "cat" and not self.is_functional
+
     def rounds(self) -> Iterator[list[Loop]]:
         """The whole loop, then the loop as two rounds of a loop, as three, ..."""
         yield [self]
-        if self.kind != "cat" and not self.is_functional:
+        if self.is_divisible:
             for number in range(2, len(self.merges) // 2 + 1):
                 size, rest = divmod(len(self.merges), number)
                 if not rest:
                     starts = range(0, len(self.merges), size)
                     yield [Loop(self.kind, self.merges[start : start + size], self.buffer) for start in starts]
+
+    def families(self, is_alike: Callable[[Merge, Merge], bool]) -> list[Loop]:
+        """The loop as runs of branches that are alike, such as experts, and then experts that return their input."""
+        runs = [[self.merges[0]]]
+        for merge in self.merges[1:]:
+            if is_alike(runs[-1][-1], merge):
+                runs[-1].append(merge)
+            else:
+                runs.append([merge])
+        return [Loop(self.kind, tuple(run), self.buffer) for run in runs]
 
 
 def find_loops(graph: Graph) -> Iterator[Loop]:

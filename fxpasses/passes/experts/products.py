@@ -15,6 +15,7 @@ from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.selection import progression
 
 ops = torch.ops.fxpasses
+PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm"})
 
 
 def product(lifting: Lifting, template: Template, rows: Any) -> Rows:

@@ -136,11 +136,11 @@ def is_spread(source: Node, mask: Node) -> bool:
 
 
 def progression(constants: Constants) -> tuple[int, int]:
-    """(first, step) of consecutive ids, ascending or descending; raises `NotProved`."""
+    """(first, step) of consecutive ids, ascending or descending, or of one; raises `NotProved`."""
     values = constants.values
-    if len(values) < 2 or any(not isinstance(value, int) or isinstance(value, bool) for value in values):
+    if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
         raise NotProved("integers do not distinguish the experts")
-    step = values[1] - values[0]
+    step = values[1] - values[0] if len(values) > 1 else 1
     if step not in (1, -1) or any(b - a != step for a, b in itertools.pairwise(values)):
         raise NotProved(f"the experts {values} do not follow one another")
     return values[0], step
