@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from fxpasses.capture.flags import Values
+from fxpasses.capture.unproved import Function
 
 
 class Feature(enum.Enum):
@@ -45,12 +46,14 @@ Place = tuple[str, int, bool]  # where the program asks a question: file, line, 
 class Attempt:
     """flags: Dynamo's capture flags; None to leave them unchanged, under `fullgraph=True`, which sets both.
 
-    refused: the places whose questions about the batch get no answer (`capture/variants.py`).
+    refused: the places whose questions about the batch get no answer (`capture/variants.py`). given_up: the functions
+    on whose branches is not speculated (`capture/unproved.py`).
     """
 
     flags: Values | None = None
     features: frozenset[Feature] = frozenset()
     refused: frozenset[Place] = frozenset()
+    given_up: frozenset[Function] = frozenset()
 
     def without(self, *features: Feature) -> Attempt:
         """The same attempt without some features and those that need them."""
@@ -58,9 +61,14 @@ class Attempt:
         return replace(self, features=kept)
 
     def with_fewer_flags(self) -> Attempt | None:
-        """The same attempt without the second flag, or else without both; None if both are off."""
+        """The same attempt without the second flag, or else without both; None if both are off.
+
+        After speculation was taken back, both go at once: what breaks the graph then is the loop over experts, without
+        the second flag as well, only later.
+        """
         if self.flags in (None, _OFF):
             return None
-        if self.flags == Values(True, True):
+        taken_back = Feature.HINTS in self.features and Feature.SPECULATION not in self.features
+        if self.flags == Values(True, True) and not taken_back:
             return replace(self, flags=Values(True, False))
         return Attempt(_OFF, self.features & {Feature.HOOKS})

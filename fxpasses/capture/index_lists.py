@@ -61,7 +61,7 @@ class IndexList(ListVariable):
 @handlers.at(method(TENSOR, "call_method"), order=5, without="`x[tok.tolist()]` breaks the graph")
 def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name == "tolist" and not args and not kwargs:
-        return _listed(trace, self)
+        return _listed(trace, tx, self)
     if name == "__setitem__" and len(args) == 2 and _has_list(args[0]):
         return proceed(self, tx, name, [_with_tensors(tx, args[0]), args[1]], kwargs)
     return NOT_HANDLED
@@ -78,13 +78,15 @@ def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: A
     return proceed(self, tx, [args[0], _with_tensors(tx, args[1]), *args[2:]], kwargs)
 
 
-def _listed(trace: Trace, tensor: Any) -> Any:
+def _listed(trace: Trace, tx: Any, tensor: Any) -> Any:
     """The list of a tensor of integers whose number depends on the router's choice; other lists are Dynamo's."""
     node = tensor.as_proxy().node
     example = node.meta["example_value"]
     if not is_unbacked_size(node) or example.ndim != 1 or example.dtype not in WIDE:
         return NOT_HANDLED
     if trace.can_answer(example.shape[0]) or not trace.speculation.values.routing.concerns(node):
+        return NOT_HANDLED
+    if trace.speculation.is_only_looped_over(tx) or trace.speculation.is_given_up(tx):
         return NOT_HANDLED
     made: Any = IndexList([], mutation_type=ValueMutationNew())
     made.refuse, made.tensor, made.seen = trace.speculation.refusal, tensor, node.graph._root.prev

@@ -40,6 +40,7 @@ from fxpasses.capture.dynamo_names import DynamoNames, MissingName
 from fxpasses.capture.flags import Values
 from fxpasses.capture.trace import Trace
 from fxpasses.capture.tracing import FeatureRejected
+from fxpasses.capture.unproved import Unproved
 from fxpasses.graph.provenance import forget_leftovers
 from fxpasses.once import warn_once
 from fxpasses.options import PREFIX
@@ -168,6 +169,16 @@ def _wrapped_in(function: Any) -> Any:
     return getattr(getattr(function, "__self__", None), "backend_compile_fn", None)  # a method of DDPOptimizer
 
 
+def _program(backend: Any) -> Any:
+    """What `torch.compile` made of this package's backend and its options; the backend itself where it is bare."""
+    found = backend
+    for function in _unwrapped(backend):
+        if getattr(function, MARKER, False) is True:
+            break
+        found = function
+    return found
+
+
 class _TraceFrameInAttempts:
     """Replaces `convert_frame.trace_frame`."""
 
@@ -179,6 +190,7 @@ class _TraceFrameInAttempts:
         # The next attempt of each compilation with a failed one, by its speculation log: the only object that Dynamo
         # keeps from one attempt to the next.
         self._next: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._unproved = Unproved()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
@@ -200,7 +212,9 @@ class _TraceFrameInAttempts:
         captures = any(getattr(function, CAPTURES, False) for function in _unwrapped(frame["compiler_fn"]))
         if attempt is None:
             flags_wanted = None if frame["one_graph"] else flags.ON if captures else flags.wanted()
-            attempt = tracing.first_attempt(code, flags_wanted, option(frame["compiler_fn"], "capture") != "off")
+            given_up = self._unproved.given_up(_program(frame["compiler_fn"]))
+            wanted = option(frame["compiler_fn"], "capture") != "off"
+            attempt = tracing.first_attempt(code, flags_wanted, wanted, given_up)
         values = attempt.flags or (flags.ON if captures else None)
         held = flags.held_at(values) if values is not None else contextlib.nullcontext()
         with held, tracing.traced(attempt) as trace:
@@ -209,6 +223,8 @@ class _TraceFrameInAttempts:
                 tracing.check(trace)
             except Exception as error:
                 following = self._after(trace, error)
+                if following is not None and trace.unproved():
+                    self._unproved.note(_program(frame["compiler_fn"]), trace.speculation.unproved_in())
                 if self._is_given_up(trace, error, following):
                     tracing.warn_given_up(trace, code, _first_line(error))
                 if following is None:

@@ -54,6 +54,7 @@ from fxpasses.capture.assumed_values import (
 )
 from fxpasses.capture.dynamo_names import user_line
 from fxpasses.capture.liveness import follow, live_at
+from fxpasses.capture.unproved import Function, function_of
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.speculation import AFTER, BEFORE, CONDITION, INSIDE, SpeculatedBranch, mark
 from fxpasses.graph.symbols import is_unbacked
@@ -106,10 +107,12 @@ class OpenBranch:
 
 
 class Speculation:
-    """The speculated branches of one trace. answers: those of the batch so far."""
+    """The speculated branches of one trace. answers: those of the batch so far. given_up: see `capture/unproved.py`."""
 
-    def __init__(self, answers: Sized) -> None:
+    def __init__(self, answers: Sized, given_up: frozenset[Function] = frozenset()) -> None:
         self.branches: list[SpeculatedBranch] = []
+        self.functions: dict[int, Function] = {}  # of the branches, by number; a use that is refused has none
+        self._given_up = given_up
         self.discharged: set[int] = set()  # numbers of proved branches
         self.values = AssumedValues()
         self.open: list[OpenBranch] = []  # outermost first
@@ -126,6 +129,16 @@ class Speculation:
         self.branches.append(SpeculatedBranch(len(self.branches), kind, user_line(), **fields))
         return self.branches[-1]
 
+    def is_given_up(self, tx: Any) -> bool:
+        """Whether branches of the function that is being traced could not be proved in other frames."""
+        return bool(self._given_up) and function_of(tx.f_code) in self._given_up
+
+    def unproved_in(self) -> set[Function]:
+        """The functions of branches that are not proved; of all branches, if one of their results was misused."""
+        unproved = {branch.number for branch in self.branches} - self.discharged
+        found = {self.functions[number] for number in unproved if number in self.functions}
+        return found or set(self.functions.values())
+
     # Jumps
 
     def truth(self, tx: Any, instruction: Any, value: Any, jumps_if: bool) -> bool | None:
@@ -133,7 +146,7 @@ class Speculation:
         known = self.values.of(value)
         if known is not None and known.numel() == 1:
             return bool(known)
-        found = _condition(value, self.values.routing)
+        found = _condition(value, self.values.routing) if not self.is_given_up(tx) else None
         if found is None:
             return None
         truth, node, fields = found
@@ -150,7 +163,8 @@ class Speculation:
     def all_experts(self, tx: Any, tensor: Any) -> Any:
         """Dynamo's variable for all experts, in place of `tensor`, which lists those with tokens; or None."""
         node = tensor.as_proxy().node
-        if not is_unbacked_size(node) or tx.instructions[tx.instruction_pointer].opname != "FOR_ITER":
+        is_looped_over = tx.instructions[tx.instruction_pointer].opname == "FOR_ITER"
+        if not is_unbacked_size(node) or not is_looped_over or self.is_given_up(tx):
             return None
         value = self.values.if_all_are_hit(node)
         if value is None:
@@ -169,7 +183,7 @@ class Speculation:
     def list_of_all_experts(self, tx: Any, tensor: Any) -> Any:
         """The same for `tensor.tolist()`, if the program only iterates over the list; or None."""
         node = tensor.as_proxy().node
-        if not is_unbacked_size(node) or not self._is_only_looped_over(tx):
+        if not is_unbacked_size(node) or not self.is_only_looped_over(tx) or self.is_given_up(tx):
             return None
         value = self.values.if_all_are_hit(node)
         if value is None or value.ndim != 1:
@@ -194,7 +208,8 @@ class Speculation:
         mark(node, branch, CONDITION)
         self._begin(tx, place, place, branch)
 
-    def _is_only_looped_over(self, tx: Any) -> bool:
+    def is_only_looped_over(self, tx: Any) -> bool:
+        """Whether the program does nothing with the value that is about to be pushed, but loop over it."""
         code, place = tx.instructions, tx.instruction_pointer
         if code[place].opname == "GET_ITER":
             return code[place + 1].opname == "FOR_ITER"
@@ -208,6 +223,7 @@ class Speculation:
     # Branches
 
     def _begin(self, tx: Any, start: int, end: int, branch: SpeculatedBranch) -> None:
+        self.functions[branch.number] = function_of(tx.f_code)
         self.open.append(OpenBranch(branch, tx, start, end, self._noted(tx.output)))
 
     def before_step(self, tx: Any) -> None:

@@ -88,7 +88,7 @@ class Trace:
         if self.has(Feature.SPECULATION):  # each of these modules imports private names that torch may lack
             from fxpasses.capture.speculation import Speculation
 
-            self.speculation = Speculation(self.answers)
+            self.speculation = Speculation(self.answers, attempt.given_up)
         if self.has(Feature.NUMPY):
             from fxpasses.capture.numpy_counts import NumpyCounts
 

@@ -21,6 +21,7 @@ from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.flags import Values
 from fxpasses.capture.interceptions import Installation, current
 from fxpasses.capture.trace import Trace
+from fxpasses.capture.unproved import Function
 from fxpasses.graph.regions import CHECKPOINT
 from fxpasses.once import warn_once
 from fxpasses.report import Report
@@ -36,12 +37,14 @@ class FeatureRejected(RuntimeError):
         self.feature = feature
 
 
-def first_attempt(code: CodeType, flags: Values | None, captures: bool) -> Attempt:
-    """The first attempt at a frame. captures: whether the user enables more than the flags."""
+def first_attempt(
+    code: CodeType, flags: Values | None, captures: bool, given_up: frozenset[Function] = frozenset()
+) -> Attempt:
+    """The first attempt at a frame. captures: whether the user enables more than the flags. given_up: see `Attempt`."""
     refused = variants.begin(code, described(code))
     if not captures or (flags is not None and not flags.scalar_outputs):
         return Attempt(flags)
-    return Attempt(flags, frozenset(Feature), refused)
+    return Attempt(flags, frozenset(Feature), refused, given_up)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import fxpasses.inspect
 from fxpasses import backend, fastpack_backend
 from fxpasses.capture import retracing
 from fxpasses.capture.attempt import Attempt, Feature
+from fxpasses.capture.flags import Values
 from fxpasses.passes.group_experts import GroupExperts
 from tests.passes.expert_skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
 from tests.passes.expert_skipping_decoys import NOT_SPECULATED, OTHER_MASKS, TAKEN_BACK, looks_at_hits
@@ -104,6 +105,37 @@ def test_what_a_body_does_without_tokens_is_not_lost(program: Program, caplog: p
     caplog.set_level(logging.INFO, retracing.__name__)
     check(program, 1)
     assert was_taken_back(caplog)
+
+
+class Around(torch.nn.Module):
+    """A module that calls another, in a frame of its own where the other breaks the graph."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, logits: Tensor) -> Any:
+        return self.inner(x * 2, logits)
+
+
+def speculated_in_vain(caplog: pytest.LogCaptureFixture) -> int:
+    attempts: list[Attempt] = [log.args[1] for log in caplog.records if log.name == retracing.__name__]  # type: ignore
+    return sum(attempt.flags == Values(True, True) for attempt in attempts)
+
+
+def test_the_frames_around_a_loop_do_not_all_speculate_on_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Each would be traced twice, passes included: the model's, the layer's, the mixture's."""
+    caplog.set_level(logging.INFO, retracing.__name__)
+    router = Router(TAKEN_BACK[0])
+    module = Around(Around(Around(Around(router))))
+    ours, (logits, *_) = compiled(module, "eager"), routings()
+    x = torch.randn(TOKENS, HIDDEN)
+    torch.testing.assert_close(ours(x, logits), module(x, logits), rtol=0, atol=0)
+    assert speculated_in_vain(caplog) == 2
+    caplog.clear()
+    torch._dynamo.reset()
+    compiled(module, "eager")(x, logits)  # another program, whose experts may be others
+    assert speculated_in_vain(caplog) == 2
 
 
 @pytest.mark.parametrize("program", NOT_SPECULATED, ids=lambda program: program.__name__)
