@@ -4,7 +4,7 @@
 
 Public names: `fastpack_backend` (importing it enables two capture flags of Dynamo, see `fxpasses.fastpack`), `compile`
 (which changes no flag), `set_default_options`, `FastpackCallback` (which needs transformers),
-`inductor_options`, `prefetch`, `attention_stats`, `offload_stats`, `inspect` and the errors.
+`inductor_options`, `prefetch`, `attention_stats`, `offload_stats`, `skip_idle_experts`, `inspect` and the errors.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fxpasses.integrations.inductor_hooks import inductor_options
     from fxpasses.integrations.trainer import FastpackCallback
     from fxpasses.runtime.attention.stats import attention_stats
+    from fxpasses.runtime.idle_experts import skip_idle_experts
     from fxpasses.runtime.offload.stats import offload_stats
     from fxpasses.runtime.prefetching import prefetch
 
@@ -40,6 +41,7 @@ __all__ = [
     "offload_stats",
     "prefetch",
     "set_default_options",
+    "skip_idle_experts",
 ]
 
 _HOMES = {
@@ -51,6 +53,7 @@ _HOMES = {
     "offload_stats": "fxpasses.runtime.offload.stats",
     "prefetch": "fxpasses.runtime.prefetching",
     "set_default_options": "fxpasses.default_options",
+    "skip_idle_experts": "fxpasses.runtime.idle_experts",
 }
 
 

@@ -54,52 +54,63 @@ def matmul(
     return out
 
 
-def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B]."""
+def outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, of_empty: float = 0.0) -> torch.Tensor:
+    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B].
+
+    of_empty: 0.0 or -0.0.
+    """
     shape = (offsets.shape[0], left.shape[1], right.shape[1])
     way = _way(left, *shape[1:])
     if way is Way.TRITON:
-        return _triton().outer(left, right, _on_device(offsets, left))
+        return _triton().outer(left, right, _on_device(offsets, left), of_empty)
     if way is Way.LIBRARY:
         ends = _on_device(offsets, left)
         out = F.grouped_mm(_vectorised(left).t(), _vectorised(right), offs=ends)
         # Empty groups stay uninitialised on compute capability 10 (pytorch/pytorch#172439), and are zero on 9.
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-        return out.masked_fill_(empty[:, None, None], 0)
+        return out.masked_fill_(empty[:, None, None], of_empty)
     sizes = _sizes(offsets, left.shape[0])
     out = left.new_empty(shape)
     for size, one, other, target in zip(sizes, _parts(left, sizes), _parts(right, sizes), out.unbind(0), strict=False):
         if size == 0:
-            target.zero_()
+            target.fill_(of_empty)
         else:
             _write(target, torch.mm, one.t(), other)
     return out
 
 
-def outer_list(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+def outer_list(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, of_empty: float = 0.0
+) -> list[torch.Tensor]:
     """`outer` with each product in memory of its own: E tensors [A, B]."""
     way = _way(left, left.shape[1], right.shape[1])
     if way is Way.TRITON:
-        return _triton().outer_list(left, right, _on_device(offsets, left))
+        return _triton().outer_list(left, right, _on_device(offsets, left), of_empty)
     if way is Way.LIBRARY:
-        return [product.clone() for product in outer(left, right, offsets)]
+        return [product.clone() for product in outer(left, right, offsets, of_empty)]
     sizes = _sizes(offsets, left.shape[0])
-    groups = zip(sizes[:-1], _parts(left, sizes), _parts(right, sizes), strict=False)
-    return [torch.mm(one.t(), other) for _, one, other in groups]
+    groups, shape = (
+        zip(sizes[:-1], _parts(left, sizes), _parts(right, sizes), strict=False),
+        (left.shape[1], right.shape[1]),
+    )
+    return [torch.mm(one.t(), other) if size else left.new_full(shape, of_empty) for size, one, other in groups]
 
 
-def total(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def total(rows: torch.Tensor, offsets: torch.Tensor, of_empty: float = 0.0) -> torch.Tensor:
     """The sum of each group's rows: [N, M] -> [E, M]."""
     way = _way(rows, rows.shape[1])
     if way is Way.TRITON:
-        return _triton().total(rows, _on_device(offsets, rows))
+        return _triton().total(rows, _on_device(offsets, rows), of_empty)
     if way is Way.LIBRARY:
         # A product with ones accumulates in float32 and in a fixed order; `index_add_` with its atomics does not.
         ones = rows.new_ones(rows.shape[0], VECTOR // rows.element_size())
-        return outer(ones, rows, offsets)[:, 0].contiguous()
+        return outer(ones, rows, offsets, of_empty)[:, 0].contiguous()
     out = rows.new_empty(offsets.shape[0], rows.shape[1])
     for part, target in zip(rows.split(_sizes(offsets, rows.shape[0])), out.unbind(0), strict=False):
-        torch.sum(part, 0, out=target)
+        if part.shape[0] == 0:
+            target.fill_(of_empty)
+        else:
+            torch.sum(part, 0, out=target)
     return out
 
 

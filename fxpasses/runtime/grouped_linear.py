@@ -21,6 +21,7 @@ gradients equal the loop's bit for bit. On devices with a grouped kernel they eq
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.library import custom_op
 
 from fxpasses.runtime import autocast
 from fxpasses.runtime import grouped_kernels as kernels
+from fxpasses.runtime.idle_experts import NO_GRADIENT
 
 
 @custom_op("fxpasses::grouped_mm", mutates_args=())
@@ -50,11 +52,17 @@ def grouped_mm(
 
 @custom_op("fxpasses::grouped_mm_list", mutates_args=())
 def grouped_mm_list(
-    rows: Tensor, weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    skips: bool = False,
 ) -> Tensor:
     """`grouped_mm` with weights in E tensors [K, M] (or [M, K]) of one size, each with a gradient of its own.
 
-    `F.grouped_mm` needs one tensor: there every use copies the weights into one.
+    skips: whether the gradients of groups without rows are `NO_GRADIENT` (`idle_experts.py`). `F.grouped_mm` needs one
+    tensor: there every use copies the weights into one.
     """
     _check(rows, weights, offsets, bias, transposed)
     return kernels.matmul(rows, weights, offsets, bias, transposed)
@@ -67,9 +75,9 @@ def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 
 @custom_op("fxpasses::grouped_outer_list", mutates_args=())
-def grouped_outer_list(left: Tensor, right: Tensor, offsets: Tensor) -> list[Tensor]:
+def grouped_outer_list(left: Tensor, right: Tensor, offsets: Tensor, skips: bool = False) -> list[Tensor]:
     """`grouped_outer` in E tensors [A, B] that share no memory, so that each can be freed alone."""
-    return kernels.outer_list(left, right, offsets)
+    return kernels.outer_list(left, right, offsets, NO_GRADIENT if skips else 0.0)
 
 
 @custom_op("fxpasses::grouped_mm_covering", mutates_args=())
@@ -86,14 +94,17 @@ def grouped_outer_covering(left: Tensor, right: Tensor, offsets: Tensor) -> Tens
 
 
 @custom_op("fxpasses::grouped_sum", mutates_args=())
-def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
-    """The sum of each group's rows: [N, M] -> [E, M]."""
-    return kernels.total(rows, offsets)
+def grouped_sum(rows: Tensor, offsets: Tensor, skips: bool = False) -> Tensor:
+    """The sum of each group's rows: [N, M] -> [E, M]. skips: see `grouped_mm_list`."""
+    return kernels.total(rows, offsets, NO_GRADIENT if skips else 0.0)
 
 
 @custom_op("fxpasses::grouped_expand", mutates_args=())
-def grouped_expand(values: Tensor, offsets: Tensor, size: int) -> Tensor:
-    """`values[e]` for each of the `size` rows, zeros for rows after the last group: [E, M] -> [size, M]."""
+def grouped_expand(values: Tensor, offsets: Tensor, size: int, skips: bool = False) -> Tensor:
+    """`values[e]` for each of the `size` rows, zeros for rows after the last group: [E, M] -> [size, M].
+
+    skips: see `grouped_mm_list`.
+    """
     return kernels.expand(values, offsets, size)
 
 
@@ -124,7 +135,12 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 @grouped_mm.register_fake
 @grouped_mm_list.register_fake
 def _(
-    rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor | None = None, transposed: bool = False
+    rows: Tensor,
+    weights: kernels.Weights,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    skips: bool = False,
 ) -> Tensor:
     _check(rows, weights, offsets, bias, transposed)
     return rows.new_empty(rows.shape[0], weights[0].shape[0 if transposed else 1])
@@ -143,17 +159,17 @@ def _(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
 
 
 @grouped_outer_list.register_fake
-def _(left: Tensor, right: Tensor, offsets: Tensor) -> list[Tensor]:
+def _(left: Tensor, right: Tensor, offsets: Tensor, skips: bool = False) -> list[Tensor]:
     return [left.new_empty(left.shape[1], right.shape[1]) for _ in range(offsets.shape[0])]
 
 
 @grouped_sum.register_fake
-def _(rows: Tensor, offsets: Tensor) -> Tensor:
+def _(rows: Tensor, offsets: Tensor, skips: bool = False) -> Tensor:
     return rows.new_empty(offsets.shape[0], rows.shape[1])
 
 
 @grouped_expand.register_fake
-def _(values: Tensor, offsets: Tensor, size: int) -> Tensor:
+def _(values: Tensor, offsets: Tensor, size: int, skips: bool = False) -> Tensor:
     return values.new_empty(size, values.shape[1])
 
 
@@ -189,7 +205,8 @@ def _check(rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, weights, offsets, _, ctx.transposed = inputs  # defaults are filled in here, unlike in `needs_input_grad`
+    rows, weights, offsets, _, ctx.transposed, *skips = inputs  # with defaults, unlike `needs_input_grad`
+    ctx.skips = any(skips)
     ctx.is_listed = isinstance(weights, list)
     ctx.save_for_backward(rows, offsets, *(weights if ctx.is_listed else [weights]))
 
@@ -197,7 +214,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, offsets, *matrices = ctx.saved_tensors
     weights = matrices if ctx.is_listed else matrices[0]
-    product, outer = (grouped_mm_list, grouped_outer_list) if ctx.is_listed else (grouped_mm, grouped_outer)
+    product: Any = grouped_mm_list if ctx.is_listed else grouped_mm
+    outer = functools.partial(grouped_outer_list, skips=ctx.skips) if ctx.is_listed else grouped_outer
     needs_rows, needs_weights, _, needs_bias = _needed(ctx)
     rows_grad = product(grad, weights, offsets, None, not ctx.transposed) if needs_rows else None
     weights_grad: Any = [None] * len(matrices) if ctx.is_listed else None
@@ -205,8 +223,8 @@ def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         weights_grad = _gradient_of_weights(outer, rows, weights, grad, offsets, ctx.transposed)
         if ctx.is_listed:
             weights_grad = [p if needed else None for p, needed in zip(weights_grad, needs_weights, strict=True)]
-    bias_grad = grouped_sum(grad, offsets) if needs_bias else None
-    return (rows_grad, weights_grad, None, bias_grad, None)[: len(ctx.needs_input_grad)]
+    bias_grad = grouped_sum(grad, offsets, ctx.skips) if needs_bias else None
+    return (rows_grad, weights_grad, None, bias_grad, None, None)[: len(ctx.needs_input_grad)]
 
 
 def _save_covering(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -259,21 +277,24 @@ def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _outer_list_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     left, right, offsets = ctx.saved_tensors
-    return grouped_mm_list(right, grads, offsets, None, True), grouped_mm_list(left, grads, offsets, None, False), None
+    of_left, of_right = (
+        grouped_mm_list(one, grads, offsets, None, is_left) for one, is_left in ((right, True), (left, False))
+    )
+    return (of_left, of_right, None, None)[: len(ctx.needs_input_grad)]
 
 
 def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save offsets or an index, and the number of rows of the first operand."""
-    ctx.size = inputs[0].shape[0]
+    ctx.size, ctx.skips = inputs[0].shape[0], inputs[-1] is True
     ctx.save_for_backward(inputs[1])
 
 
 def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return grouped_expand(grad, ctx.saved_tensors[0], ctx.size), None
+    return (grouped_expand(grad, ctx.saved_tensors[0], ctx.size), None, None)[: len(ctx.needs_input_grad)]
 
 
 def _expand_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return grouped_sum(grad, ctx.saved_tensors[0]), None, None
+    return (grouped_sum(grad, ctx.saved_tensors[0], ctx.skips), None, None, None)[: len(ctx.needs_input_grad)]
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

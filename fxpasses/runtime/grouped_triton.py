@@ -22,6 +22,7 @@ they were not measured on any.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,23 +86,25 @@ def matmul(rows: Tensor, weights: Weights, offsets: Tensor, bias: Tensor | None,
     return out
 
 
-def outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones: [N, A], [N, B] -> [E, A, B]."""
+def outer(left: Tensor, right: Tensor, offsets: Tensor, of_empty: float = 0.0) -> Tensor:
+    """`left[a:b].T @ right[a:b]` for each group, zeros for empty ones, 0.0 or -0.0: [N, A], [N, B] -> [E, A, B]."""
     out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-    _outer_into(out, left, right, offsets)
+    _outer_into(out, left, right, offsets, of_empty)
     return out
 
 
-def outer_list(left: Tensor, right: Tensor, offsets: Tensor) -> list[Tensor]:
+def outer_list(left: Tensor, right: Tensor, offsets: Tensor, of_empty: float = 0.0) -> list[Tensor]:
     """As `outer`, each product in memory of its own: E tensors [A, B]."""
     if offsets.shape[0] > MOST_LISTED:
-        return [product.clone() for product in outer(left, right, offsets)]
+        return [product.clone() for product in outer(left, right, offsets, of_empty)]
     out = [left.new_empty(left.shape[1], right.shape[1]) for _ in range(offsets.shape[0])]
-    _outer_into(tuple(out), left, right, offsets)
+    _outer_into(tuple(out), left, right, offsets, of_empty)
     return out
 
 
-def _outer_into(out: Tensor | tuple[Tensor, ...], left: Tensor, right: Tensor, offsets: Tensor) -> None:
+def _outer_into(
+    out: Tensor | tuple[Tensor, ...], left: Tensor, right: Tensor, offsets: Tensor, of_empty: float
+) -> None:
     groups, tile = offsets.shape[0], tiles(left.dtype)
     height, width = left.shape[1], right.shape[1]
     if height * width == 0:
@@ -111,6 +114,7 @@ def _outer_into(out: Tensor | tuple[Tensor, ...], left: Tensor, right: Tensor, o
         _outer[grid](
             *(left, right, offsets, out, left.shape[0], height, width, *left.stride(), *right.stride()),
             LISTED=0 if isinstance(out, Tensor) else groups,
+            SIGN=math.copysign(1.0, of_empty),
             PRECISION=_precision(left.dtype),
             BLOCK_ROWS=tile.rows,
             BLOCK_COLUMNS=tile.columns,
@@ -120,7 +124,7 @@ def _outer_into(out: Tensor | tuple[Tensor, ...], left: Tensor, right: Tensor, o
         )
 
 
-def total(rows: Tensor, offsets: Tensor) -> Tensor:
+def total(rows: Tensor, offsets: Tensor, of_empty: float = 0.0) -> Tensor:
     """The sum of each group's rows: [N, M] -> [E, M]."""
     out = rows.new_empty(offsets.shape[0], rows.shape[1])
     if out.numel() == 0:
@@ -129,6 +133,7 @@ def total(rows: Tensor, offsets: Tensor) -> Tensor:
     with _on(rows.device):
         _total[(_cdiv(rows.shape[1], tile.columns), offsets.shape[0])](
             *(rows, offsets, out, rows.shape[0], rows.shape[1], *rows.stride()),
+            SIGN=math.copysign(1.0, of_empty),
             BLOCK_COLUMNS=tile.columns,
             BLOCK_DEPTH=tile.depth,
             num_warps=tile.warps,
@@ -242,6 +247,7 @@ def _outer(
     right_stride,
     right_step,
     LISTED: tl.constexpr,
+    SIGN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -262,6 +268,7 @@ def _outer(
         one = tl.load(one, mask=in_rows & inside[None, :], other=0.0)
         other = tl.load(other, mask=inside[:, None] & in_columns, other=0.0)
         products = tl.dot(one, other, products, input_precision=PRECISION)
+    products *= tl.where(start < end, 1.0, SIGN)  # a constant of -0.0 would become 0.0
     matrix = _address(out, group, height.to(tl.int64) * width, LISTED)
     target = matrix + row.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(target, products.to(matrix.dtype.element_ty), mask=in_rows & in_columns)
@@ -269,7 +276,16 @@ def _outer(
 
 @triton.jit(do_not_specialize=["size"])
 def _total(
-    rows, offsets, out, size, width, row_stride, row_step, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr
+    rows,
+    offsets,
+    out,
+    size,
+    width,
+    row_stride,
+    row_step,
+    SIGN: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
 ):
     group = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -280,7 +296,8 @@ def _total(
         part = rows + row.to(tl.int64)[:, None] * row_stride + column[None, :] * row_step
         sums += tl.load(part, mask=(row < end)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
     target = out + group.to(tl.int64) * width + column
-    tl.store(target, tl.sum(sums, 0).to(out.dtype.element_ty), mask=column < width)
+    found = tl.sum(sums, 0) * tl.where(start < end, 1.0, SIGN)
+    tl.store(target, found.to(out.dtype.element_ty), mask=column < width)
 
 
 # Launching

@@ -221,3 +221,12 @@ def test_the_host_reads_no_offsets(form, monkeypatch):
     outputs_and_gradients(*given)
     values = torch.randn(4, WIDTH, requires_grad=True)
     grouped_expand(values, given[2], given[0].shape[0]).sum().backward()
+
+
+def test_the_gradients_of_groups_that_are_skipped_are_negative_zeros():
+    """A constant of -0.0 in Triton is 0.0."""
+    rows, offsets = torch.randn(6, 16), torch.tensor([0, 6, 6])
+    products, sums = grouped_triton.outer_list(rows, rows, offsets, -0.0), grouped_triton.total(rows, offsets, -0.0)
+    assert torch.equal(products[1], grouped_triton.outer(rows, rows, offsets)[1])
+    for group, skipped in enumerate((True, False, True)):
+        assert torch.signbit(products[group]).all() == torch.signbit(sums[group]).all() == skipped

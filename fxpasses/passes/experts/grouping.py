@@ -114,7 +114,8 @@ class Grouping:
 
     def run(self) -> str:
         """Rewrite the loop; returns a description. Raises `Refused`, and leaves the graph as it was."""
-        lifting, legality = Lifting(self._emit, self.routing, lift), self.legality
+        lifting = Lifting(self._emit, self.routing, lift, skips=bool(self.proof.discharged))
+        legality = self.legality
         query = self.queries[0][0].nodes[0] if self.queries else self.cut.nodes[0]  # type: ignore[union-attr]
         last = max(self.loop.ends, key=self.positions.__getitem__)
         spelling = f"{describe_loop(query, self.loop.kind, len(self.loop.merges))} at {where(last)}"

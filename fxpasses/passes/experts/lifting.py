@@ -33,10 +33,16 @@ from fxpasses.runtime import grouped_ways
 
 
 class Lifting:
-    """Lifts templates by batching rules; `emit` creates the nodes."""
+    """Lifts templates by batching rules; `emit` creates the nodes.
 
-    def __init__(self, emit: NodeBuilder, routing: Routing, rule: Callable[[Lifting, Template], Any]) -> None:
+    skips: the last argument of grouped operators, where the program passes over experts without tokens.
+    """
+
+    def __init__(
+        self, emit: NodeBuilder, routing: Routing, rule: Callable[[Lifting, Template], Any], skips: bool
+    ) -> None:
         self.emit, self.routing, self._rule = emit, routing, rule
+        self.skips = (True,) if skips else ()
         self.order: Order | None = None
         self.selection: Selection | None = None
         self.cut: Cut | None = None

@@ -39,7 +39,7 @@ def product(lifting: Lifting, template: Template, rows: Any) -> Rows:
     offsets = lifting.offsets(template.example, rows.node.meta["example_value"].shape[1], template.example.shape[1])
     transposed = lifted.transposed != is_linear
     if lifted.stacked is None:
-        args = (rows.node, list(lifted.listed), offsets, stacked_biases, transposed)
+        args = (rows.node, list(lifted.listed), offsets, stacked_biases, transposed, *lifting.skips)
         return Rows(lifting.emit(ops.grouped_mm_list.default, args))
     if lifting.covers and biases is None and _has_decomposition(template.example):
         return Rows(lifting.emit(ops.grouped_mm_covering.default, (rows.node, lifted.stacked, offsets, transposed)))

@@ -90,7 +90,8 @@ def elementwise(lifting: Lifting, template: Template, source: Any) -> Rows:
             assert lifting.order is not None
             stacked = lifting.stacked(lifted)
             offsets = lifting.offsets(stacked.meta["example_value"], leaf.example.shape[0])
-            return lifting.emit(ops.grouped_expand.default, (stacked, offsets, lifting.order.rows))
+            skips = lifting.skips if lifted.stacked is None else ()
+            return lifting.emit(ops.grouped_expand.default, (stacked, offsets, lifting.order.rows, *skips))
         if isinstance(lifted, Node) and is_tensor(lifted):
             example = lifted.meta["example_value"]
             size = example.shape[example.ndim - place] if example.ndim >= place else 1
