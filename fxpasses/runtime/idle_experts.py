@@ -6,6 +6,8 @@ leaves them as they are. A grouped program computes a gradient for each expert. 
 added up is negative zero everywhere. So it stays what it is through accumulation over batches, sums over ranks, casts,
 scaling and clipping, until a gradient of some token is added to it; and a step of the optimizer can tell it from zeros
 that tokens made, which AdamW's weight decay and momentum do apply to.
+
+Private name, checked on torch 2.13: `torch._foreach_norm`, one kernel for the norms of many tensors.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def test_a_chain_of_sums_stays() -> None:
 def test_no_query_at_run_time() -> None:
     layer = Layer(of_kinds("mmii"))
     x = torch.randn(10, layer.w.shape[1], requires_grad=True)
-    program = compiled(layer, "aot_eager")
+    program = compiled(layer, "eager")
     program(x).sum().backward()
     seen = events(lambda: program(x).sum().backward())
-    assert seen["aten::nonzero"] == 0
+    assert seen["aten::nonzero"] == seen["aten::one_hot"] == 0
     assert seen["aten::_local_scalar_dense"] == seen["aten::_assert_async"]

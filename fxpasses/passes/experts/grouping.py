@@ -133,13 +133,15 @@ class Grouping:
                 results = [self._own_memory(*pair) for pair in zip(self.loop.lists, results, strict=True)]
             known = legality.known | {total: lifting.total(cut) for total, cut in self.totals.items()}
         self._replace(results, last)
+        shared = {operand for node in legality.inside for operand in node.all_input_nodes} - legality.inside
         left = self._erase(legality.inside - known.keys())
         for number, value in known.items():
             self._emit.settle(number, value)
         self._erase(left | known.keys())
         self._emit.update(results)
-        conditions = self.proof.conditions.intersection(self.graph.nodes)  # without those of a loop run before
-        erase_unused(self.graph, conditions - legality.inside, legality.assertions_on)
+        # What masks were computed from, such as `one_hot`; and conditions, unless a loop that ran before had the same.
+        unused = {node for node in shared if not node.users} | (self.proof.conditions - legality.inside)
+        erase_unused(self.graph, unused.intersection(self.graph.nodes), legality.assertions_on)
         read = " and a copy of its offsets to the host" if lifting.offsets_on_host is not None else ""
         return f"{spelling} → level 2, one grouped program{read} ({routing})"
 
