@@ -13,8 +13,9 @@ The second helps most: `nonzero` breaks the graph as in stock PyTorch, and the r
 tensor of known size whose `.tolist()` is captured. The last has the graph breaks and errors of stock PyTorch.
 
 With `fullgraph=True`, stock PyTorch captures both, and no frame is retraced. Likewise, a frame whose trace contains an
-undischarged obligation (a speculated branch that no pass proved) is retraced without the feature behind it. Only traces
-for this package's backend are concerned.
+undischarged obligation (a speculated branch that no pass proved) is retraced without the feature behind it; if that
+fails, without both flags, and other frames do not try forever (`capture/unproved.py`). Only traces for this package's
+backend are concerned.
 """
 
 from __future__ import annotations

@@ -89,11 +89,11 @@ class Lifting:
 
     def _pairs_of(self, ids: Node) -> int | Node:
         """The number of ids."""
-        sizes = [self.emit.size(ids, axis) for axis in range(ids.meta["example_value"].ndim)]
-        product: int | Node = math.prod(size for size in sizes if isinstance(size, int))
-        for axis, size in enumerate(sizes):
-            if isinstance(size, Node):
-                product = size if product == 1 else self._once(("pairs", ids, axis), operator.mul, (size, product))
+        shape = ids.meta["example_value"].shape
+        product: int | Node = math.prod(size for size in shape if isinstance(size, int))
+        for axis in (axis for axis, size in enumerate(shape) if not isinstance(size, int)):
+            size = self._once(("size of ids", ids, axis), torch.ops.aten.sym_size.int, (ids, axis))
+            product = size if product == 1 else self._once(("pairs", size, product), operator.mul, (size, product))
         return product
 
     def parts(self, cut: Cut) -> Rows:
