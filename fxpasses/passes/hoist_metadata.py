@@ -299,7 +299,9 @@ class _Cut:
                 if user.op == "output" and node in self.closure.copied:
                     with graph.inserting_before(user):
                         replaced = graph.call_method("clone", (replacement,))
-                        replaced.meta = dict(node.meta)
+                        replaced.meta = {
+                            name: known for name, known in node.meta.items() if name != "unbacked_bindings"
+                        }
                 replace_operand(user, node, replaced)
 
     def _survives(self, node: Node) -> bool:

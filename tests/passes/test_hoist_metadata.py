@@ -426,3 +426,11 @@ def test_constants_of_different_type_are_not_merged():
 
     record = assert_same(program, batches())
     assert only_figures(record)["tensors_built_after"] == 3
+
+
+def test_a_selection_that_the_program_returns():
+    def program(x, labels):
+        return x * 2, labels.masked_select(labels >= 0)
+
+    labels = torch.tensor([[1, 2, -1], [3, 4, 1]])
+    assert_same(program, [(torch.ones(3, requires_grad=True), each) for each in (labels, labels.flip(0))], "aot_eager")
