@@ -9,7 +9,7 @@ transformers collects the outputs of layers by forward hooks that append to a li
   compiled code does not. These hooks do not repeat it either, because the model has removed its list by then. So the
   side effect is allowed, as Dynamo offers to code that opts in.
 
-Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site: the `description` of a tracer, and
+Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site:
 `side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the list's elements.
 """
 
@@ -20,11 +20,11 @@ from typing import Any
 from torch import nn
 from torch._dynamo.side_effects import allow_externally_visible_side_effects_in_subtracer
 
+from fxpasses.capture.bodies import is_in_checkpoint
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.capture.trace import Trace
 
 _MODULE = "transformers.utils.output_capturing"
-_CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 
 handlers = Handlers()
 
@@ -38,8 +38,7 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
         model = getattr(args[0], "value", None) if args else None
         if isinstance(model, nn.Module):
             function(model)
-    is_in_checkpoint = getattr(tx.output.current_tracer, "description", None) == _CHECKPOINT
-    if function.__name__ != "output_capturing_hook" or not is_in_checkpoint:
+    if function.__name__ != "output_capturing_hook" or not is_in_checkpoint(tx):
         return NOT_HANDLED
     with allow_externally_visible_side_effects_in_subtracer(tx):
         return proceed(self, tx, args, kwargs)

@@ -1,9 +1,9 @@
-"""`requires_grad_()` on an intermediate, in one graph: `embedding.register_forward_hook(... output.requires_grad_())`.
+"""`x.requires_grad_()` and `x.requires_grad = True` on an intermediate, in one graph.
 
 transformers and PEFT require a gradient of the embedding's output so that reentrant checkpoints of frozen layers have
-one (`enable_input_require_grads`). Nobody reads that gradient, and compiled checkpoints do not need it. Dynamo breaks
-the graph there: AOTAutograd differentiates with respect to a graph's inputs alone, so a result that needs a gradient
-because of the request would lose it.
+one (`enable_input_require_grads`); T5 and Wav2Vec2 require one of tensors that they make. Nobody reads these gradients,
+and compiled checkpoints do not need them. Dynamo breaks the graph there: AOTAutograd differentiates with respect to a
+graph's inputs alone, so a result that needs a gradient because of the request would lose it.
 
 Here the request changes Dynamo's example, so that the program's questions (`x.requires_grad`) are answered as in eager
 mode, and leaves nothing in the graph. Once the graph is complete, `graph/gradients.py` has to prove that its results
@@ -11,8 +11,8 @@ are the same without the request: the tensor itself is not returned, no result l
 way, such as a hook on the gradient or `torch.autograd.grad`, depends on it. Otherwise the frame is traced again without
 this feature, and breaks as under stock PyTorch.
 
-A tensor whose memory an input of the graph shares is left alone, since it may be that input (`x.contiguous()`), and so
-is one in the body of a checkpoint or under a function transform.
+A tensor that may be an input of the graph or of a checkpoint's body (`x.contiguous()`) is left alone: it shares memory
+with one, and is not a new view of it. So is a tensor under a function transform.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.capture.bodies import is_in_another_body
+from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method, opcodes
 from fxpasses.graph.aliases import storages, storages_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.gradients import check_gradients
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace
+
+_NEW_VIEWS = frozenset({"getitem", "permute", "select", "transpose", "unsqueeze", "view"})
 
 handlers = Handlers()
 
@@ -61,16 +65,46 @@ class RequiredGradients:
 def require(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name != "requires_grad_" or any(not _is_true(argument) for argument in (*args, *kwargs.values())):
         return NOT_HANDLED
-    example = self.as_proxy().node.meta["example_value"]
+    return self if _is_required(trace, tx, self) else NOT_HANDLED
+
+
+@handlers.at(opcodes("STORE_ATTR"), without="`x.requires_grad = True` on an intermediate breaks the graph")
+def assign(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+    if instruction.argval != "requires_grad":
+        return NOT_HANDLED
+    value, tensor = (variable.realize() for variable in tx.stack[-2:])
+    if not tensor.is_tensor() or not _is_true(value):
+        return NOT_HANDLED
+    if not _has_gradient(tensor) and not _is_required(trace, tx, tensor):
+        return NOT_HANDLED
+    tx.popn(2)
+    return None
+
+
+def _is_required(trace: Trace, tx: Any, variable: Any) -> bool:
+    """Require the gradient of an intermediate, unless it has one or the request must stay in the program."""
+    node = variable.as_proxy().node
+    example = node.meta["example_value"]
     is_plain = type(example) is torch._subclasses.FakeTensor and example.is_floating_point()
-    if example.requires_grad or self.source is not None or tx.output.current_tracer.parent is not None or not is_plain:
-        return NOT_HANDLED
+    if _has_gradient(variable) or variable.source is not None or not is_plain or is_in_another_body(tx):
+        return False
     inputs = tx.output.graph.find_nodes(op="placeholder")
-    if set(storages_of(example)) & {found for node in inputs for found in storages(node)}:
-        return NOT_HANDLED
+    if set(storages_of(example)) & {found for node in inputs for found in storages(node)} and not _is_new_view(node):
+        return False
     trace.required.add(example)
-    self.requires_grad = True
-    return self
+    variable.requires_grad = True
+    return True
+
+
+def _has_gradient(variable: Any) -> bool:
+    return variable.as_proxy().node.meta["example_value"].requires_grad
+
+
+def _is_new_view(node: Node) -> bool:
+    """Whether a node makes a view that is an object of its own, whatever its arguments."""
+    operand = node.args[0] if node.args else None
+    is_tensors = isinstance(operand, Node) and isinstance(operand.meta.get("example_value"), torch.Tensor)
+    return is_tensors and node.op.startswith("call") and operator_of(node) in _NEW_VIEWS
 
 
 def _is_true(argument: Any) -> bool:

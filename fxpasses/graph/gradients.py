@@ -74,9 +74,20 @@ class _Walk:
             elif node.op != "output":
                 is_stable = not sets.of(node) & changing and node not in writes
                 self._visit(region, node, writes.get(node, []), is_stable, autocast, enabled)
-            if any(id(leaf) in self.without for leaf in _tensors(node)):
-                self.flags[node] = (False,) * len(_flags_of(node))
+            self._leave_out(node)
         return self._results(region.gm.graph.output_node())
+
+    def _leave_out(self, node: Node) -> None:
+        """No gradient of the tensors `without` themselves, of which a checkpoint may return some among others."""
+        asked = [id(leaf) in self.without for leaf in pytree.tree_leaves(node.meta.get("example_value"))]
+        if any(asked):
+            flags = self.flags[node] if len(self.flags[node]) == len(asked) else (False,) * len(asked)
+            self.flags[node] = tuple(flag and not left_out for flag, left_out in zip(flags, asked, strict=True))
+
+    def _requests(self, body: Region) -> bool:
+        """Whether the body of a checkpoint has tensors of `without`."""
+        tensors = (leaf for node in body.gm.graph.nodes for leaf in _tensors(node))
+        return any(id(leaf) in self.without for leaf in tensors) or any(map(self._requests, body.bodies.values()))
 
     def _results(self, output: Node) -> Flags:
         found: list[bool] = []
@@ -96,7 +107,10 @@ class _Walk:
         required = _flags_of(node)
         operands = [operand for operand in node.all_input_nodes if operand in self.flags]
         none = (False,) * len(required)
-        if is_stable and (not any(required) or all(self.flags[o] == _flags_of(o) for o in operands)):
+        is_kept = all(self.flags[o] == _flags_of(o) for o in operands)
+        if node.target is CHECKPOINT and is_kept and any(required):
+            is_kept = not self._requests(region.bodies[node])
+        if is_stable and (not any(required) or is_kept):
             self.flags[node] = required
         elif node.target is CHECKPOINT:
             found = self.region(region.bodies[node], autocast, enabled) if is_stable else none

@@ -1,4 +1,4 @@
-"""`requires_grad_()` on an intermediate: one graph where nobody can tell, else what stock PyTorch does."""
+"""`requires_grad_()` and `requires_grad = True` on an intermediate: one graph where nobody can tell, else as stock."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ Hook = Callable[[nn.Module, Any, Tensor], Any]
 
 def asks(module: nn.Module, inputs: Any, output: Tensor) -> None:
     output.requires_grad_(True)
+
+
+def assigns(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    output.requires_grad = True
 
 
 class Layer(nn.Module):
@@ -139,6 +143,51 @@ def test_writes_in_place_pass_gradients_on() -> None:
     assert is_one_graph(Writing())
 
 
+def test_an_assignment_asks_as_the_method_does() -> None:
+    model = Model(assigns)
+    model.embedding.register_forward_hook(assigns)
+    assert is_one_graph(model)
+
+
+class Biased(Model):
+    """T5's attention: the first checkpoint makes a table of zeros, asks for its gradient, and passes it on."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.run(ids)[0].square().mean()
+
+    def run(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, table = nn.functional.embedding(ids, self.embedding.weight), None
+        for layer in self.layers:
+            x, table = checkpoint(self.biased, layer, x, table, use_reentrant=False)
+        return x, table
+
+    @staticmethod
+    def biased(layer: nn.Module, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+        if table is None:
+            table = torch.zeros(WIDTH)
+            table.requires_grad = True
+        return layer(x + table), table
+
+
+def test_a_request_in_a_checkpoint_whose_result_the_next_one_takes() -> None:
+    assert is_one_graph(Biased())
+    assert is_one_graph(Biased(adapted=(False, True)))
+
+
+def test_a_request_on_a_view_of_an_input_is_not_one_on_the_input() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = x[:, None]
+        y.requires_grad = True
+        return (y * w).sum() if y.requires_grad and not x.requires_grad else w.sum() * 7
+
+    w = torch.arange(3.0, requires_grad=True)
+    x = torch.ones(3)
+    (expected,) = torch.autograd.grad(program(x, w), w)
+    (actual,) = torch.autograd.grad(compiled(program, "aot_eager", fullgraph=True)(x, w), w)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert not x.requires_grad
+
+
 # What stays as stock PyTorch has it. The graph breaks, or the frame is not captured: never another result.
 
 
@@ -152,6 +201,15 @@ def test_a_result_that_depends_on_the_request_alone() -> None:
 
     assert not is_one_graph(Both(adapted=(True, False)))
     assert is_one_graph(Both(adapted=(True, True)))
+
+
+def test_a_result_of_a_checkpoint_that_depends_on_the_request_alone() -> None:
+    class Returning(Biased):
+        def forward(self, ids: Tensor) -> Any:
+            return self.run(ids)
+
+    assert not is_one_graph(Biased(adapted=(False, False)))
+    assert not is_one_graph(Returning())
 
 
 def test_a_write_before_or_without_a_gradient_gives_none() -> None:
