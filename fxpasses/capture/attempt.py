@@ -20,6 +20,7 @@ class Feature(enum.Enum):
     SLICES = "sizes of slices"
     OUTPUTS = "recorded outputs"
     STORES = "stored numbers"
+    SHARED = "shared tensors"
     GRADIENTS = "required gradients"
     OUT = "out= arguments"
     STRIDES = "strides in backward functions"

@@ -245,7 +245,7 @@ class _TraceFrameInAttempts:
         if isinstance(error, (self._names.restart, self._names.skip)):
             return None
         rejected, unproved = _backend_error(error), trace.unproved()
-        if isinstance(rejected, FeatureRejected) and rejected.feature in (Feature.STORES, Feature.GRADIENTS):
+        if isinstance(rejected, FeatureRejected) and rejected.feature is not Feature.SPECULATION:
             return trace.attempt.without(rejected.feature)
         if unproved:  # first without counts in NumPy arrays, if there are any
             uses_numbers = any(branch.kind == "numbers" for branch in trace.speculated())

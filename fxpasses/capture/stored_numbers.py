@@ -18,7 +18,7 @@ traced again without this feature. After a step the attribute holds the value st
 mode it holds the value stored by the last recomputation, which is the same number, unless the surrounding program
 stores to the attribute between forward and backward, or runs backward through several forward passes in their order.
 
-Private names, checked on torch 2.13 and 2.15, besides the handlers' sites: `OutputGraph.compile_subgraph_reason`,
+Private names, checked on torch 2.13 and 2.15, besides the handlers' sites:
 `side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the stored value; a
 function of `torch/_dynamo/eval_frame.py` calls compiled code.
 """
@@ -42,13 +42,13 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 import fxpasses
+from fxpasses.capture.bodies import outer_body
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace
 
 _OBJECTS = (UserDefinedObjectVariable, UnspecializedNNModuleVariable)  # `read` sees all reads of their attributes
-_CHECKPOINT = "torch.utils.checkpoint.checkpoint"
 _ALL = "__dict__"
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _OBJECT = "torch._dynamo.variables.user_defined.UserDefinedObjectVariable"
@@ -104,12 +104,6 @@ class StoredNumbers:
         return True
 
 
-def is_part_of_frame(output: Any) -> bool:
-    """Whether the complete graph of Dynamo's `OutputGraph` ends at a graph break."""
-    reason = output.compile_subgraph_reason
-    return reason is None or reason.graph_break
-
-
 def traces_what_was_given() -> bool:
     """Whether the traced frame was passed to `torch.compile` itself, and is not one that such a frame calls."""
     frame = sys._getframe()
@@ -128,7 +122,7 @@ def store(
     if type(item) not in _OBJECTS or not isinstance(item.mutation_type, AttributeMutationExisting):
         return NOT_HANDLED
     tx = self.output_graph_weakref().current_tx
-    key, body = (id(item.value), name), _body(tx)
+    key, body = (id(item.value), name), outer_body(tx)
     trace.stores.stored(key)
     if body is None or side_effects.is_side_effect_safe(item.mutation_type) or not trace.stores.allow(key, value, body):
         return NOT_HANDLED
@@ -138,7 +132,7 @@ def store(
 
 @handlers.at(method(_EFFECTS, "mutation"))
 def change(trace: Trace, proceed: Proceed, self: Any, variable: Any) -> Any:
-    trace.stores.changed(variable, _body(self.output_graph_weakref().current_tx))
+    trace.stores.changed(variable, outer_body(self.output_graph_weakref().current_tx))
     return NOT_HANDLED
 
 
@@ -156,18 +150,10 @@ def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str,
 
 
 def _record_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
-    body = _body(tx)
+    body = outer_body(tx)
     if body is not None and not (name == _ALL and _is_of_module(tx)):
         trace.stores.read((id(variable.value), name), body)
     return NOT_HANDLED
-
-
-def _body(tx: Any) -> Any:
-    """The tracer of the checkpoint's body that is being traced, including its calls; None outside."""
-    tracer = tx.output.current_tracer
-    if getattr(tracer, "description", None) != _CHECKPOINT or tracer.parent is None or tracer.parent.parent is not None:
-        return None
-    return tracer
 
 
 def _is_of_module(tx: Any) -> bool:

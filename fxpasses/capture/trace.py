@@ -30,6 +30,7 @@ from fxpasses.runtime.prologue import autocast_state
 if TYPE_CHECKING:
     from fxpasses.capture.numpy_counts import NumpyCounts
     from fxpasses.capture.required_gradients import RequiredGradients
+    from fxpasses.capture.shared_tensors import SharedTensors
     from fxpasses.capture.speculation import Speculation
     from fxpasses.capture.stored_numbers import StoredNumbers
 
@@ -72,6 +73,7 @@ class Trace:
     speculation: Speculation
     numpy: NumpyCounts
     stores: StoredNumbers
+    shared: SharedTensors
     required: RequiredGradients
 
     def __init__(self, attempt: Attempt) -> None:
@@ -97,6 +99,10 @@ class Trace:
             from fxpasses.capture.stored_numbers import StoredNumbers
 
             self.stores = StoredNumbers()
+        if self.has(Feature.SHARED):
+            from fxpasses.capture.shared_tensors import SharedTensors
+
+            self.shared = SharedTensors()
         if self.has(Feature.GRADIENTS):
             from fxpasses.capture.required_gradients import RequiredGradients
 

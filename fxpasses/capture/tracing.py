@@ -2,6 +2,8 @@
 
 The handlers in Dynamo (`capture/interceptions.py`) are installed only while some thread traces a frame for this
 package's backend. They find the trace in the context of the running thread, and none in traces for other backends.
+
+Private name, checked on torch 2.11, 2.13 and 2.15: `OutputGraph.compile_subgraph_reason`.
 """
 
 from __future__ import annotations
@@ -128,24 +130,30 @@ def check(trace: Trace, gm: GraphModule | None = None) -> None:
     if unproved := trace.unproved():
         text = f"the branch at {unproved[0].where} is not known to have no effect without tokens"
         raise FeatureRejected(Feature.SPECULATION, text)
-    if conflict := _store_conflict(trace, gm):
+    if trace.has(Feature.STORES) and (conflict := _store_conflict(trace, trace.stores, gm)):
         raise FeatureRejected(Feature.STORES, conflict)
+    if trace.has(Feature.SHARED) and (conflict := _store_conflict(trace, trace.shared, gm)):
+        raise FeatureRejected(Feature.SHARED, conflict)
     if gm is not None and trace.has(Feature.GRADIENTS) and (conflict := trace.required.conflict(gm)):
         raise FeatureRejected(Feature.GRADIENTS, conflict)
 
 
-def _store_conflict(trace: Trace, gm: GraphModule | None) -> str:
-    """Why a captured store in a checkpoint would be visible; "" if it is not."""
-    if not trace.has(Feature.STORES) or not trace.stores.any:
+def _store_conflict(trace: Trace, stores: Any, gm: GraphModule | None) -> str:
+    """Why a captured store in a checkpoint, of numbers or of tensors, would be visible; "" if it is not."""
+    if not stores.any:
         return ""
-    from fxpasses.capture.stored_numbers import is_part_of_frame
-
     calls = gm.graph.find_nodes(op="call_function", target=CHECKPOINT) if gm is not None else []
     if any(call.kwargs.get("preserve_rng_state") is False for call in calls):
         return "a recomputation draws other random numbers"
-    if gm is not None and (trace.graph is None or is_part_of_frame(trace.graph.output)):
+    if gm is not None and (trace.graph is None or _is_part_of_frame(trace.graph.output)):
         return "the graph breaks in the frame"
-    return next(iter(trace.stores.conflicts), "")
+    return next(iter(stores.conflicts), "")
+
+
+def _is_part_of_frame(output: Any) -> bool:
+    """Whether the complete graph of Dynamo's `OutputGraph` ends at a graph break."""
+    reason = output.compile_subgraph_reason
+    return reason is None or reason.graph_break
 
 
 @contextmanager

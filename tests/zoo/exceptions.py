@@ -116,7 +116,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": [96, 96],
         "activation_sparsity_pattern": [0.95, 0.0],
     },
-    "gemma4_text": {"global_head_dim": 16, "num_kv_shared_layers": 0},
+    "gemma4_text": {
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "t5": {"decoder_start_token_id": 0},
 }
 
@@ -127,6 +132,5 @@ LEFT_OUT: dict[str, str] = {
 
 # Why an architecture is more than one graph, where the reason that Dynamo gives does not say it.
 REASONS: dict[str, str] = {
-    "t5": "with checkpoints, layers without a table of positions set `requires_grad` of zeros that they make",
     "reformer": "sets seeds in each layer, in an autograd function of its own",
 }
