@@ -129,7 +129,7 @@ def store_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, val
     return _store(trace, tx, self, (key, value), lambda: proceed(self, tx, key, value))
 
 
-@handlers.at(method("torch._dynamo.side_effects.SideEffects", "mutation"), order=2)
+@handlers.at(method("torch._dynamo.side_effects.SideEffects", "mutation"), order=3)
 def change(trace: Trace, proceed: Proceed, self: Any, variable: Any) -> Any:
     """Changes other than a store of an item: `clear`, `pop`, `update`."""
     if _is_of_frame(variable):
