@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -91,14 +92,23 @@ class PartialGraph:
         return name() if callable(name) else name
 
     def source_of(self, root: Node) -> str:
-        """Dynamo's source expression for an input of the graph."""
-        return source(root) or self.size_source(symbol_as_created(root.meta["example_value"]))
+        """Dynamo's source expression for an input of the graph; raises `NotKnown` if it has none."""
+        if name := source(root):
+            return name
+        example = root.meta["example_value"]
+        size = symbol_as_created(example) if isinstance(example, torch.SymInt) else None
+        if not self.is_size(size):
+            raise NotKnown(f"`{root.name}` is no input of the frame")
+        return self.size_source(size)
 
     def program(self, extras: list[Extra]) -> tuple[Program, list[Node]]:
         """A program that computes `extras`, and the placeholders of its inputs."""
         table = self.walk.closure.table
         roots = [entry.node for entry in table.entries if entry.kind == "root"]
-        return Draft(table, tuple(roots), tuple(extras), ()).program(), roots
+        draft = Draft(table, tuple(roots), tuple(extras), ())
+        needed = draft.needed()
+        roots = [entry.node for entry in table.entries if entry.kind == "root" and entry.number in needed]
+        return replace(draft, inputs=tuple(roots)).program(), roots
 
     def _compute(self, extra: Extra) -> int | float:
         try:

@@ -220,6 +220,15 @@ def test_another_backend_meanwhile_gets_no_hints() -> None:
     assert [len(graphs) for _, graphs in (in_thread, inside)] == [2, 2]  # stock breaks at the branch
 
 
+def test_an_input_that_the_graph_does_not_use_is_not_guarded() -> None:
+    def program(x: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        return labels.dim() * longest_decides(x, lengths)  # a constant: Dynamo removes the input again
+
+    labels = torch.ones(3, dtype=torch.int64)
+    record = assert_same(program, [(X, lengths(8, 4), labels), (X, lengths(8, 3), labels)], fullgraph=True)
+    assert len(record.graphs) == 1
+
+
 def test_what_a_router_decides_has_no_hint() -> None:
     def routed(x: Tensor, weight: Tensor) -> Tensor:
         chosen = (x @ weight).argmax(-1)
