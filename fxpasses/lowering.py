@@ -121,16 +121,31 @@ def _keeping_collectives(gm: GraphModule, inner: CustomPartitionerFn | None) -> 
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn | None) -> Compiled:
-    if partitioner is None:
-        return torch._dynamo.lookup_backend("aot_eager")(gm, list(example_inputs))
+    """The backend "aot_eager", with a partitioner of ours, and `view`s of whatever strides kernels give."""
+    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
 
-    # The backend "aot_eager", which takes no partitioner of ours.
     backend: Any = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner, keep_inference_input_mutations=True
+        fw_compiler=_run_by_operator,
+        bw_compiler=_run_by_operator,
+        partition_fn=partitioner or min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
     )
     return backend(gm, list(example_inputs))
+
+
+def _run_by_operator(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+    """Run a graph of AOTAutograd.
+
+    Some kernels' results have other strides than on fake tensors, such as that of `softplus_backward`, so a `view` that
+    was legal while tracing may not be. `reshape` copies then, which shows nowhere in a graph without writes.
+    """
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    gm.recompile()
+    return boxed_nop(gm, list(example_inputs))
 
 
 def inductor(

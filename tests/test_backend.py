@@ -6,10 +6,12 @@ import warnings
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses.backend as backend
 from fxpasses import fastpack_backend
+from tests.support import assert_same
 
 
 def program(x, lengths):
@@ -75,3 +77,11 @@ def test_nothing_is_said_where_nothing_fails():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.compile(program, backend=fastpack_backend, options=OPTIONS)(*INPUTS)
+
+
+def test_a_view_of_strides_that_only_the_kernel_knows() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        # The kernel of its gradient, unlike its fake implementation, keeps the strides of the transposed operand.
+        return torch.nn.functional.softplus(x.view(3, 16, 2)).transpose(1, 2) @ w
+
+    assert_same(program, [(torch.ones(48, 2, requires_grad=True), torch.ones(16, 5))], "aot_eager")
