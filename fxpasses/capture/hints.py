@@ -2,7 +2,8 @@
 
 Questions about numbers are answered by the shape environment (`capture/trace.py`). `if tensor:`, `bool(tensor)`,
 `torch.equal(a, b)`, `torch.allclose(a, b)` and `3 in lengths.tolist()` break the graph before Dynamo asks for a number:
-on metadata, the handlers here turn each into the comparison of a symbol. On other tensors, Dynamo proceeds as usual.
+on metadata, the handlers here turn each into the comparison of a symbol, and a tensor in the place of a size into the
+symbol of its number. On other tensors, Dynamo proceeds as usual.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, are those of the handlers' sites.
 """
@@ -16,6 +17,7 @@ import torch
 from torch._dynamo.variables import ConstantVariable, ListVariable
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -26,6 +28,9 @@ from fxpasses.graph.symbols import is_unbacked
 BUILTIN = "torch._dynamo.variables.builtin.BuiltinVariable"
 TENSOR = "torch._dynamo.variables.tensor.TensorVariable"
 TORCH_FUNCTION = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
+
+# Methods whose arguments are all sizes. Dynamo breaks the graph at `x.view(h, w)` where `h` is a tensor.
+_TAKE_SIZES = frozenset({"expand", "repeat", "reshape", "split", "view"})
 
 handlers = Handlers()
 
@@ -132,7 +137,41 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
         return _numbers(trace, tx, self)
     if name == "equal" and len(args) == 1 and not kwargs:
         return _constant(_equal(trace, tx, self, args[0]))
+    if name in _TAKE_SIZES and args:
+        numbers = [_as_number(trace, tx, argument) for argument in args]
+        return NOT_HANDLED if all(map(operator.is_, numbers, args)) else proceed(self, tx, name, numbers, kwargs)
     return NOT_HANDLED
+
+
+@handlers.at(
+    method("torch._dynamo.variables.lists.SliceVariable", "__init__"),
+    without="`x[:n]` where n is a tensor may break the graph",
+)
+def bounds(trace: Trace, proceed: Proceed, self: Any, items: Any, tx: Any = None, **kwargs: Any) -> Any:
+    if tx is None or not any(isinstance(item.realize(), TensorVariable) for item in items):
+        return NOT_HANDLED
+    return proceed(self, [_as_bound(trace, tx, item) for item in items], tx, **kwargs)
+
+
+def _as_bound(trace: Trace, tx: Any, argument: Any) -> Any:
+    """A bound of a slice as a number, whose sign is settled before the size of the slice depends on it."""
+    number = _as_number(trace, tx, argument)
+    if number is not argument and isinstance(number, SymNodeVariable) and trace.can_answer(number.sym_num):
+        bool(number.sym_num >= 0)
+    return number
+
+
+def _as_number(trace: Trace, tx: Any, argument: Any) -> Any:
+    """`tensor.item()` for a tensor of metadata where an operator takes a size, also in a list; else the argument."""
+    argument = argument.realize()
+    if isinstance(argument, BaseListVariable):
+        items = [_as_number(trace, tx, item) for item in argument.items]
+        return argument if all(map(operator.is_, items, argument.items)) else TupleVariable(items)
+    if not isinstance(argument, TensorVariable) or not _are_metadata(trace, (argument,)):
+        return argument
+    example = argument.as_proxy().node.meta["example_value"]
+    is_size = example.ndim == 0 and not example.dtype.is_floating_point and example.dtype is not torch.bool
+    return argument.call_method(tx, "item", [], {}) if is_size else argument
 
 
 def _constant(value: bool | None) -> Any:

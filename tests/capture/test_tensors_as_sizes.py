@@ -1,0 +1,59 @@
+"""Tensors where an operator takes sizes, as in vision encoders: `patches[:, : size[0] // 4]`, `x.view(h, w)`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support import assert_same
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
+IMAGES = torch.linspace(-1, 2, 2 * 3 * 4 * 4).sin().view(2, 3, 4, 4).requires_grad_()
+SIZES = torch.tensor([[16, 16], [8, 16]])
+
+
+def cropped(images: Tensor, sizes: Tensor) -> Tensor:
+    parts = [image[..., : size[0] // 4, : size[1] // 4] for image, size in zip(images, sizes, strict=True)]
+    return torch.cat([part.flatten(1).T for part in parts])
+
+
+def merged(images: Tensor, sizes: Tensor) -> Tensor:
+    """Mistral 3: four patches of an image become one."""
+    grids = [(size[0] // 4, size[1] // 4) for size in sizes]
+    x = cropped(images, sizes)
+    found = []
+    for (height, width), tokens in zip(grids, x.split([h * w for h, w in grids]), strict=True):
+        grid = tokens.view(height, width, 3).permute(2, 0, 1).unsqueeze(0)
+        found.append(F.unfold(grid, kernel_size=2, stride=2).view(12, -1).t())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("program", [cropped, merged])
+def test_one_graph_for_images_of_all_sizes(program: object) -> None:
+    batches = [(IMAGES, SIZES), (IMAGES, SIZES.flip(0)), (IMAGES, torch.tensor([[8, 8], [8, 16]]))]
+    record = assert_same(program, batches, "aot_eager", fullgraph=True)
+    assert len(record.graphs) == 1
+
+
+def test_a_bound_of_which_more_is_known_later() -> None:
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        n = lengths[0]
+        y = x[:n] * 2
+        return y + torch.ones(n.item(), 3)  # so that n is not negative
+
+    x = torch.linspace(-1, 2, 12).view(4, 3).requires_grad_()
+    record = assert_same(program, [(x, torch.tensor([3])), (x, torch.tensor([2]))], "aot_eager", fullgraph=True)
+    assert len(record.graphs) == 1
+
+
+def test_a_bound_that_counts_from_the_end_has_a_graph_of_its_own() -> None:
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        return x[: lengths[0]] * 2
+
+    x = torch.linspace(-1, 2, 12).view(4, 3).requires_grad_()
+    batches = [(x, torch.tensor([n])) for n in (3, 2, -1, -2, 1)]
+    record = assert_same(program, batches, "aot_eager", fullgraph=True)
+    assert len(record.graphs) == 2
