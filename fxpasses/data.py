@@ -1,7 +1,8 @@
-"""Packed batches with a varying number of sequences, without a new graph for each number.
+"""Batches: packed ones with a varying number of sequences, without a new graph for each; and one batch ahead.
 
 Dynamo unrolls `.tolist()`: a model that reads all lengths is traced for one number of sequences. Lengths that are
 padded with zeros to one of a few sizes are traced once for each size; a sequence of length zero changes no mask.
+`PrefetchLoader` starts the next batch's prologue before the step of the current one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from fxpasses.runtime.prefetch_loader import PrefetchLoader
+
+__all__ = ["BucketCollator", "PrefetchLoader", "bucket_lengths"]
 
 
 def bucket_lengths(lengths: Sequence[int] | torch.Tensor, buckets: Sequence[int] | None = None) -> torch.Tensor:

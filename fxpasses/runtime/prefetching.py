@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fxpasses.runtime.batch_cache import State, batch_cache
+from fxpasses.runtime.kept_results import KeptResults, known_on_host
 from fxpasses.runtime.prologue import Prologue, live_prologues
 from fxpasses.runtime.transfers import PendingCopy, start_copy
 
 log = logging.getLogger(__name__)
 _side_streams: dict[torch.device, torch.Stream] = {}
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call
 
 
 def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> int:
@@ -26,21 +29,33 @@ def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequ
     at once. Returns the number of prologues that were started: 0 before the first forward pass, when nothing is
     compiled yet, and for batches whose metadata is made inside the model. Raises `TypeError` for any other batch.
     """
-    arguments, keywords = _arguments(batch)
-    started = 0
-    for frame in _frames(compiled_model, arguments, keywords):
-        for prologue in live_prologues():
-            inputs = _inputs(prologue, frame)
-            if inputs is not None:
-                try:
-                    _start(prologue, inputs)
-                except Exception as error:  # a prologue of another model; if not, the model's call raises it again
-                    log.debug("a prologue does not take the batch: %s", error)
-                    continue
-                started += 1
-        if started:
-            break
-    return started
+    return start_prologues(compiled_model, [arguments_of(batch)])
+
+
+def start_prologues(
+    model: Callable[..., Any], ways: Iterable[Arguments], whole: bool = False, kept: KeptResults | None = None
+) -> int:
+    """Start the prologues of a batch, by the first of `ways` to call the model with it that suits any prologue.
+
+    whole: where the host knows all it reads, compute a prologue's part on an accelerator as well, on the current
+    stream. kept: results of earlier batches, to take them from and to add them to. Returns the number of prologues
+    started.
+    """
+    for arguments, keywords in ways:
+        for frame in _frames(model, arguments, keywords):
+            started = 0
+            for prologue in live_prologues():
+                inputs = _inputs(prologue, frame)
+                if inputs is not None:
+                    try:
+                        _start(prologue, inputs, whole, kept)
+                    except Exception as error:  # a prologue of another model; if not, the model's call raises it again
+                        log.debug("a prologue does not take the batch: %s", error)
+                        continue
+                    started += 1
+            if started:
+                return started
+    return 0
 
 
 def keep_host_copies(moved: torch.Tensor, host: torch.Tensor) -> None:
@@ -55,7 +70,8 @@ def keep_host_copies(moved: torch.Tensor, host: torch.Tensor) -> None:
         batch_cache.put("to_host", [moved], State.of([moved]), PendingCopy([host.clone()], None))
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(batch: Any) -> Arguments:
+    """The call that a batch stands for, as `prefetch` takes it; raises `TypeError` for any other batch."""
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
@@ -68,8 +84,12 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _frames(
     model: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The local variables at the start of the model's forward, in the function itself or in one that wraps it."""
+    """The local variables at the start of the model's forward, in the function itself or in one that wraps it.
+
+    Likewise for the model in a wrapper that passes its arguments on, such as DDP's.
+    """
     model = getattr(model, "_orig_mod", model)
+    inner = getattr(model, "module", None)
     if isinstance(model, torch.nn.Module):
         function: Any = type(model).forward
         arguments = (model, *arguments)
@@ -83,6 +103,8 @@ def _frames(
         except (TypeError, ValueError):
             log.debug("the batch does not fit %s", function)
         function = getattr(function, "__wrapped__", None)
+    if isinstance(model, torch.nn.Module) and isinstance(inner, torch.nn.Module):
+        yield from _frames(inner, arguments[1:], keywords)
 
 
 def _inputs(prologue: Prologue, frame: dict[str, Any]) -> dict[int, Any] | None:
@@ -99,11 +121,16 @@ def _inputs(prologue: Prologue, frame: dict[str, Any]) -> dict[int, Any] | None:
     return found
 
 
-def _start(prologue: Prologue, inputs: dict[int, Any]) -> None:
+def _start(prologue: Prologue, inputs: dict[int, Any], whole: bool, kept: KeptResults | None) -> None:
+    contents = None if kept is None else kept.contents(prologue, inputs)
+    if kept is not None and contents is not None and kept.give(contents, prologue, inputs):
+        return
     remote = [inputs[i] for i in prologue.program.host_inputs if _is_remote(inputs[i])]
-    if not remote:
-        if not prologue.program.on_accelerator:
-            prologue(inputs)
+    if all(known_on_host(tensor, prologue.cache) is not None for tensor in remote):
+        if whole or not (remote or prologue.program.on_accelerator):
+            results = prologue(inputs)
+            if kept is not None and contents is not None:
+                kept.put(contents, results)
         return
     for device in {tensor.device for tensor in remote}:
         stream = _side_streams.setdefault(device, torch.Stream(device=device))
@@ -120,3 +147,17 @@ def _start(prologue: Prologue, inputs: dict[int, Any]) -> None:
 
 def _is_remote(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def parameters_of(model: Callable[..., Any]) -> set[str]:
+    """The names of the parameters of the model's forward, in whatever wraps it."""
+    while isinstance(model, torch.nn.Module):
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
+        if not isinstance(inner, torch.nn.Module):
+            break
+        model = inner
+    function: Any = type(model).forward if isinstance(model, torch.nn.Module) else model
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()

@@ -63,16 +63,30 @@ class Prologue:
         if cuda_extras.is_recording():
             with unseen():
                 return self._record(inputs)
-        roots = [inputs[position] for position in self.program.roots]
-        sizes = tuple(inputs[i] for i in self.positions() if isinstance(inputs[i], int))
-        what = (self.key, sizes)
         with unseen():
-            found = self.cache.get(what, roots)
+            found = self.known(inputs)
             if found is None:
-                state = State.of(roots)
+                state = State.of(self.roots(inputs))
                 found = self._compute(inputs)
-                self.cache.put(what, roots, state, found)
+                self.keep(inputs, state, found)
         return found
+
+    def known(self, inputs: Inputs) -> tuple[Any, ...] | None:
+        """The extra inputs for `inputs`, if they were computed since these tensors were last written to."""
+        found: tuple[Any, ...] | None = self.cache.get(self.what(inputs), self.roots(inputs))
+        return found
+
+    def keep(self, inputs: Inputs, state: State, results: tuple[Any, ...]) -> None:
+        """Give `results` for `inputs`, as long as these live. state: of the roots that they were computed from."""
+        self.cache.put(self.what(inputs), self.roots(inputs), state, results)
+
+    def roots(self, inputs: Inputs) -> list[Any]:
+        """The tensors on which any result depends."""
+        return [inputs[position] for position in self.program.roots]
+
+    def what(self, inputs: Inputs) -> tuple[Any, ...]:
+        """What the results depend on besides the roots: the program, the modes it was compiled in, and sizes."""
+        return (self.key, tuple(inputs[i] for i in self.positions() if isinstance(inputs[i], int)))
 
     def is_valid(self, inputs: Sequence[Any]) -> bool:
         """Whether no input that the main graph writes to shares memory with an input that the prologue reads."""

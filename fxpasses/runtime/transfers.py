@@ -28,6 +28,11 @@ class PendingCopy:
             self._event.synchronize()
         return self._copies
 
+    def is_done(self) -> bool:
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
     def part(self, index: int) -> PendingCopy:
         """One of the copies, to wait for alone."""
         return PendingCopy([self._copies[index]], self._event)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses
+from fxpasses.data import PrefetchLoader
 from fxpasses.runtime import grouped_kernels, grouped_ways
 from fxpasses.runtime.batch_cache import batch_cache
 from fxpasses.runtime.prefetching import keep_host_copies
@@ -174,6 +175,35 @@ def test_prefetch_copies_on_a_stream_of_its_own_while_the_device_works():
         found = step(program, x, lengths)
         assert counts().copies_out == 0 and counts().synchronizations == 1
         assert same(found, step(model, x, lengths))
+
+
+@late_or_slow
+def test_a_loader_one_batch_ahead_copies_nothing_back_and_no_step_waits(order):
+    model = Decoder(2).to("sim")
+    program = compiled(model, "aot_eager")
+    step(program, *batch([5, 8, 3]))
+    loader = [batch(lengths, device="cpu") for lengths in ([1, 14, 1], [4, 4, 8], [15, 1])]
+    for x, lengths in PrefetchLoader(loader, program, device="sim"):
+        simulated.reset_counts()
+        found = step(program, x, lengths)
+        assert counts().copies_out == counts().stalls == counts().synchronizations == 0
+        assert same(found, step(model, x, lengths))
+
+
+def test_a_loader_of_batches_on_the_device_starts_their_copies_before_the_step_that_they_would_wait_for():
+    model = Decoder(2).to("sim")
+    program = compiled(model, "aot_eager")
+    step(program, *batch([5, 8, 3]))
+    loader = iter(PrefetchLoader((batch(lengths) for lengths in ([1, 14, 1], [4, 4, 8], [15, 1])), program))
+    x, lengths = next(loader)
+    for _ in range(2):
+        torch.accelerator.synchronize()
+        simulated.reset_counts()
+        step(program, x, lengths)
+        assert counts().copies_out == 0
+        simulated.reset_counts()
+        x, lengths = next(loader)
+        assert same(step(program, x, lengths), step(model, x, lengths))
 
 
 @late_or_slow

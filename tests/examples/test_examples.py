@@ -30,6 +30,14 @@ def test_quickstart():
 
 
 @pytest.mark.slow
+def test_prefetch_training():
+    done = run("prefetch_training.py")
+    assert done.returncode == 0, done.stderr
+    assert "epoch 0: host reads in a step: 0 (eager mode: 5), prologues in the evaluation: 4" in done.stdout
+    assert "epoch 2: host reads in a step: 0 (eager mode: 5), prologues in the evaluation: 0" in done.stdout
+
+
+@pytest.mark.slow
 def test_expert_loop():
     done = run("moe_loop.py")
     assert done.returncode == 0, done.stderr
