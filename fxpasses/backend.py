@@ -30,6 +30,7 @@ from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.passes.omit_masks import OmitMasks
 from fxpasses.passes.sparsify_attention import SparsifyAttention
+from fxpasses.passes.split_topk import SplitTopk
 from fxpasses.pipeline import Pass, Result, run_further, run_passes
 from fxpasses.prologue_program import Program
 from fxpasses.report import OnReport, Report
@@ -45,6 +46,7 @@ PASSES: Mapping[str, Callable[[], Pass]] = {
     "hoist_metadata": HoistMetadata,
     "omit_masks": OmitMasks,
     "coalesce_reads": CoalesceReads,
+    "split_topk": SplitTopk,
 }
 
 

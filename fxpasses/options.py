@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads", "fold_layers",
-          "offload_activations")  # fmt: skip
+PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads", "split_topk",
+          "fold_layers", "offload_activations")  # fmt: skip
 _CHOICES = {
     "lowering": ("inductor", "aot_eager", "eager"),
     "capture": ("on", "off"),
     "experts": ("auto", "slices", "grouped", "off"),
     "attention": ("auto", "dense"),
+    "topk": ("off", "split"),
     "fold": ("auto", "on", "off"),
     "generation": ("eager", "compiled"),
 }
@@ -79,10 +80,11 @@ class Options:
     the program's reads of its batch to Dynamo, which breaks the graph at most of them. experts: how loops over experts
     are rewritten: "slices" reads the tokens of all experts at once, "grouped" runs the loop as one program if that is
     proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
-    pairs that the batch's mask allows, "dense" leaves attention alone. fold: "auto" compiles a layer that stands four
-    times or more once, if Inductor compiles it; "on" already a layer that stands twice, under any lowering; "off" does
-    nothing. generation: "eager" runs transformers' `generate` uncompiled in a model in training mode, and where its
-    frame has 4 graphs, so that it does not use up Dynamo's graphs; "compiled" treats it as any other call.
+    pairs that the batch's mask allows, "dense" leaves attention alone. topk: "split" takes the top-k of long rows in
+    two stages, where another one of equal values may win; "off" does not. fold: "auto" compiles a layer that stands
+    four times or more once, if Inductor compiles it; "on" already a layer that stands twice, under any lowering; "off"
+    does nothing. generation: "eager" runs transformers' `generate` uncompiled in a model in training mode, and where
+    its frame has 4 graphs, so that it does not use up Dynamo's graphs; "compiled" treats it as any other call.
     offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow; for
     debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
     Inductor; an option because `torch.compile` does not take `mode` and `options` together. inductor: every option
@@ -94,6 +96,7 @@ class Options:
     capture: str = "on"
     experts: str = "auto"
     attention: str = "auto"
+    topk: str = "off"
     fold: str = "auto"
     generation: str = "eager"
     offload: Offload = Offload()

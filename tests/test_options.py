@@ -19,6 +19,7 @@ def test_defaults():
             "hoist_metadata",
             "omit_masks",
             "coalesce_reads",
+            "split_topk",
             "fold_layers",
             "offload_activations",
         ),
