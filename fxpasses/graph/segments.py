@@ -12,7 +12,7 @@ linear in the number of nodes, and nothing may differ but the operands.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import sympy
@@ -191,7 +191,7 @@ class _Form:
             return None
         names, context = value.__tensor_flatten__()
         inner = tuple(self._leaf(getattr(value, name)) for name in names)
-        return type(value), tuple(names), _constant(_frozen(context)), inner
+        return type(value), tuple(names), _context(context), inner
 
     def _number(self, value: Any) -> Any:
         if not is_symbolic(value):
@@ -235,6 +235,19 @@ def _constant(value: Any) -> Any:
     if value is None or isinstance(value, (int, float, complex, str, bytes, torch.dtype, torch.device)):
         return type(value), repr(value)
     return type(value), repr(value) if type(value).__repr__ is not object.__repr__ else id(value)
+
+
+def _context(value: Any) -> Any:
+    """A hashable stand-in for what a tensor subclass keeps besides its tensors, which may be of any class."""
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    if isinstance(value, dict):
+        return dict, tuple((_constant(key), _context(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_context, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(_context(getattr(value, field.name)) for field in fields(value))
+    return _constant(value)
 
 
 def _frozen(tree: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -233,3 +234,35 @@ def test_tensor_subclasses_are_equal_only_to_their_kind():
     assert "×4" in report_on(program, torch.randn(3, WIDTH), plain + plain).changes[0]
     changes = report_on(program, torch.randn(3, WIDTH), [plain[0], wrapped[0], plain[1], wrapped[1]]).changes
     assert not any("×4" in change for change in changes)
+
+
+@dataclass
+class Settings:
+    """Not hashable, as what torchao's tensors keep."""
+
+    axis: int = 0
+
+
+class Annotated(TwoTensor):
+    settings = Settings()
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], (None, {"settings": self.settings})
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, meta, outer_size, outer_stride):
+        made = Annotated(inner_tensors["a"], inner_tensors["b"])
+        made.settings = meta[1]["settings"]
+        return made
+
+
+def test_what_a_tensor_subclass_keeps_may_be_of_any_class():
+    def program(x: Tensor, weights: list[Tensor]) -> Tensor:
+        for weight in weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+    made = [Annotated(torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)) for _ in range(4)]
+    assert "×3" in report_on(program, torch.randn(3, WIDTH), made).changes[0]  # the first takes a plain tensor
+    made[2].settings, made[3].settings = Settings(1), Settings(2)
+    assert not report_on(program, torch.randn(3, WIDTH), made).changes
