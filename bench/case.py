@@ -24,6 +24,8 @@ CASES = (
     "pass_time",
     "compile_time",
     "call_cost",
+    "mlperf",
+    "split_topk",
     "simulated_device_stalls",
     "simulated_device_reload",
 )

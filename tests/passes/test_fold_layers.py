@@ -18,7 +18,7 @@ from fxpasses.passes.fold_layers import FoldLayers
 from fxpasses.pipeline import run_passes
 from fxpasses.report import Reason, Report
 from fxpasses.runtime.offload import chain
-from tests.passes.fold_programs import Block, Plan, Stack, tokens
+from tests.passes.fold_programs import VOCABULARY, WIDTH, Block, Plan, Stack, tokens
 from tests.support import captured, compiled, reports_of
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
@@ -204,9 +204,29 @@ def test_options_that_need_the_whole_graph(options, reason):
     assert not report.changed
 
 
+class Products(nn.Module):
+    """Four projections, each one product and views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in "abcd"),
+        )
+
+    def forward(self, given: Tensor) -> Tensor:
+        x = self.embed(given)
+        for layer in self.layers:
+            x = layer(x).unflatten(-1, (2, -1)).transpose(1, 2).reshape(x.shape)
+        return x.sin()
+
+
 def test_auto_folds_from_four_layers_on():
     assert not report_on(Stack(Plan(("block",) * 3)), fold="auto").changed
     assert not report_on(Stack(Plan(("block",) * 4)), fold="auto", lowering="aot_eager").changed
+    report = report_on(Products(), fold="auto")
+    assert not report.changed and report.refusals[0].reason is Reason.SMALL
+    assert report_on(Products(), fold="on").changed
     assert report_on(Stack(Plan(("block",) * 4)), fold="auto").figures["layers"] == 4
 
 
