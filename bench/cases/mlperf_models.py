@@ -1,7 +1,7 @@
 """The workloads of MLPerf Training v1.1, small: what their steps ask, and not how large they are.
 
-Detection and segmentation are models of transformers, whose losses match queries with objects on the host;
-recommendation, speech, volumes, boxes and Go are small modules as the reference implementations have them.
+Language, images, detection and segmentation are models of transformers; recommendation, speech, volumes, boxes and Go
+are small modules as the reference implementations have them.
 """
 
 from __future__ import annotations
