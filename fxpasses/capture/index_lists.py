@@ -7,7 +7,7 @@ An index that is a list of integers selects what the tensor of these integers se
 The list itself is never made: it may only be an index, or be asked for its length, and nobody may write to the tensor
 before that. Any other use ends the trace (`Unprovable`), and the frame is traced again without this.
 
-Private names, checked on torch 2.11 and 2.13, besides the handlers' sites: the attribute `items` of a `ListVariable`,
+Private names, checked on torch 2.13, besides the handlers' sites: the attribute `items` of a `ListVariable`,
 through which Dynamo accesses the elements.
 """
 
