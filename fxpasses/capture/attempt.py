@@ -23,6 +23,7 @@ class Feature(enum.Enum):
     SHARED = "shared tensors"
     GRADIENTS = "required gradients"
     OUT = "out= arguments"
+    ROPE = "positions of images"
     CTC = "CTC losses"
     STRIDES = "strides in backward functions"
     SPECULATION = "speculation"

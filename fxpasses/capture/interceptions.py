@@ -45,6 +45,7 @@ FEATURES = {
     Feature.SHARED: ("shared_tensors", "tensors that checkpointed layers share through a dict break the graph"),
     Feature.GRADIENTS: ("required_gradients", "requiring the gradient of an intermediate breaks the graph"),
     Feature.OUT: ("out_arguments", "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph"),
+    Feature.ROPE: ("rope_indices", "`get_rope_index` of vision-language models breaks the graph"),
     Feature.CTC: ("ctc_losses", "`F.ctc_loss` with lengths in tensors breaks the graph"),
     Feature.STRIDES: ("strides_in_backward", "`.stride()` in the backward of a function may break the graph"),
     Feature.SPECULATION: ("speculation_handlers", "loops that skip experts without tokens break the graph"),

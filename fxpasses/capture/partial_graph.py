@@ -78,6 +78,18 @@ class PartialGraph:
             self._values[extra] = self._compute(extra)
         return self._values[extra]
 
+    def tensors(self, nodes: list[Node]) -> list[torch.Tensor] | None:
+        """The values of tensors of metadata for the inputs being traced; None if one is not known."""
+        self.walk_on()
+        found = [self.walk.values.get(node) for node in nodes]
+        extras = [Extra(Ref(value.number, value.memory.version)) for value in found if isinstance(value, Tensor)]
+        if len(extras) < len(nodes):
+            return None
+        try:
+            return self._run(extras)
+        except NotKnown:
+            return None
+
     def is_size(self, found: Any) -> bool:
         """Whether a symbol is a size of an input, which Dynamo knows."""
         return found in self.output.shape_env.var_to_sources
@@ -111,14 +123,17 @@ class PartialGraph:
         return replace(draft, inputs=tuple(roots)).program(), roots
 
     def _compute(self, extra: Extra) -> int | float:
+        (value,) = self._run([extra])
+        return int(value) if isinstance(value, bool) else value
+
+    def _run(self, extras: list[Extra]) -> list[Any]:
         try:
-            program, roots = self.program([extra])
-            with _outside_of_modes():
+            program, roots = self.program(extras)
+            with outside_of_modes():
                 inputs = [_real(node) for node in roots]
-                (value,) = Prologue(program, autocast=self._autocast)(inputs)
+                return list(Prologue(program, autocast=self._autocast)(inputs))
         except Exception as error:  # an error of the user's program recurs when the program runs
             raise NotKnown(f"{type(error).__name__}: {error}") from error
-        return int(value) if isinstance(value, bool) else value
 
     # Walking
 
@@ -128,7 +143,7 @@ class PartialGraph:
             return
         self.is_walking = True
         try:
-            with _outside_of_modes():
+            with outside_of_modes():
                 self._catch_up()
         except Exception as error:  # a defect here must not stop a training run: the trace continues without hints
             log.debug("the walk over Dynamo's graph failed", exc_info=error)
@@ -291,7 +306,7 @@ class _Modules:
 
 
 @contextmanager
-def _outside_of_modes() -> Iterator[None]:
+def outside_of_modes() -> Iterator[None]:
     """Most queries come from inside fake mode, some while autograd is traced: neither may see our operators."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield

@@ -1,0 +1,83 @@
+"""Positions of text and images (`get_rope_index` of Qwen-VL, GLM-V and their kin), in one graph.
+
+transformers computes them by Python's `itertools.groupby` over the type of each token, which Dynamo does not trace for
+data. Tracing it would guard the type of every token, and so compile for each batch. The positions are metadata, and
+their sizes are those of the tokens: here the method is one operator of the graph (`runtime/rope_index.py`), which runs
+it as it is. Before that, it runs once while tracing, for the batch at hand, to see that its results have the sizes of
+the tokens, and that it writes to no argument.
+
+Other arguments than integer tensors of the batch, and results that look otherwise, are left to Dynamo.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites. Seen in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.variables.builder import wrap_fx_proxy
+
+from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.capture.partial_graph import outside_of_modes
+from fxpasses.runtime.rope_index import Call, register
+
+if TYPE_CHECKING:
+    from fxpasses.capture.trace import Trace
+
+_NAME, _PACKAGE = "get_rope_index", "transformers.models."
+
+handlers = Handlers()
+
+
+@handlers.at(method("torch._dynamo.variables.functions.UserMethodVariable", "call_function"))
+def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    function, model = self.fn, getattr(self.obj, "value", None)
+    if getattr(function, "__name__", "") != _NAME or not str(function.__module__).startswith(_PACKAGE):
+        return NOT_HANDLED
+    tensors = _tensors(inspect.signature(function), args, kwargs)
+    if tensors is None or not isinstance(model, torch.nn.Module) or trace.graph is None:
+        return NOT_HANDLED
+    nodes = [tensor.as_proxy().node for tensor in tensors.values()]
+    values = trace.graph.tensors(nodes)
+    if values is None:
+        return NOT_HANDLED
+    dtypes = _dtypes(function, model, dict(zip(tensors, values, strict=True)))
+    if dtypes is None:
+        return NOT_HANDLED
+    name = register(Call(weakref.ref(model), function, tuple(tensors), dtypes))
+    operands = (name, [tensor.as_proxy() for tensor in tensors.values()])
+    proxy = tx.output.create_proxy("call_function", torch.ops.fxpasses.rope_index.default, operands, {})
+    return wrap_fx_proxy(tx=tx, proxy=proxy)
+
+
+def _tensors(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The tensor arguments by name, `input_ids` first; None if there are others than those and None."""
+    try:
+        given = dict(signature.bind(None, *args, **kwargs).arguments)
+    except TypeError:
+        return None
+    given.pop(next(iter(signature.parameters)))
+    found = {"input_ids": given.pop("input_ids", None), **given, **given.pop("kwargs", {})}
+    found.pop("kwargs", None)
+    found = {name: value.realize() for name, value in found.items() if value is not None}
+    tensors = {name: value for name, value in found.items() if value.is_tensor()}
+    others = [value for name, value in found.items() if name not in tensors]
+    are_absent = all(value.is_python_constant() and value.as_python_constant() is None for value in others)
+    return tensors if are_absent and "input_ids" in tensors else None
+
+
+def _dtypes(function: Any, model: torch.nn.Module, values: dict[str, torch.Tensor]) -> Any:
+    """The dtypes of the results for the traced batch; None if it raises, or they have other sizes than expected."""
+    copies = {name: value.clone() for name, value in values.items()}
+    try:
+        with outside_of_modes(), torch.no_grad():
+            positions, deltas = function(model, **copies)
+    except Exception:  # an error of the user's program recurs when Dynamo has traced it
+        return None
+    rows, columns = values["input_ids"].shape
+    look_as_expected = positions.shape == (3, rows, columns) and deltas.shape == (rows, 1)
+    writes = any(not torch.equal(copies[name], value) for name, value in values.items())
+    return (positions.dtype, deltas.dtype) if look_as_expected and not writes else None

@@ -1,0 +1,54 @@
+"""transformers' `get_rope_index` as an operator: positions of text and images, from the types of tokens and grids."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of a model, the names of its tensor arguments, `input_ids` first, and the dtypes of its two results."""
+
+    model: weakref.ReferenceType[torch.nn.Module]
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        positions, deltas = self.function(self.model(), **dict(zip(self.names, tensors, strict=True)))
+        return positions, deltas
+
+
+_calls: dict[str, Call] = {}  # an operator takes no function, so it takes the function's name here
+_process = uuid.uuid4().hex  # in the name, so that no cache on disk gives a graph to a process that lacks the function
+
+
+def register(call: Call) -> str:
+    for name, known in _calls.items():
+        if known == call:
+            return name
+    name = f"{_process}:{len(_calls)}"
+    _calls[name] = call
+    return name
+
+
+@custom_op("fxpasses::rope_index", mutates_args=())
+def rope_index(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """[3, B, T] and [B, 1] for `input_ids` of [B, T], integers. name: of `register`."""
+    positions, deltas = _calls[name](tensors)
+    return positions.clone(), deltas.clone()
+
+
+@rope_index.register_fake
+def _index(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    first, second = _calls[name].dtypes
+    rows, columns = tensors[0].shape
+    return tensors[0].new_empty(3, rows, columns, dtype=first), tensors[0].new_empty(rows, 1, dtype=second)
