@@ -45,6 +45,18 @@ def _product(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
     return 2 * math.prod(outputs[0]) * shapes[0][-1]
 
 
+def _grouped_product(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
+    """Rows [N, K] with each group's weight, or [A, N] with [N, B] by groups of columns and rows: each row once."""
+    if len(shapes[0]) == len(shapes[1]) == 2 and len(outputs[0]) == 3:
+        return 2 * math.prod(shapes[0]) * shapes[1][-1]
+    return _product(shapes, outputs, node)
+
+
+def _grouped_outer(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
+    """Rows [N, A] with rows [N, B]: each pair once."""
+    return 2 * math.prod(shapes[0]) * shapes[1][-1]
+
+
 def _added_product(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
     return 2 * math.prod(outputs[0]) * shapes[1][-1]
 
@@ -82,9 +94,10 @@ def _einsum(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
 
 
 _FORMULAS: dict[str, Callable[[list[Shape], list[Shape], Node], int]] = {
-    **dict.fromkeys(
-        ("linear", "matmul", "mm", "bmm", "mv", "dot", "_grouped_mm", "grouped_mm", "grouped_mm_covering"), _product
-    ),
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv", "dot"), _product),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm"), _grouped_product),
+    **dict.fromkeys((f"fxpasses::grouped_mm{kind}" for kind in ("", "_covering", "_list")), _grouped_product),
+    **dict.fromkeys((f"fxpasses::grouped_outer{kind}" for kind in ("", "_covering", "_list")), _grouped_outer),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _added_product),
     **dict.fromkeys(
         ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu", "fxpasses::sparse_attention"),
