@@ -49,7 +49,8 @@ def batch(*images: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(int(grid.prod(1).sum()), PATCH_NUMBERS, requires_grad=True), grid
 
 
-@pytest.mark.parametrize("tower", [pytest.param(Qwen2, marks=pytest.mark.slow), Qwen25])
+@pytest.mark.slow
+@towers
 def test_one_graph_and_the_numbers_of_eager_mode(tower):
     record = assert_same(tower(), [batch((1, 8, 4), (1, 4, 6))], "aot_eager", tolerance=1e-5)
     assert len(record.graphs) == 1

@@ -134,6 +134,7 @@ def test_a_pass_that_fails_is_in_the_record(monkeypatch):
         "sparsify_attention",
         "omit_masks",
         "coalesce_reads",
+        "split_topk",
     ]
 
 

@@ -283,12 +283,9 @@ def test_without_gradients():
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(Plan(("dropout",) * 4, checkpointed=EVERY), id="dropout", marks=pytest.mark.slow),
-        pytest.param(Plan(("attention", "routed") * 4), id="kinds"),
-    ],
+    "plan", [Plan(("dropout",) * 4, checkpointed=EVERY), Plan(("attention", "routed") * 4)], ids=["dropout", "kinds"]
 )
 def test_inductor_compiles_each_body_once(plan, monkeypatch):
     import fxpasses.backend as backend

@@ -93,6 +93,7 @@ def test_without_it_an_idle_expert_decays() -> None:
     assert not as_in_eager_mode(SwiGluLinears, "idle later", "skip_numel", "eager", lambda optimizer: None)
 
 
+@pytest.mark.slow
 def test_inductor_keeps_the_sign() -> None:
     model = model_of(GeluLinears)
     route(model)
