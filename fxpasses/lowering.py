@@ -142,8 +142,9 @@ def _run_by_operator(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled
     """
     from torch._dynamo.backends.debugging import boxed_nop
 
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
+    for node in gm.graph.nodes:
+        if str(node.target) == "aten.view.default":
+            node.target = torch.ops.aten.reshape.default
     gm.recompile()
     return boxed_nop(gm, list(example_inputs))
 
