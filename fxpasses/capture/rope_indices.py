@@ -8,7 +8,8 @@ the tokens, and that it writes to no argument.
 
 Other arguments than integer tensors of the batch, and results that look otherwise, are left to Dynamo.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites. Seen in transformers 5.23.
+Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, and the
+attributes by which a bound method knows its function and its object. Seen in transformers 5.23.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ handlers = Handlers()
 
 @handlers.at(method("torch._dynamo.variables.functions.UserMethodVariable", "call_function"))
 def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    function, model = self.fn, getattr(self.obj, "value", None)
+    # Attributes of torch 2.11 and 2.13; of 2.15.
+    function = getattr(self, "fn", getattr(getattr(self, "im_func", None), "fn", None))
+    model = getattr(getattr(self, "obj", getattr(self, "im_self", None)), "value", None)
     if getattr(function, "__name__", "") != _NAME or not str(function.__module__).startswith(_PACKAGE):
         return NOT_HANDLED
     tensors = _tensors(inspect.signature(function), args, kwargs)
