@@ -26,6 +26,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fxpasses.capture.attempt import Feature
 from fxpasses.capture.dynamo_names import CHECKED, MissingName, find
 from fxpasses.once import warn_once
@@ -104,7 +106,8 @@ CONDITIONAL_JUMP = opcodes("conditional jump", "IF_TRUE", "IF_FALSE")
 class Handler:
     """checked: the versions of torch that it was tried on. order: among the site's handlers.
 
-    without: the effect of its absence; "" if its feature must be off then.
+    without: the effect of its absence; "" if its feature must be off then. elsewhere: whether it may run on other
+    versions as well; not where a proof needs that Dynamo does something in no other way than through the sites.
     """
 
     site: Site
@@ -112,20 +115,21 @@ class Handler:
     checked: tuple[str, ...]
     order: int = 1
     without: str = ""
+    elsewhere: bool = True
 
 
 class Handlers(list[Handler]):
     """The handlers of one feature."""
 
-    def __init__(self, checked: tuple[str, ...] = CHECKED) -> None:
+    def __init__(self, checked: tuple[str, ...] = CHECKED, elsewhere: bool = True) -> None:
         super().__init__()
-        self._checked = checked
+        self._checked, self._elsewhere = checked, elsewhere
 
     def at(self, *sites: Site, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a function. about: `order` and `without`."""
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.extend(Handler(site, function, self._checked, **about) for site in sites)
+            self.extend(Handler(site, function, self._checked, elsewhere=self._elsewhere, **about) for site in sites)
             return function
 
         return register
@@ -135,7 +139,7 @@ class Handlers(list[Handler]):
 class Row:
     """A handler in the table. places: where this torch has its site; none if it lacks it.
 
-    missing: the missing name and the effect of its absence, or "".
+    missing: the missing name and the effect of its absence, or "", also where the handler is not for this torch.
     """
 
     feature: Feature
@@ -164,6 +168,9 @@ def _handlers_of(feature: Feature) -> list[Handler]:
 
 
 def _row(feature: Feature, handler: Handler) -> Row:
+    here = ".".join(torch.__version__.split(".")[:2])
+    if not handler.elsewhere and not any(version.startswith(f"{here}.") for version in handler.checked):
+        return Row(feature, handler)
     try:
         places = tuple(handler.site.places())
         for place in places:

@@ -36,7 +36,7 @@ handlers = Handlers()
 @handlers.at(method("torch._dynamo.variables.functions.UserMethodVariable", "call_function"))
 def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     # Attributes of torch 2.11 and 2.13; of 2.15.
-    function = getattr(self, "fn", getattr(getattr(self, "im_func", None), "fn", None))
+    function: Any = getattr(self, "fn", getattr(getattr(self, "im_func", None), "fn", None))
     model = getattr(getattr(self, "obj", getattr(self, "im_self", None)), "value", None)
     if getattr(function, "__name__", "") != _NAME or not str(function.__module__).startswith(_PACKAGE):
         return NOT_HANDLED

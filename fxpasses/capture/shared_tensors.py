@@ -48,7 +48,7 @@ _READS = ("__contains__", "__getitem__", "get")
 _HAS_SLOTS = hasattr(ConstDictVariable, "mp_ass_subscript_impl")  # torch 2.11 has no methods but `call_method`
 _ALL = object()
 
-handlers = Handlers(checked=("2.11.0", "2.13.0"))
+handlers = Handlers(checked=("2.11.0", "2.13.0"), elsewhere=False)  # 2.15 asks for the length elsewhere
 
 
 class SharedTensors:

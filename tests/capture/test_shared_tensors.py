@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fxpasses.inspect
+from fxpasses.capture.interceptions import Feature, off_in, table
 from tests.support import compiled
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
 WIDTH = 4
+captured = pytest.mark.skipif(Feature.SHARED in off_in(table()), reason="off on this torch")
 X = torch.linspace(-1, 2, 6 * WIDTH).view(6, WIDTH)
 
 
@@ -87,11 +89,13 @@ def is_one_graph(model: nn.Module, lowering: str = "aot_eager") -> bool:
     return len(graphs) == 1 and "torch_dynamo_resume" not in graphs[0].function
 
 
+@captured
 @pytest.mark.parametrize("kind", [Model, UserDicts, Asks, ReadByTheFrame])
 def test_one_graph(kind: type[Model]) -> None:
     assert is_one_graph(kind())
 
 
+@captured
 def test_without_autograd() -> None:
     model = Model().requires_grad_(False)
     with torch.no_grad():

@@ -86,9 +86,7 @@ def test_own_loop_is_one_graph(name: str) -> None:
     assert counts["aten::nonzero"] == 0
 
 
-@pytest.mark.parametrize(
-    "name, loops", [pytest.param("longcat_flash", 4, marks=pytest.mark.slow), ("jetmoe", 8)]
-)
+@pytest.mark.parametrize("name, loops", [pytest.param("longcat_flash", 4, marks=pytest.mark.slow), ("jetmoe", 8)])
 def test_loops_of_other_forms(name: str, loops: int) -> None:
     """Experts that return their input; and two projections, with attention between, of rows that are cut by counts."""
     [architecture] = [each for each in architectures() if each.key == f"causal/{name}"]
