@@ -20,6 +20,8 @@ last one: other passes take away the differences between layers, and do not look
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,6 +45,11 @@ _CALLS = ("call_function", "call_method", "call_module")
 # A body that is one product, such as a projection to queries or keys, has no kernel to compile: the nine of a BERT of
 # three layers made its step 1.2 times as long (bench case `mlperf`). A residual MLP has six calls.
 _LEAST_COMPUTED = 5
+# A call of a body costs 0.1 to 0.4 ms, forward and backward, on the CPU that was measured, and host time anywhere: steps
+# took 1.12 times as long with residual blocks of 5e7 operations (a small MiniGo), 1.03 to 1.08 with layers of 2e8 (a
+# mixture of hidden size 128), and 1.00 to 1.02 with layers of 4e8 (Llama of hidden size 128). For devices the limit is
+# what one of 100 Tflop/s does in 0.1 ms; it was not measured.
+_LEAST_FLOPS, _LEAST_FLOPS_ON_DEVICES = 3e8, 1e10
 
 
 class FoldLayers:
@@ -98,9 +105,25 @@ def _legal(gm: GraphModule, found: list[Kind], legality: Legality, context: Cont
 
 def _check_size(gm: GraphModule, segment: Segment, options: Options) -> None:
     """Raise `Refused` where "auto" would pay for calls from Python, and save next to nothing to compile."""
-    computed = sum(operator_of(node) not in VIEWS for node in with_bodies(gm, segment.nodes) if node.op in _CALLS)
-    if options.fold == "auto" and computed < _LEAST_COMPUTED:
+    if options.fold != "auto":
+        return
+    nodes = [node for node in with_bodies(gm, segment.nodes) if node.op in _CALLS]
+    computed = sum(operator_of(node) not in VIEWS for node in nodes)
+    if computed < _LEAST_COMPUTED:
         raise Refused(Reason.SMALL, f"{computed} calls that compute anything")
+    devices = {leaf.device.type for node in nodes for leaf in _results(node) if isinstance(leaf, torch.Tensor)}
+    flops, least = sum(flops_of(node, _results(node)) or 0 for node in nodes), _least_flops(devices)
+    if flops < least:
+        raise Refused(Reason.SMALL, f"{flops:.1e} of {least:.0e} floating-point operations")
+
+
+def _least_flops(devices: Collection[str]) -> float:
+    """Those of a body's forward, of which a call from Python, forward and backward, takes 2 % of the time."""
+    return _LEAST_FLOPS if devices == {"cpu"} else _LEAST_FLOPS_ON_DEVICES
+
+
+def _results(node: Node) -> list[Any]:
+    return list(pytree.tree_leaves(node.meta.get("example_value")))
 
 
 def _check_options(options: Options) -> None:
@@ -127,8 +150,7 @@ def _replayed(options: Options) -> bool:
 def _is_heavy(gm: GraphModule, segment: Segment) -> bool:
     """Whether a segment has products of matrices, or the like, beside which a call from Python does not count."""
     for node in with_bodies(gm, segment.nodes):
-        results = pytree.tree_leaves(node.meta.get("example_value"))
-        if flops_of(node, results) or "fxpasses" in str(node.target):
+        if flops_of(node, _results(node)) or "fxpasses" in str(node.target):
             return True
     return False
 

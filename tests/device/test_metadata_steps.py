@@ -173,9 +173,7 @@ def test_prefetch_copies_on_a_stream_of_its_own_while_the_device_works():
         assert counts().copies_out == 1 and counts().stalls == 0 and counts().streams >= 1
         simulated.reset_counts()
         found = step(program, x, lengths)
-        assert (
-            counts().copies_out == 0 and counts().synchronizations <= 1
-        )  # 0 on a busy host
+        assert counts().copies_out == 0 and counts().synchronizations <= 1  # 0 on a busy host
         assert same(found, step(model, x, lengths))
 
 

@@ -49,7 +49,7 @@ from torch._dynamo.utils import counters
 import fxpasses
 
 layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4)))
-compiled = torch.compile(layers, backend="fastpack", options={"fastpack.strict": True, "fastpack.fold": "auto"})
+compiled = torch.compile(layers, backend="fastpack", options={"fastpack.strict": True, "fastpack.fold": "on"})
 with fxpasses.inspect.record() as record:
     compiled(torch.randn(2, 8, requires_grad=True)).sum().backward()
 assert any(report.pass_name == "fold_layers" and report.changed for report in record.graphs[0].reports)

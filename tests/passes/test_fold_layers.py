@@ -221,7 +221,10 @@ class Products(nn.Module):
         return x.sin()
 
 
-def test_auto_folds_from_four_layers_on():
+def test_auto_folds_from_four_layers_on(monkeypatch):
+    report = report_on(Stack(Plan(("block",) * 4)), fold="auto")
+    assert [(refusal.reason, "floating-point" in refusal.text) for refusal in report.refusals] == [(Reason.SMALL, True)]
+    monkeypatch.setattr("fxpasses.passes.fold_layers._LEAST_FLOPS", 0)
     assert not report_on(Stack(Plan(("block",) * 3)), fold="auto").changed
     assert not report_on(Stack(Plan(("block",) * 4)), fold="auto", lowering="aot_eager").changed
     report = report_on(Products(), fold="auto")
@@ -299,7 +302,7 @@ def test_inductor_compiles_each_body_once(plan, monkeypatch):
 
     monkeypatch.setattr(backend, "lower", counting)
     with torch._inductor.config.patch(fallback_random=True):  # to compare with eager mode
-        record = assert_same_steps(plan, "inductor", tolerance=1e-5, fold="auto", dynamic=False)
+        record = assert_same_steps(plan, "inductor", tolerance=1e-5, fold="on", dynamic=False)
     assert report_of(record).changed
     kinds = len(set(plan.layers))
     lengths = 2
