@@ -45,7 +45,7 @@ _CALLS = ("call_function", "call_method", "call_module")
 # A body that is one product, such as a projection to queries or keys, has no kernel to compile: the nine of a BERT of
 # three layers made its step 1.2 times as long (bench case `mlperf`). A residual MLP has six calls.
 _LEAST_COMPUTED = 5
-# A call of a body costs 0.1 to 0.4 ms, forward and backward, on the CPU that was measured, and host time anywhere: steps
+# A call of a body costs 0.1 to 0.4 ms, forward and backward, on the CPU that was measured, and host time on any. Steps
 # took 1.12 times as long with residual blocks of 5e7 operations (a small MiniGo), 1.03 to 1.08 with layers of 2e8 (a
 # mixture of hidden size 128), and 1.00 to 1.02 with layers of 4e8 (Llama of hidden size 128). For devices the limit is
 # what one of 100 Tflop/s does in 0.1 ms; it was not measured.
