@@ -22,6 +22,8 @@ def compute(seconds: float) -> None:
 
 
 PROGRAM = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
+# The system counts user and system time in ticks of 10 ms, and may leave out one started tick of each.
+LEAST = 0.3 - 0.03
 
 
 def test_a_phase_has_the_time_in_which_it_is_the_innermost_one():
@@ -45,7 +47,7 @@ def test_a_phase_has_the_time_in_which_it_is_the_innermost_one():
 
 def test_processes_that_ended_count_and_so_do_those_that_still_run():
     ended = first_call(lambda: subprocess.run([sys.executable, "-c", PROGRAM], check=True))
-    assert ended[f"{CXX}_s"] >= 0.3 and ended["wall_s"] >= 0.3
+    assert ended[f"{CXX}_s"] >= LEAST and ended["wall_s"] >= LEAST
     if sys.platform == "linux":
         running: list[Any] = []
 
@@ -58,7 +60,7 @@ def test_processes_that_ended_count_and_so_do_those_that_still_run():
 
         cost = first_call(start)
         running[0].communicate(b"\n")
-        assert cost[f"{CXX}_s"] >= 0.3 and cost["cpu_s"] >= 0.3
+        assert cost[f"{CXX}_s"] >= LEAST and cost["cpu_s"] >= LEAST
 
 
 def test_memory_is_the_largest_resident_set_until_the_calls_end():
