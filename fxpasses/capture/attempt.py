@@ -19,7 +19,7 @@ class Feature(enum.Enum):
     HINTS = "value hints"
     SLICES = "sizes of slices"
     OUTPUTS = "recorded outputs"
-    STORES = "stored numbers"
+    STORES = "stored values"
     SHARED = "shared tensors"
     GRADIENTS = "required gradients"
     OUT = "out= arguments"

@@ -43,7 +43,7 @@ FEATURES = {
     Feature.HINTS: ("hints", "code that asks the batch for a number breaks the graph"),
     Feature.SLICES: ("slice_sizes", "slices whose bounds depend on the batch may break the graph"),
     Feature.OUTPUTS: ("recorded_outputs", "transformers' recorded outputs of layers break the graph"),
-    Feature.STORES: ("stored_numbers", "numbers that checkpointed layers store outside break the graph"),
+    Feature.STORES: ("stored_values", "what checkpointed layers store outside break the graph"),
     Feature.SHARED: ("shared_tensors", "tensors that checkpointed layers share through a dict break the graph"),
     Feature.GRADIENTS: ("required_gradients", "requiring the gradient of an intermediate breaks the graph"),
     Feature.OUT: ("out_arguments", "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph"),

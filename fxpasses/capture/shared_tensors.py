@@ -67,6 +67,9 @@ class SharedTensors:
     def any(self) -> bool:
         return bool(self._by)
 
+    def conflict(self, gm: Any) -> str:
+        return next(iter(self.conflicts), "")
+
     def read(self, shared: Any, key: Any, body: Any) -> None:
         if self._by.get((shared, key), self) is not body:
             self._read.add((shared, key))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fxpasses.capture.required_gradients import RequiredGradients
     from fxpasses.capture.shared_tensors import SharedTensors
     from fxpasses.capture.speculation import Speculation
-    from fxpasses.capture.stored_numbers import StoredNumbers
+    from fxpasses.capture.stored_values import StoredValues
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Trace:
 
     speculation: Speculation
     numpy: NumpyCounts
-    stores: StoredNumbers
+    stores: StoredValues
     shared: SharedTensors
     required: RequiredGradients
 
@@ -97,9 +97,9 @@ class Trace:
 
             self.numpy = NumpyCounts(self.speculation)
         if self.has(Feature.STORES):
-            from fxpasses.capture.stored_numbers import StoredNumbers
+            from fxpasses.capture.stored_values import StoredValues
 
-            self.stores = StoredNumbers()
+            self.stores = StoredValues()
         if self.has(Feature.SHARED):
             from fxpasses.capture.shared_tensors import SharedTensors
 

@@ -60,7 +60,7 @@ def traced(attempt: Attempt) -> Iterator[Trace]:
             once: set[Any] = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
             stack.enter_context(_config.patch(ignore_logging_functions=_config.ignore_logging_functions | once))
         if Feature.STORES in attempt.features:
-            from fxpasses.capture.stored_numbers import traces_what_was_given
+            from fxpasses.capture.stored_values import traces_what_was_given
 
             attempt = attempt if traces_what_was_given() else attempt.without(Feature.STORES)
         yield stack.enter_context(as_current(Trace(attempt)))
@@ -139,7 +139,7 @@ def check(trace: Trace, gm: GraphModule | None = None) -> None:
 
 
 def _store_conflict(trace: Trace, stores: Any, gm: GraphModule | None) -> str:
-    """Why a captured store in a checkpoint, of numbers or of tensors, would be visible; "" if it is not."""
+    """Why a captured store in a checkpoint, on an object or in a dict, would be visible; "" if it is not."""
     if not stores.any:
         return ""
     calls = gm.graph.find_nodes(op="call_function", target=CHECKPOINT) if gm is not None else []
@@ -147,7 +147,7 @@ def _store_conflict(trace: Trace, stores: Any, gm: GraphModule | None) -> str:
         return "a recomputation draws other random numbers"
     if gm is not None and (trace.graph is None or _is_part_of_frame(trace.graph.output)):
         return "the graph breaks in the frame"
-    return next(iter(stores.conflicts), "")
+    return stores.conflict(gm) if gm is not None else next(iter(stores.conflicts), "")
 
 
 def _is_part_of_frame(output: Any) -> bool:

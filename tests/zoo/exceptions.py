@@ -132,6 +132,5 @@ LEFT_OUT: dict[str, str] = {
 
 # Why an architecture is more than one graph, where the reason that Dynamo gives does not say it.
 REASONS: dict[str, str] = {
-    "recurrent_gemma": "with checkpoints, stores the state of its recurrence on a module, twice in each layer",
     "reformer": "sets seeds in each layer, in an autograd function of its own",
 }

@@ -1,4 +1,4 @@
-"""Numbers that a checkpointed layer stores outside: captured where nobody can tell a repeated store, else as stock."""
+"""What a checkpointed layer stores outside: captured where nobody can tell a repeated store, else as stock."""
 
 from __future__ import annotations
 
@@ -139,6 +139,70 @@ def test_what_is_compiled_may_be_a_model_or_a_function(given: str) -> None:
     counters.clear()
     program(torch.randn(ROWS, WIDTH, requires_grad=True)).sum().backward()
     assert not counters["graph_break"] and model.layers[1].notes.sizes
+
+
+class Recurrent(Layer):
+    """As RecurrentGemma: what the last call left is cleared, and the state after the last row stored."""
+
+    state: Any = None
+
+    def run(self, x: Tensor) -> Tensor:
+        self.state = None
+        x = self.linear(x)
+        before = torch.zeros(WIDTH) if self.state is None else self.state
+        rows = x + before
+        self.state = rows[-1] + before
+        return self.linear(rows.sin())
+
+
+class WrittenByTheFrame(Recurrent):
+    """Eager mode stores again in the recomputation what was written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.state.detach().add_(1)
+        return y
+
+
+class WrittenInTheBody(Recurrent):
+    def run(self, x: Tensor) -> Tensor:
+        self.state = self.linear(x).detach()
+        y = self.linear(self.state.sin() * x)
+        self.state.add_(1)
+        return y
+
+
+class StopsBetween(Recurrent):
+    """Eager mode ends the recomputation at the sine, with `None` stored."""
+
+    def run(self, x: Tensor) -> Tensor:
+        self.state = None
+        x = self.linear(x).sin()
+        self.state = x[-1] + 1
+        return x + 1
+
+
+def left(program: Any, model: nn.Sequential, x: Tensor) -> list[Any]:
+    """Output, gradients, and what the layers hold after a step."""
+    out = program(x)
+    grads = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+    return [out.detach(), *grads, *(None if layer.state is None else layer.state.detach() for layer in model)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "graphs"), [(Recurrent, 1), (WrittenByTheFrame, None), (WrittenInTheBody, None), (StopsBetween, None)]
+)
+def test_tensors_are_stored_as_by_eager_mode(kind: type[Recurrent], graphs: int | None) -> None:
+    """Before, no such layer was one graph. A store that the recomputation repeats otherwise is left to eager mode."""
+    torch.manual_seed(4)
+    model = nn.Sequential(*(kind(Notes()) for _ in range(2)))
+    own = copy.deepcopy(model)
+    program = compiled(own, "aot_eager")
+    with fxpasses.inspect.record() as record:
+        for _ in range(2):
+            x = torch.randn(ROWS, WIDTH)
+            torch.testing.assert_close(left(program, own, x), left(model, model, x), rtol=0, atol=0)
+    assert graphs is None or len(record.graphs) == graphs
 
 
 @pytest.mark.slow

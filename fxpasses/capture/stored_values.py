@@ -1,21 +1,23 @@
-"""Numbers that a checkpointed layer stores on an outer object, in one graph: `self.splits = counts.tolist()`.
+"""Values that a checkpointed layer stores on an outer object, in one graph: `self.splits = counts.tolist()`.
 
-torchtitan's expert parallel records in a layer how many rows it sent to each process. In a checkpoint, Dynamo breaks
-the graph at such a store ("HOP: Unsafe side effect"), because eager mode repeats the store in the recomputation and
-compiled code does not. The difference is invisible if the repeated store does not change the attribute:
+torchtitan's expert parallel records in a layer how many rows it sent to each process; RecurrentGemma stores the state
+of its recurrence. In a checkpoint, Dynamo breaks the graph at such a store ("HOP: Unsafe side effect"), because eager
+mode repeats it in the recomputation and compiled code does not. The difference is invisible if the repeated store does
+not change the attribute:
 
-- The attribute is stored once, in the body of one checkpoint of the frame, and never stored later. (Of two stores in
-  one body, the recomputation may execute only the first: it stops as soon as it has all that backward needs.)
+- The attribute is stored in the body of one checkpoint of the frame, and never stored later. Of several stores in one
+  body, the recomputation may execute only the first ones: it stops as soon as it has all that backward needs. So a
+  product that keeps an operand for backward has to follow the last one.
 - No body reads it before the store, so that the recomputation reads nothing that differs from forward. Later reads, by
-  the same body or the frame, see the stored number.
-- The stored value consists of integers and constants, in lists and tuples that are not changed later. With the random
-  state preserved, which is the default, the recomputation computes the same value.
+  the same body or the frame, see the stored value.
+- The stored value consists of integers, constants and tensors, in lists and tuples, that are not changed later. With
+  the random state preserved, which is the default, the recomputation computes the same value.
 - The frame was passed to `torch.compile`, and is captured as a whole. For a frame that is compiled separately because
   the graph broke in its caller, or for part of a frame, the stores of the rest are unknown.
 
-Every other store breaks the graph as in stock PyTorch. If a violation shows too late (a second store), the frame is
+Every other store breaks the graph as in stock PyTorch. If a violation shows too late (a store by the frame), the frame is
 traced again without this feature. After a step the attribute holds the value stored by the last forward pass. In eager
-mode it holds the value stored by the last recomputation, which is the same number, unless the surrounding program
+mode it holds the value stored by the last recomputation, which is equal, unless the surrounding program
 stores to the attribute between forward and backward, or runs backward through several forward passes in their order.
 
 Private names, checked on torch 2.13 and 2.15, besides the handlers' sites:
@@ -38,18 +40,22 @@ from torch._dynamo.variables.base import AttributeMutationExisting
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.fx import GraphModule, Node
 
 import fxpasses
 from fxpasses.capture.bodies import outer_body
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.graph.aliases import storages, storages_of, written_operands
+from fxpasses.graph.calls import operator_of
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace
 
 _OBJECTS = (UserDefinedObjectVariable, UnspecializedNNModuleVariable)  # `read` sees all reads of their attributes
 _ALL = "__dict__"
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm"})
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _OBJECT = "torch._dynamo.variables.user_defined.UserDefinedObjectVariable"
 
@@ -68,13 +74,15 @@ handlers = Handlers(checked=("2.13.0", "2.15.0"))
 Key = tuple[int, str]  # an object, by identity, and the name of its attribute
 
 
-class StoredNumbers:
+class StoredValues:
     """The stores and reads of the bodies of one trace. conflicts: why an allowed store would be visible."""
 
     def __init__(self) -> None:
         self._by: dict[Key, Any] = {}  # the body that stored the attribute
         self._read: set[Key] = set()
         self._lists: dict[int, tuple[Any, Any]] = {}  # stored lists, and the body that stored each
+        self._tensors: list[Any] = []  # stored ones, as fake tensors
+        self._again: dict[Key, Node] = {}  # of several stores in a body, the node before the last one
         self.conflicts: list[str] = []
 
     @property
@@ -85,9 +93,9 @@ class StoredNumbers:
         if self._by.get(key) is not body:
             self._read.add(key)
 
-    def stored(self, key: Key) -> None:
+    def stored(self, key: Key, body: Any) -> None:
         """Record a store by a body or the frame, which the recomputation of an earlier storing body would undo."""
-        if key in self._by:
+        if key in self._by and self._by[key] is not body:
             self.conflicts.append(f"`{key[1]}` is stored again")
 
     def changed(self, value: Any, body: Any) -> None:
@@ -96,12 +104,45 @@ class StoredNumbers:
 
     def allow(self, key: Key, value: Any, body: Any) -> bool:
         """Whether a body may store a value; if so, the store is recorded."""
-        lists = list(_lists_in(value))
-        if {key, (key[0], _ALL)} & self._read or key in self._by or None in lists:
+        parts = list(_parts(value))
+        if {key, (key[0], _ALL)} & self._read or self._by.get(key, body) is not body or None in parts:
             return False
+        if key in self._by:
+            self._again[key] = next(iter(reversed(body.graph.nodes)))
         self._by[key] = body
-        self._lists |= {id(found): (found, body) for found in lists}
+        self._tensors += [part.as_proxy().node.meta["example_value"] for part in parts if part.is_tensor()]
+        self._lists |= {id(part): (part, body) for part in parts if not part.is_tensor()}
         return True
+
+    def conflict(self, gm: GraphModule) -> str:
+        """Why an allowed store would be visible, now that the graph is complete; "" if it is not."""
+        for key, last in self._again.items():
+            if last._erased or not any(map(_keeps_operand, _after(last))):
+                return f"`{key[1]}` is stored several times, and a recomputation may stop between"
+        stored = {storage for tensor in self._tensors for storage in storages_of(tensor)}
+        if stored and any(stored & written for written in _written(gm)):
+            return "a tensor that was stored is written to"
+        return next(iter(self.conflicts), "")
+
+
+def _after(node: Node) -> Iterator[Node]:
+    while node.next.op != "root":
+        node = node.next
+        yield node
+
+
+def _keeps_operand(node: Node) -> bool:
+    """Whether eager mode keeps an operand of a call for backward."""
+    example = node.meta.get("example_value")
+    return operator_of(node) in _PRODUCTS and isinstance(example, torch.Tensor) and example.requires_grad
+
+
+def _written(gm: GraphModule) -> Iterator[set[int]]:
+    """The memory that the graph and the bodies of its checkpoints write to, by call."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                yield {storage for operand in written_operands(node, module) for storage in storages(operand)}
 
 
 def traces_what_was_given() -> bool:
@@ -123,7 +164,7 @@ def store(
         return NOT_HANDLED
     tx = self.output_graph_weakref().current_tx
     key, body = (id(item.value), name), outer_body(tx)
-    trace.stores.stored(key)
+    trace.stores.stored(key, body)
     if body is None or side_effects.is_side_effect_safe(item.mutation_type) or not trace.stores.allow(key, value, body):
         return NOT_HANDLED
     with side_effects.allow_externally_visible_side_effects_in_subtracer(tx):
@@ -161,13 +202,15 @@ def _is_of_module(tx: Any) -> bool:
     return tx.f_code in (nn.Module.__setattr__.__code__, nn.Module.__getattr__.__code__)
 
 
-def _lists_in(value: Any) -> Iterator[Any]:
-    """The lists and tuples in a value, and None for anything else in it but integers and constants."""
+def _parts(value: Any) -> Iterator[Any]:
+    """The lists, tuples and tensors in a value, and None for anything else in it but integers and constants."""
     value = value.realize()
     if isinstance(value, BaseListVariable):
         yield value
         for item in value.items:
-            yield from _lists_in(item)
+            yield from _parts(item)
+    elif type(value) is TensorVariable:
+        yield value
     elif not isinstance(value, ConstantVariable) and not (
         isinstance(value, SymNodeVariable) and value.python_type() is int
     ):
