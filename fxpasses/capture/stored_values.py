@@ -15,10 +15,10 @@ not change the attribute:
 - The frame was passed to `torch.compile`, and is captured as a whole. For a frame that is compiled separately because
   the graph broke in its caller, or for part of a frame, the stores of the rest are unknown.
 
-Every other store breaks the graph as in stock PyTorch. If a violation shows too late (a store by the frame), the frame is
-traced again without this feature. After a step the attribute holds the value stored by the last forward pass. In eager
-mode it holds the value stored by the last recomputation, which is equal, unless the surrounding program
-stores to the attribute between forward and backward, or runs backward through several forward passes in their order.
+Every other store breaks the graph as in stock PyTorch. If a violation shows too late (a store by the frame), the frame
+is traced again without this feature. After a step the attribute holds the value stored by the last forward pass. In
+eager mode it holds the value stored by the last recomputation, which is equal, unless the surrounding program stores to
+the attribute between forward and backward, or runs backward through several forward passes in their order.
 
 Private names, checked on torch 2.13 and 2.15, besides the handlers' sites:
 `side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the stored value; a
