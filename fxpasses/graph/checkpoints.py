@@ -1,11 +1,12 @@
-"""Save a router's choice and the sort by experts in a checkpoint, so that the recomputation routes as forward did.
+"""What checkpoints save: the user's policies, and the router's choice.
 
 A recomputed router may round differently (another fusion, another kernel) and so choose another expert for a token with
 nearly equal scores, which changes the order of the sort. The choice and the order are small, so a body in which a loop
-over experts was rewritten saves them. A body with the user's own policy keeps that.
+over experts was rewritten saves them: the recomputation routes as forward did. A body with the user's own policy keeps
+that.
 
-Private name, checked on torch 2.11 and 2.13: the entry `_checkpoint_context_fn` of a checkpoint body's `meta`, in which
-Dynamo passes on the `context_fn` of `torch.utils.checkpoint`; its attribute `cache_hash` is part of the keys of
+Private name, checked on torch 2.11, 2.13 and 2.15: the entry `_checkpoint_context_fn` of a checkpoint body's `meta`, in
+which Dynamo passes on the `context_fn` of `torch.utils.checkpoint`; its attribute `cache_hash` is part of the keys of
 PyTorch's caches, and the logger `torch._higher_order_ops.wrap` warns about a `context_fn`.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -47,6 +49,28 @@ def has_policy(body: GraphModule) -> bool:
     """Whether the user chose which results the checkpoint of a body saves."""
     contexts = body.meta.get("_checkpoint_context_fn")
     return contexts is not None and getattr(contexts, "cache_hash", None) != _OURS
+
+
+def policy_of(body: GraphModule) -> Hashable:
+    """Equal for bodies whose checkpoints select alike; None for one that saves nothing but its inputs.
+
+    For each checkpoint, Dynamo makes a `functools.partial` anew, also of one that the program makes once. So two of
+    them are equal if their parts are.
+    """
+    contexts = body.meta.get("_checkpoint_context_fn")
+    return None if contexts is None else getattr(contexts, "cache_hash", None) or _parts(contexts)
+
+
+def _parts(value: Any) -> Hashable:
+    if isinstance(value, functools.partial):
+        return functools.partial, _parts(value.func), _parts(value.args), _parts(value.keywords)
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_parts, value))
+    if isinstance(value, dict):
+        return dict, tuple((_parts(key), _parts(item)) for key, item in value.items())
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return type(value), repr(value)
+    return id(value)  # an operator, or a function
 
 
 def save_routing(body: GraphModule) -> None:

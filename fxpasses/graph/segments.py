@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpasses.graph.aliases import storages_of
+from fxpasses.graph.checkpoints import policy_of
 from fxpasses.graph.modes import enters_autocast
 from fxpasses.graph.symbols import expression, free_symbols, is_symbolic, symbol
 
@@ -76,9 +77,12 @@ def _numbers(gm: GraphModule, symbols: set[sympy.Symbol]) -> list[Node]:
     return [node for number, node in inputs if number in symbols]
 
 
-def local_signature(gm: GraphModule, node: Node) -> Any:
-    """What equal segments have in common at one place, without what its operands are."""
-    form = _Form(gm)
+def local_signature(gm: GraphModule, node: Node, policies: bool = True) -> Any:
+    """What equal segments have in common at one place, without what its operands are.
+
+    policies: whether what checkpoints select is a part of it.
+    """
+    form = _Form(gm, policies)
     form.graph([node])
     return tuple(form.parts)
 
@@ -107,8 +111,8 @@ def with_bodies(gm: GraphModule, nodes: Iterable[Node]) -> Iterator[Node]:
 class _Form:
     """Collects the parts of a form in program order."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm = gm
+    def __init__(self, gm: GraphModule, policies: bool = True) -> None:
+        self.gm, self.policies = gm, policies
         self.parts: list[Any] = []
         self.operands: dict[Node, int] = {}
         self.symbols: set[sympy.Symbol] = set()
@@ -157,7 +161,7 @@ class _Form:
 
     def _body(self, body: GraphModule) -> Any:
         """The form of a body, whose placeholders stand for operands of its call."""
-        inner = _Form(body)
+        inner = _Form(body, self.policies)
         inner._bound = self._bound
         placeholders = body.graph.find_nodes(op="placeholder")
         inner._numbers = {node: -1 - position for position, node in enumerate(placeholders)}
@@ -166,8 +170,7 @@ class _Form:
         # Tensors that a body takes as attributes belong to this one body.
         attributes = tuple(id(attribute(body, node)) for node in inner.operands)
         self.symbols |= inner.symbols
-        policy = body.meta.get("_checkpoint_context_fn")
-        return ("body", tuple(inner.parts), attributes, getattr(policy, "cache_hash", None) or id(policy))
+        return "body", tuple(inner.parts), attributes, policy_of(body) if self.policies else None
 
     def _value(self, node: Node) -> Any:
         return tuple(map(self._leaf, pytree.tree_leaves(self._example(node))))

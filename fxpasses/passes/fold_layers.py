@@ -37,6 +37,7 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.graph.repetition import Kind, kinds
 from fxpasses.graph.segments import Segment, is_reference, with_bodies
 from fxpasses.options import FOLD_LEAST, Options
+from fxpasses.passes.fold import policies
 from fxpasses.passes.fold.legality import Legality
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
@@ -63,7 +64,9 @@ class FoldLayers:
         options = context.options
         if not options.folds:
             return report
-        found = [kind for kind in kinds(gm, FOLD_LEAST[options.fold]) if _is_heavy(gm, kind[0])]
+        least = FOLD_LEAST[options.fold]
+        found = [kind for kind in kinds(gm, least) if _is_heavy(gm, kind[0])]
+        report.refusals += policies.refusals(gm, least)
         if not found:
             return report
         try:
