@@ -18,20 +18,24 @@ from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import sizes_of
 
 Shape = list[int]
+SizesOf = Callable[[torch.Tensor], Shape | None]
 
 
-def flops_of(node: Node, results: Sequence[Any]) -> int | None:
-    """The estimate; None if there is no formula, or a size is known only at run time."""
-    if not node.op.startswith("call"):
+def has_formula(node: Node) -> bool:
+    """Whether a node computes products of matrices, or the like."""
+    return operator_of(node) in _FORMULAS
+
+
+def flops_of(node: Node, results: Sequence[Any], sizes: SizesOf = sizes_of) -> int | None:
+    """The estimate; None if there is no formula, or a size is not known: without `sizes`, only at run time."""
+    if not has_formula(node):
         return None
-    formula = _FORMULAS.get(operator_of(node))
-    if formula is None:
-        return None
+    formula = _FORMULAS[operator_of(node)]
     taken: list[Node] = []  # with repetitions: attention of x with itself
     map_arg((node.args, node.kwargs), taken.append)
     tensors = [argument.meta.get("example_value", argument.meta.get("val")) for argument in taken]
-    shapes = [sizes_of(value) for value in tensors if isinstance(value, torch.Tensor)]
-    outputs = [sizes_of(value) for value in results if isinstance(value, torch.Tensor)]
+    shapes = [sizes(value) for value in tensors if isinstance(value, torch.Tensor)]
+    outputs = [sizes(value) for value in results if isinstance(value, torch.Tensor)]
     if None in shapes or None in outputs or not shapes or not outputs:
         return None
     try:

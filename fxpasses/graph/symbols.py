@@ -2,7 +2,9 @@
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `free_symbols`, `free_unbacked_symbols` and `constrain_unify` of
 `torch.fx.experimental.symbolic_shapes`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the
-attributes `SymInt.node.expr` and `SymInt.node._expr`; `ShapeEnv._replacements_version_counter`, which 2.13 has.
+attributes `SymInt.node.expr` and `SymInt.node._expr`; `ShapeEnv.backed_var_to_val` and
+`ShapeEnv.real_tensor_prop_unbacked_vals`, dicts from symbols to values; `ShapeEnv._replacements_version_counter`, which
+2.13 has.
 """
 
 from __future__ import annotations
@@ -87,6 +89,27 @@ def sizes_of(tensor: torch.Tensor) -> list[int] | None:
         return None  # ragged
     sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
     return None if None in sizes else [int(size) for size in sizes]
+
+
+def batch_sizes_of(tensor: torch.Tensor) -> list[int] | None:
+    """A fake tensor's sizes in the batch being traced; None if one depends on more than the batch.
+
+    To be called while the graph is compiled. Nothing may be assumed from them: another batch has other sizes.
+    """
+    if any(isinstance(size, torch.SymInt) and size.node.is_nested_int() for size in tensor.shape):
+        return None  # ragged
+    sizes = [size if isinstance(size, int) else _in_batch(size) for size in tensor.shape]
+    return None if None in sizes else [int(size) for size in sizes]
+
+
+def _in_batch(size: torch.SymInt) -> Any:
+    """The traced value of a size, or what the batch makes of it where values are known (`capture/trace.py`)."""
+    if size.node.hint is not None:
+        return size.node.hint
+    shape_env, unbacked = size.node.shape_env, unbacked_symbols(size)
+    of_batch, of_sizes = shape_env.real_tensor_prop_unbacked_vals, shape_env.backed_var_to_val
+    values = {found: (of_batch if found in unbacked else of_sizes).get(found) for found in free_symbols(size)}
+    return None if None in values.values() else expression(size).xreplace(values)
 
 
 def hint_of(size: Any) -> int:

@@ -29,18 +29,20 @@ from torch.utils import _pytree as pytree
 
 from fxpasses.graph.calls import VIEWS, operator_of
 from fxpasses.graph.collectives import communicates
-from fxpasses.graph.flops import flops_of
+from fxpasses.graph.flops import flops_of, has_formula
 from fxpasses.graph.modes import Mode
 from fxpasses.graph.outlining import call_layer, checked_here, outline
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.repetition import Kind, kinds
 from fxpasses.graph.segments import Segment, is_reference, with_bodies
+from fxpasses.graph.symbols import batch_sizes_of
 from fxpasses.options import FOLD_LEAST, Options
 from fxpasses.passes.fold import policies
 from fxpasses.passes.fold.legality import Legality
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
+from fxpasses.units import amount
 
 _CALLS = ("call_function", "call_method", "call_module")
 # A body that is one product, such as a projection to queries or keys, has no kernel to compile: the nine of a BERT of
@@ -50,7 +52,7 @@ _LEAST_COMPUTED = 5
 # took 1.12 times as long with residual blocks of 5e7 operations (a small MiniGo), 1.03 to 1.08 with layers of 2e8 (a
 # mixture of hidden size 128), and 1.00 to 1.02 with layers of 4e8 (Llama of hidden size 128). For devices the limit is
 # what one of 100 Tflop/s does in 0.1 ms; it was not measured.
-_LEAST_FLOPS, _LEAST_FLOPS_ON_DEVICES = 3e8, 1e10
+_LEAST_FLOPS, _LEAST_FLOPS_ON_DEVICES = 300_000_000, 10_000_000_000
 
 
 class FoldLayers:
@@ -113,14 +115,17 @@ def _check_size(gm: GraphModule, segment: Segment, options: Options) -> None:
     nodes = [node for node in with_bodies(gm, segment.nodes) if node.op in _CALLS]
     computed = sum(operator_of(node) not in VIEWS for node in nodes)
     if computed < _LEAST_COMPUTED:
-        raise Refused(Reason.SMALL, f"{computed} calls that compute anything")
+        raise Refused(Reason.SMALL, f'{computed} calls that compute anything; "auto" folds from {_LEAST_COMPUTED} on')
     devices = {leaf.device.type for node in nodes for leaf in _results(node) if isinstance(leaf, torch.Tensor)}
-    flops, least = sum(flops_of(node, _results(node)) or 0 for node in nodes), _least_flops(devices)
-    if flops < least:
-        raise Refused(Reason.SMALL, f"{flops:.1e} of {least:.0e} floating-point operations")
+    flops = [flops_of(node, _results(node), batch_sizes_of) for node in nodes if has_formula(node)]
+    known, least = sum(filter(None, flops)), _least_flops(devices)
+    if known < least:
+        unknown = f", besides those of {flops.count(None)} calls that are not known" if None in flops else ""
+        text = f"its forward takes {amount(known)} floating-point operations{unknown}; "
+        raise Refused(Reason.SMALL, f'{text}"auto" folds from {amount(least)} on, as calls of small layers cost time')
 
 
-def _least_flops(devices: Collection[str]) -> float:
+def _least_flops(devices: Collection[str]) -> int:
     """Those of a body's forward, of which a call from Python, forward and backward, takes 2 % of the time."""
     return _LEAST_FLOPS if devices == {"cpu"} else _LEAST_FLOPS_ON_DEVICES
 
@@ -152,10 +157,8 @@ def _replayed(options: Options) -> bool:
 
 def _is_heavy(gm: GraphModule, segment: Segment) -> bool:
     """Whether a segment has products of matrices, or the like, beside which a call from Python does not count."""
-    for node in with_bodies(gm, segment.nodes):
-        if flops_of(node, _results(node)) or "fxpasses" in str(node.target):
-            return True
-    return False
+    nodes = with_bodies(gm, segment.nodes)
+    return any(has_formula(node) or "fxpasses" in str(node.target) for node in nodes)
 
 
 def _change(kind: Kind) -> str:

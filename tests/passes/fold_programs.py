@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from fxpasses.options import Options
+from fxpasses.passes.fold_layers import FoldLayers
+from fxpasses.pipeline import run_passes
+from fxpasses.report import Report
+from tests.support import captured
 
 WIDTH, TOKENS, VOCABULARY = 8, 6, 12
 
@@ -140,3 +147,11 @@ class Stack(nn.Module):
 
 def tokens(number: int = 0, length: int = TOKENS) -> Tensor:
     return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(number))
+
+
+def report_on(model: nn.Module, **options: Any) -> Report:
+    """The pass's report on a model that takes tokens."""
+    gm = captured(model, tokens())
+    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    (report,) = run_passes([FoldLayers()], gm, examples, Options(strict=True, **options)).reports
+    return report

@@ -18,7 +18,7 @@ from fxpasses.passes.fold_layers import FoldLayers
 from fxpasses.pipeline import run_passes
 from fxpasses.report import Reason, Report
 from fxpasses.runtime.offload import chain
-from tests.passes.fold_programs import VOCABULARY, WIDTH, Block, Plan, Stack, tokens
+from tests.passes.fold_programs import Block, Plan, Stack, report_on, tokens
 from tests.support import captured, compiled, reports_of
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
@@ -184,13 +184,6 @@ def test_what_crosses_layers_otherwise_is_refused(name):
     assert report.figures.get("layers", 0) < 4
 
 
-def report_on(model: nn.Module, **options: Any) -> Report:
-    gm = captured(model, tokens())
-    examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    (report,) = run_passes([FoldLayers()], gm, examples, Options(strict=True, **options)).reports
-    return report
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -202,42 +195,6 @@ def test_options_that_need_the_whole_graph(options, reason):
     report = report_on(Stack(BLOCKS), **({"fold": "on"} | options))
     assert [refusal.reason for refusal in report.refusals] == [reason]
     assert not report.changed
-
-
-class Products(nn.Module):
-    """Four projections, each one product and views of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = (
-            nn.Embedding(VOCABULARY, WIDTH),
-            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in "abcd"),
-        )
-
-    def forward(self, given: Tensor) -> Tensor:
-        x = self.embed(given)
-        for layer in self.layers:
-            x = layer(x).unflatten(-1, (2, -1)).transpose(1, 2).reshape(x.shape)
-        return x.sin()
-
-
-def test_auto_folds_from_four_layers_on(monkeypatch):
-    report = report_on(Stack(Plan(("block",) * 4)), fold="auto")
-    assert [(refusal.reason, "floating-point" in refusal.text) for refusal in report.refusals] == [(Reason.SMALL, True)]
-    monkeypatch.setattr("fxpasses.passes.fold_layers._LEAST_FLOPS", 0)
-    assert not report_on(Stack(Plan(("block",) * 3)), fold="auto").changed
-    assert not report_on(Stack(Plan(("block",) * 4)), fold="auto", lowering="aot_eager").changed
-    report = report_on(Products(), fold="auto")
-    assert not report.changed and report.refusals[0].reason is Reason.SMALL
-    assert report_on(Products(), fold="on").changed
-    assert report_on(Stack(Plan(("block",) * 4)), fold="auto").figures["layers"] == 4
-
-
-def test_auto_folds_only_on_a_torch_that_was_checked(monkeypatch):
-    monkeypatch.setattr("fxpasses.graph.outlining.CHECKED", ("1.0",))
-    report = report_on(Stack(BLOCKS), fold="auto")
-    assert [refusal.reason for refusal in report.refusals] == [Reason.UNCHECKED_TORCH]
-    assert report_on(Stack(BLOCKS), fold="on").changed
 
 
 def test_verify_runs_a_folded_graph():
