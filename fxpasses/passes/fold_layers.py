@@ -19,8 +19,10 @@ last one: other passes take away the differences between layers, and do not look
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from fxpasses.graph.symbols import batch_sizes_of
 from fxpasses.options import FOLD_LEAST, Options
 from fxpasses.passes.fold import policies
 from fxpasses.passes.fold.legality import Legality
+from fxpasses.passes.fold.unrolling import unrolled
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
 from fxpasses.units import amount
@@ -48,11 +51,19 @@ _CALLS = ("call_function", "call_method", "call_module")
 # A body that is one product, such as a projection to queries or keys, has no kernel to compile: the nine of a BERT of
 # three layers made its step 1.2 times as long (bench case `mlperf`). A residual MLP has six calls.
 _LEAST_COMPUTED = 5
-# A call of a body costs 0.1 to 0.4 ms, forward and backward, on the CPU that was measured, and host time on any. Steps
+# A call of a body costs 0.1 to 0.5 ms, forward and backward, on the CPU that was measured, and host time on any. Steps
 # took 1.12 times as long with residual blocks of 5e7 operations (a small MiniGo), 1.03 to 1.08 with layers of 2e8 (a
-# mixture of hidden size 128), and 1.00 to 1.02 with layers of 4e8 (Llama of hidden size 128). For devices the limit is
-# what one of 100 Tflop/s does in 0.1 ms; it was not measured.
-_LEAST_FLOPS, _LEAST_FLOPS_ON_DEVICES = 300_000_000, 10_000_000_000
+# mixture of hidden size 128), and 1.00 to 1.04 with layers of 4e8 (Llama and Qwen3 of hidden size 128). For devices the
+# limit is what one of 100 Tflop/s does in 0.1 ms; it was not measured.
+_LEAST_FLOPS, _LEAST_FLOPS_ON_DEVICES = 700_000_000, 10_000_000_000
+
+
+@dataclass(frozen=True)
+class Body:
+    """What is compiled once: a kind of segments, and of how many layers each segment consists."""
+
+    kind: Kind
+    layers: int
 
 
 class FoldLayers:
@@ -77,52 +88,62 @@ class FoldLayers:
                 raise Refused(Reason.COLLECTIVE, "the graph communicates with other ranks")
             legality = Legality(gm, context)
             folded = _legal(gm, found, legality, context, report)
-            legality.check_rest(folded)
+            legality.check_rest(body.kind for body in folded)
         except Refused as refused:
             report.refusals.append(refused.of(found[0][0].first))
             return report
         if folded:
             rewriter = _Rewriter(gm, legality.modes)
-            for number, kind in enumerate(folded):
-                report.changes.append(_change(kind))
-                rewriter.fold(kind, f"layer_{number}")
-            layers = sum(map(len, folded))
+            for number, body in enumerate(folded):
+                report.changes.append(_change(body))
+                rewriter.fold(body.kind, f"layer_{number}")
+            pieces = sum(len(body.kind) for body in folded)
+            layers = sum(len(body.kind) * body.layers for body in folded)
             report.changed = True
-            report.summary = f"{layers} layers are compiled as {len(folded)}"
-            report.figures = {"layers": layers, "kinds": len(folded), "pieces": layers}
+            report.summary = f"{layers} layers are compiled as {sum(body.layers for body in folded)}"
+            report.figures = {"layers": layers, "kinds": len(folded), "pieces": pieces}
         return report
 
 
-def _legal(gm: GraphModule, found: list[Kind], legality: Legality, context: Context, report: Report) -> list[Kind]:
-    """The kinds that may be folded, without the segments that may not; `report` gets the reasons."""
+def _legal(gm: GraphModule, found: list[Kind], legality: Legality, context: Context, report: Report) -> list[Body]:
+    """What may be folded, without the segments that may not; `report` gets the reasons."""
     folded = []
+    members = {node: kind for kind in found for segment in kind for node in segment.nodes}
     for kind in found:
         try:
-            _check_size(gm, kind[0], context.options)
-            legal = legality.legal(kind, report)
+            others = {node for node, other in members.items() if other is not kind}
+            sized, layers = _large_enough(gm, kind, context.options, others)
+            legal = legality.legal(sized, report)
             if len(legal) >= FOLD_LEAST[context.options.fold]:
                 context.check_may_change(legal[0].first)
-                folded.append(legal)
+                folded.append(Body(legal, layers))
         except Refused as refused:
             report.refusals.append(refused.of(kind[0].first))
     return folded
 
 
-def _check_size(gm: GraphModule, segment: Segment, options: Options) -> None:
-    """Raise `Refused` where "auto" would pay for calls from Python, and save next to nothing to compile."""
+def _large_enough(gm: GraphModule, kind: Kind, options: Options, others: Collection[Node]) -> tuple[Kind, int]:
+    """Under "auto", segments of so many layers, and how many, that a call from Python costs little beside them.
+
+    Raises `Refused` where there are too few for that, or folding saves next to nothing to compile.
+    """
     if options.fold != "auto":
-        return
-    nodes = [node for node in with_bodies(gm, segment.nodes) if node.op in _CALLS]
+        return kind, 1
+    nodes = [node for node in with_bodies(gm, kind[0].nodes) if node.op in _CALLS]
     computed = sum(operator_of(node) not in VIEWS for node in nodes)
     if computed < _LEAST_COMPUTED:
         raise Refused(Reason.SMALL, f'{computed} calls that compute anything; "auto" folds from {_LEAST_COMPUTED} on')
     devices = {leaf.device.type for node in nodes for leaf in _results(node) if isinstance(leaf, torch.Tensor)}
     flops = [flops_of(node, _results(node), batch_sizes_of) for node in nodes if has_formula(node)]
     known, least = sum(filter(None, flops)), _least_flops(devices)
-    if known < least:
+    if known >= least:
+        return kind, 1
+    several, layers = unrolled(gm, kind, math.ceil(least / max(known, 1)), FOLD_LEAST[options.fold], others)
+    if not several:
         unknown = f", besides those of {flops.count(None)} calls that are not known" if None in flops else ""
         text = f"its forward takes {amount(known)} floating-point operations{unknown}; "
         raise Refused(Reason.SMALL, f'{text}"auto" folds from {amount(least)} on, as calls of small layers cost time')
+    return several, layers
 
 
 def _least_flops(devices: Collection[str]) -> int:
@@ -161,9 +182,11 @@ def _is_heavy(gm: GraphModule, segment: Segment) -> bool:
     return any(has_formula(node) or "fxpasses" in str(node.target) for node in nodes)
 
 
-def _change(kind: Kind) -> str:
-    segment = kind[0]
-    return f"{segment.first.name} at {where(segment.first)}: {len(segment.nodes)} calls ×{len(kind)} → one body"
+def _change(body: Body) -> str:
+    segment = body.kind[0]
+    several = f", {body.layers} layers each" if body.layers > 1 else ""
+    calls = f"{len(segment.nodes)} calls ×{len(body.kind)}{several}"
+    return f"{segment.first.name} at {where(segment.first)}: {calls} → one body"
 
 
 class _Rewriter:

@@ -53,7 +53,7 @@ def test_auto_folds_only_on_a_torch_that_was_checked(monkeypatch):
 
 def test_what_is_small_is_said_in_words(monkeypatch):
     (refusal,) = report_on(Stack(BLOCKS), fold="auto").refusals
-    text = '6144 floating-point operations; "auto" folds from 300 M on, as calls of small layers cost time'
+    text = '6144 floating-point operations; "auto" folds from 700 M on, as calls of small layers cost time'
     assert (refusal.reason, refusal.text) == (Reason.SMALL, f"its forward takes {text}")
     monkeypatch.setattr(LIMIT, 0)
     (refusal,) = report_on(Products(), fold="auto").refusals
