@@ -36,8 +36,10 @@ CASE = Case(
     ),
     notes=(
         "The models have the parts of the references and a small part of their width: steps take milliseconds, of "
-        "which calls from Python are a large part. MaskFormer matches queries with objects on the host, by scipy, in "
-        "all contenders; without scipy it is left out. RT-DETR has a loss of its own, which matches them on the device."
+        "which calls from Python are a large part. MaskFormer matches queries with objects on the host, by scipy: its "
+        "loss is eager in all contenders, and without scipy it is left out. RT-DETR has a loss of its own, which "
+        "matches them on the device. What an SSD step computes from the objects of each image is in the graph of ours, "
+        "and eager under stock PyTorch: compiling it makes the first call longer."
     ),
     cpu_time=True,
 )

@@ -250,12 +250,13 @@ def sentences(seed: int) -> Batch:
     }
 
 
-def resnet_config() -> Any:
+def resnet_config(*more: str) -> Any:
+    """more: stages whose features a detector or a decoder of masks takes, besides the last three."""
     from transformers import ResNetConfig
 
     return ResNetConfig(
         embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1], layer_type="basic", num_labels=10,
-        out_features=["stage2", "stage3", "stage4"],
+        out_features=[*more, "stage2", "stage3", "stage4"],
     )  # fmt: skip
 
 
@@ -331,20 +332,21 @@ def scenes(seed: int) -> Batch:
 
 
 def maskformer() -> nn.Module:
-    from transformers import DetrConfig, MaskFormerConfig, MaskFormerForInstanceSegmentation, SwinConfig
+    """Its loss stays eager, as in scripts that compile the model alone: scipy would end a graph at each image, and the
+    pieces between, which are compiled anew for other numbers of objects, would take longer to compile than the model.
+    """
+    from transformers import DetrConfig, MaskFormerConfig, MaskFormerForInstanceSegmentation
 
-    swin = SwinConfig(
-        image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[2, 2, 2, 2], window_size=4,
-        out_features=["stage1", "stage2", "stage3", "stage4"], drop_path_rate=0.0,
-    )  # fmt: skip
     decoder = DetrConfig(
-        d_model=32, decoder_layers=2, encoder_layers=1, decoder_attention_heads=4, encoder_attention_heads=4,
-        decoder_ffn_dim=64, encoder_ffn_dim=64, num_queries=12, dropout=0.0,
-    )  # fmt: skip
-    config = MaskFormerConfig(
-        fpn_feature_size=32, mask_feature_size=32, backbone_config=swin, decoder_config=decoder, num_labels=5
+        d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=64, num_queries=12, dropout=0.0
     )
-    return MaskFormerForInstanceSegmentation(config)
+    config = MaskFormerConfig(
+        fpn_feature_size=32, mask_feature_size=32, backbone_config=resnet_config("stage1"), decoder_config=decoder,
+        num_labels=5,
+    )  # fmt: skip
+    model = MaskFormerForInstanceSegmentation(config)
+    model.criterion.forward = torch.compiler.disable(model.criterion.forward)
+    return model
 
 
 def masks(seed: int) -> Batch:
