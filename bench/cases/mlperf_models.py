@@ -333,7 +333,7 @@ def scenes(seed: int) -> Batch:
 
 def maskformer() -> nn.Module:
     """Its loss stays eager, as in scripts that compile the model alone: scipy would end a graph at each image, and the
-    pieces between, which are compiled anew for other numbers of objects, would take longer to compile than the model.
+    pieces between would be compiled anew for other numbers of objects.
     """
     from transformers import DetrConfig, MaskFormerConfig, MaskFormerForInstanceSegmentation
 
