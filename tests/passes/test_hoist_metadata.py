@@ -409,6 +409,20 @@ def test_plain_factories_and_sizes_stay_where_a_compiler_sees_them():
     assert not reports_of(record)[0].changed
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_no_batch_changes_goes_to_the_prologue_only_if_it_is_made_again(layers):
+    """Made once, it was hoisted all the same: a prologue for DLRM's pairs of features, in each step."""
+
+    def program(x, lengths):
+        for _ in range(layers):
+            rows, columns = torch.tril_indices(4, 4, offset=-1).unbind()
+            x = x + (x @ x.T)[rows, columns].sum()
+        return x
+
+    (report, *_) = reports_of(assert_same(program, batches()))
+    assert report.changed == (layers > 1)
+
+
 def test_a_factory_that_reads_memory_reads_it_before_the_next_write():
     def program(x, lengths):
         value = torch.zeros(())
