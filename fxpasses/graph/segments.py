@@ -28,7 +28,7 @@ from fxpasses.graph.modes import enters_autocast
 from fxpasses.graph.symbols import expression, free_symbols, is_symbolic, symbol
 
 # Entries of a node's meta that compilers act upon.
-_ANNOTATIONS = ("custom", "recompute", "ac_graph_id", "compile_with_inductor")
+_ANNOTATIONS = ("custom", "recompute", "compile_with_inductor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +118,7 @@ class _Form:
         self.symbols: set[sympy.Symbol] = set()
         self._numbers: dict[Node, int] = {}
         self._bound: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._regions: dict[int, int] = {}  # of checkpoints, numbered as they occur
 
     def graph(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
@@ -126,6 +127,8 @@ class _Form:
             self._numbers[node] = len(self._numbers)
             arguments = (self._constant(node.args), self._constant(node.kwargs))
             annotations = tuple(repr(node.meta.get(key)) for key in _ANNOTATIONS)
+            region = node.meta.get("ac_graph_id")  # differs from checkpoint to checkpoint, once their bodies have run
+            annotations += (None if region is None else self._regions.setdefault(region, len(self._regions)),)
             self.parts.append((node.op, _target(node), arguments, self._value(node), annotations))
 
     def number_of(self, node: Node) -> int:
@@ -162,7 +165,7 @@ class _Form:
     def _body(self, body: GraphModule) -> Any:
         """The form of a body, whose placeholders stand for operands of its call."""
         inner = _Form(body, self.policies)
-        inner._bound = self._bound
+        inner._bound, inner._regions = self._bound, self._regions
         placeholders = body.graph.find_nodes(op="placeholder")
         inner._numbers = {node: -1 - position for position, node in enumerate(placeholders)}
         references = (node for node in body.graph.nodes if not is_reference(body, node))
