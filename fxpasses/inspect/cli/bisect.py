@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from fxpasses.inspect.model import MAIN
 
 if TYPE_CHECKING:
     from fxpasses.inspect.model import Graph
+    from fxpasses.report import Report
 
 NAME = "bisect"
 HELP = "find the pass, graph and change that make a check fail, and write a program that reproduces it"
@@ -106,11 +108,15 @@ class _Check:
         for process in self.processes():
             asked = 0
             for graph in process:
-                own = next((stage for stage in graph.stages if stage.name == culprit), None)
-                if own is not None and own.regions is not None:
+                own = _report(graph, culprit)
+                if own is not None and own.changed:
                     found, asked_before = graph, asked
-                asked += own.report.asked if own is not None and own.report else 0
+                asked += own.asked if own is not None else 0
         return found, asked_before
+
+
+def _report(graph: Graph, culprit: str) -> Report | None:
+    return next((stage.report for stage in graph.stages if stage.name == culprit), None)
 
 
 def _bisect(check: _Check, given: argparse.Namespace) -> int:
@@ -171,7 +177,7 @@ def _smallest_change(
     """The change within a graph that makes the check fail; None if the pass requests none, or not the wrong one."""
     from fxpasses.overrides import CHANGES
 
-    report = next(stage.report for stage in graph.stages if stage.name == culprit)
+    report = _report(graph, culprit)
     asked = report.asked if report is not None else 0
     if not asked:
         return None
@@ -239,14 +245,23 @@ def _print_culprit(
     print(f"graph: {graph.compile_id or '?'}, {graph.function}")
     style = Style.of(sys.stdout)
     if found is not None and found.failing is not None and found.passing is not None:
-        title = f"change {found.number} of {found.of} that {culprit} makes in it: the graph without it, and with it"
-        print(changes(found.passing.final, found.failing.final, title, style))
+        title = f"change {found.number} of {found.of} that {culprit} makes in it"
+        diffed = changes(found.passing.final, found.failing.final, f"{title}: the graph without it, and with it", style)
+        # A record has no graph with folded layers.
+        print(diffed or "\n".join([style.bold(title), *_only_in(found.failing, found.passing, culprit)]))
     else:
         for before, after in graph.steps():
             if after.name == culprit:
                 print(changes(before, after, f"what {culprit} changed in it", style))
     limits = {CHANGES: f"{culprit}:{found.number}"} if found is not None else {}
     _Reproduction(graph, passes, limits, _suspects(culprit, graph, found), given).write()
+
+
+def _only_in(failing: Graph, passing: Graph, culprit: str) -> list[str]:
+    """The changes that the pass reports for the first graph alone."""
+    reports = (_report(graph, culprit) for graph in (failing, passing))
+    changed, unchanged = (Counter(report.changes if report is not None else []) for report in reports)
+    return [f"  {change}" for change in changed - unchanged]
 
 
 def _suspects(culprit: str, graph: Graph, found: _Change | None) -> list[str]:
