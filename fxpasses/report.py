@@ -53,6 +53,7 @@ class Reason(enum.Enum):
     WRITTEN_ACROSS = "memory that crosses its border is written"
     NO_GAIN = "it would not become faster"
     NOT_MEASURED = "whether it would become faster was not measured"
+    STANDS_ONCE = "no equal one stands in its graph"
     LEFT_OUT = "FXPASSES_CHANGES excludes it"
 
 

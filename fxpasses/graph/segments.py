@@ -127,9 +127,12 @@ class _Form:
             self._numbers[node] = len(self._numbers)
             arguments = (self._constant(node.args), self._constant(node.kwargs))
             annotations = tuple(repr(node.meta.get(key)) for key in _ANNOTATIONS)
-            region = node.meta.get("ac_graph_id")  # differs from checkpoint to checkpoint, once their bodies have run
-            annotations += (None if region is None else self._regions.setdefault(region, len(self._regions)),)
-            self.parts.append((node.op, _target(node), arguments, self._value(node), annotations))
+            self.parts.append((node.op, _target(node), arguments, self._value(node), annotations, self._region(node)))
+
+    def _region(self, node: Node) -> int | None:
+        """The number of a node's checkpoint, which differs from one to the next once their bodies have run."""
+        found = node.meta.get("ac_graph_id")
+        return None if found is None else self._regions.setdefault(found, len(self._regions))
 
     def number_of(self, node: Node) -> int:
         """The position of a node of the segment."""

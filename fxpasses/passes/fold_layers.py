@@ -36,7 +36,7 @@ from fxpasses.graph.modes import Mode
 from fxpasses.graph.outlining import call_layer, checked_here, outline
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
-from fxpasses.graph.repetition import Kind, kinds
+from fxpasses.graph.repetition import Kind, calls, kinds
 from fxpasses.graph.segments import Segment, is_reference, with_bodies
 from fxpasses.graph.symbols import batch_sizes_of
 from fxpasses.options import FOLD_LEAST, Options
@@ -81,6 +81,7 @@ class FoldLayers:
         found = [kind for kind in kinds(gm, least) if _is_heavy(gm, kind[0])]
         report.refusals += policies.refusals(gm, least)
         if not found:
+            _refuse_the_only_one(gm, options, report)
             return report
         try:
             _check_options(options)
@@ -103,6 +104,14 @@ class FoldLayers:
             report.summary = f"{layers} layers are compiled as {sum(body.layers for body in folded)}"
             report.figures = {"layers": layers, "kinds": len(folded), "pieces": pieces}
         return report
+
+
+def _refuse_the_only_one(gm: GraphModule, options: Options, report: Report) -> None:
+    """Say why nothing is folded to those who asked for it, as where each layer is compiled by itself (FSDP2)."""
+    heavy = next((node for node in calls(gm) if has_formula(node)), None)
+    if options.fold == "on" and heavy is not None and not report.refusals:
+        text = "no layers are equal; those that are compiled one by one have a graph each"
+        report.refusals.append(Refused(Reason.STANDS_ONCE, text).of(heavy))
 
 
 def _legal(gm: GraphModule, found: list[Kind], legality: Legality, context: Context, report: Report) -> list[Body]:
@@ -185,8 +194,8 @@ def _is_heavy(gm: GraphModule, segment: Segment) -> bool:
 def _change(body: Body) -> str:
     segment = body.kind[0]
     several = f", {body.layers} layers each" if body.layers > 1 else ""
-    calls = f"{len(segment.nodes)} calls ×{len(body.kind)}{several}"
-    return f"{segment.first.name} at {where(segment.first)}: {calls} → one body"
+    text = f"{len(segment.nodes)} calls ×{len(body.kind)}{several}"
+    return f"{segment.first.name} at {where(segment.first)}: {text} → one body"
 
 
 class _Rewriter:
