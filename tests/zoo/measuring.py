@@ -140,6 +140,8 @@ def measure(
     for number, batch in enumerate(batches):
         started = time.process_time()
         numbers.append(step(model, program, batch))
+        if contender == "eager" and not numbers[-1]["loss"].isfinite().all():
+            raise ValueError(f"the loss is {numbers[-1]['loss'].tolist()}: its gradients compare nothing")
         seconds.append(time.process_time() - started)
         if number == 0:
             found |= {"graphs": graphs(), "breaks": sum(counters["graph_break"].values())}

@@ -14,7 +14,7 @@ import torch
 from tests.zoo.batches import Batch, accepted, of_text, text
 
 SIDE, PATCH, FRAMES, MEL = 32, 8, 64, 16  # the sizes that `tiny` gives images and sound
-SAMPLES = 2400
+SAMPLES = 6400  # the encoders make a frame of 320 of them, and a label needs one frame or two
 ROWS = 2
 
 

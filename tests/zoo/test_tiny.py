@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from tests.zoo import batches, tiny
+from tests.zoo import batches, measuring, media, tiny
 from tests.zoo.architectures import Architecture, architectures
 from tests.zoo.exceptions import LEFT_OUT, REASONS, SIZES
 
@@ -43,3 +44,18 @@ def test_two_batches_differ_in_their_lengths_alone() -> None:
 def test_the_tables_name_architectures_that_there_are() -> None:
     known = {name for each in architectures() for name in (each.key, each.model_type)}
     assert {*LEFT_OUT, *REASONS, *(name.removeprefix("default of ") for name in SIZES)} <= known
+
+
+def test_a_loss_that_is_not_finite_is_no_comparison() -> None:
+    class Diverges(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": super().forward(x).sum() / 0}
+
+    with pytest.raises(ValueError, match="compare nothing"):
+        measuring.measure(Diverges(2, 2), "eager", [{"x": torch.ones(1, 2)}], [])
+
+
+def test_sound_has_a_frame_for_each_label() -> None:
+    model = tiny.model(Architecture("ctc", "wav2vec2", "Wav2Vec2ForCTC"))
+    for number in (0, 1):
+        assert model(**media.batch("ctc", model, "padded", number)).loss.isfinite()
