@@ -52,6 +52,10 @@ def of_text(task: str, layout: str, number: int) -> Batch:
     side = ("left", "right")[number] if layout == "padded" else layout
     batch = padded(number, side)
     if task == "classification":
+        # Encoder-decoder pairs read the class at the token that ends a sequence.
+        ids, real = batch["input_ids"], batch["attention_mask"]
+        places = torch.arange(LENGTH) * real
+        batch["input_ids"] = ids.scatter(1, places.argmax(1, keepdim=True), SPECIAL["eos"])
         batch["labels"] = torch.tensor([0, 1, 0]) if number == 0 else torch.tensor([1, 1, 0])
     elif task == "seq2seq":
         batch["labels"] = text((ROWS, TARGET_LENGTH), 100 + number)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from tests.zoo import batches, measuring, media, tiny
+from tests.zoo import batches, formats, measuring, media, tiny
 from tests.zoo.architectures import Architecture, architectures
 from tests.zoo.exceptions import LEFT_OUT, REASONS, SIZES
 
@@ -59,3 +59,10 @@ def test_sound_has_a_frame_for_each_label() -> None:
     model = tiny.model(Architecture("ctc", "wav2vec2", "Wav2Vec2ForCTC"))
     for number in (0, 1):
         assert model(**media.batch("ctc", model, "padded", number)).loss.isfinite()
+
+
+def test_features_of_a_batch_have_their_places() -> None:
+    plain = batches.of_text("vision-language", "left", 0)
+    found = formats.after({name: value[: formats.ROWS] for name, value in plain.items()}, token=64, total=7)
+    assert (found["input_ids"] == 64).sum(1).tolist() == [4, 3]
+    assert {value.shape for value in found.values()} == {(2, 20)}

@@ -53,7 +53,8 @@ _RULES: list[tuple[str, Any]] = [
     (r"num_nextn_predict_layers", 0),
     (r"n_embd|d_model|dim|embed_dim|emb_dim|hidden_dim|hidden_sizes?|output_dim|.*hidden_size.*"
      r"|.*embed(ding)?_(size|dim)|.*projection_dim|word_embed_proj_dim|lru_width|embedding_size|classifier_proj_size"
-     r"|out_hidden_size|hidden_channels|conv_channels|subsampling_conv_channels", HIDDEN),
+     r"|out_hidden_size|hidden_channels|conv_channels|subsampling_conv_channels|adapter_(in|out)_dim"
+     r"|adapter_input_size|projector_(in|out)put_dim|vision_output_dim|moe_hidden_size", HIDDEN),
 ]  # fmt: skip
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers")
 _INDICES = re.compile(r".*(_idxs?|_indexes|_indices|_layers|_layer_ids)$")
@@ -82,14 +83,23 @@ def arguments(default: Any, tokens: Tokens) -> dict[str, Any]:
     values = {name: _default(default, name) for name in default.to_dict() if name not in _SKIPPED}
     kept = _layers(values)
     given: dict[str, Any] = {}
+    if layers := default.to_dict().get("per_layer_config"):
+        given["per_layer_config"] = {
+            new: {n: HEADS if n == "num_key_value_heads" else _size(n) or value for n, value in layers[key].items()}
+            for new, old in enumerate(kept)
+            for key in layers
+            if int(key) == old
+        }
     for name, value in values.items():
-        if name.startswith("_"):
+        if name.startswith("_") or name == "per_layer_config":
             continue
         if name == "head_dim" or (name == "num_key_value_heads" and ("kv_lora_rank" in values or value is None)):
             # With latent keys, each head has its own.
             given[name] = HEAD_DIM if name == "head_dim" else HEADS
             continue
-        if hasattr(value, "to_dict"):
+        if value is None and name in ("image_token_id", "audio_token_id"):
+            given[name] = tokens.of(name.removesuffix("_token_id"))
+        elif hasattr(value, "to_dict"):
             given[name] = {"model_type": value.model_type, **arguments(value, tokens)}
         elif name == "apply_spec_augment":
             given[name] = False  # random, and needs longer sounds
@@ -104,13 +114,17 @@ def arguments(default: Any, tokens: Tokens) -> dict[str, Any]:
             if cut is not None:
                 given[name] = cut
         elif isinstance(value, int):
-            size = next((size for pattern, size in _RULES if re.fullmatch(pattern, name)), None)
+            size = _size(name)
             if size is not None and value > 0:
                 given[name] = len(kept) if name in _LAYER_COUNTS else size
         elif isinstance(value, dict) and "mrope_section" in value:
             half = HEAD_DIM // 2
             given[name] = {**value, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     return given
+
+
+def _size(name: str) -> int | None:
+    return next((size for pattern, size in _RULES if re.fullmatch(pattern, name)), None)
 
 
 def _default(configuration: Any, name: str) -> Any:
@@ -141,6 +155,8 @@ def _layers(values: dict[str, Any]) -> list[int]:
 def _cut(name: str, value: Any, values: dict[str, Any], kept: list[int]) -> list[Any] | None:
     if name in ("conv_dim", "tdnn_dim"):
         return [HIDDEN // 2] * len(value)
+    if name in ("hidden_sizes", "downsample_channels"):
+        return [HIDDEN] * len(value)
     if value and len(value) == _depth(values):
         return [value[layer] for layer in kept]
     if _INDICES.match(name) and value and all(isinstance(layer, int) for layer in value):
@@ -162,9 +178,17 @@ def configuration(architecture: Architecture) -> Any:
 
     config_class = CONFIG_MAPPING[architecture.model_type]
     starts_from = SIZES.get(f"default of {architecture.model_type}", {})
-    given = arguments(config_class(**starts_from), Tokens())
-    if architecture.task in ("classification", *WITH_MEDIA) and hasattr(config_class, "pad_token_id"):
+    default = config_class(**starts_from)
+    given = arguments(default, Tokens())
+    if architecture.task in ("classification", *WITH_MEDIA):
         # A sequence's class is read at its last token, which is found by what is padding; so do some shift labels.
+        if hasattr(config_class, "pad_token_id"):
+            given.setdefault("pad_token_id", SPECIAL["pad"])
+        for part in given.values():
+            if isinstance(part, dict) and "vocab_size" in part:
+                part.setdefault("pad_token_id", SPECIAL["pad"])
+    if getattr(default, "is_encoder_decoder", False) or architecture.task in ("seq2seq", "speech"):
+        given.setdefault("decoder_start_token_id", SPECIAL["bos"])
         given.setdefault("pad_token_id", SPECIAL["pad"])
     for key in (architecture.model_type, architecture.key):
         _merge(given, SIZES.get(key, {}))
