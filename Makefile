@@ -12,7 +12,8 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 # What the test suite needs besides torch and the package itself.
-COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm ninja pytest pytest-timeout pytest-xdist hypothesis
+COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm ninja pytest pytest-timeout pytest-xdist hypothesis \
+  expecttest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow device-coverage lint format bench bench-quick bench-report zoo compat clean
