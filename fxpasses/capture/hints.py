@@ -20,6 +20,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx import Proxy
 
 from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, TRANSLATOR, Handlers, Proceed, method
 from fxpasses.capture.trace import Trace
@@ -51,6 +52,15 @@ def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, *args: Any,
     finally:
         trace.operators -= 1
         trace.has_read |= node.op == "call_method" and node.target == "item"
+
+
+@handlers.at(
+    method("torch.utils._sympy.reference.PythonReferenceAnalysis", "int_truediv"),
+    without="`if height / width > 1:` may fail, as under stock PyTorch with its capture flags",
+)
+def divide(trace: Trace, proceed: Proceed, a: Any, b: Any) -> Any:
+    """Dynamo asserts in the graph what was assumed: PyTorch asks there whether a divisor, which is a proxy, is zero."""
+    return operator.truediv(a, b) if isinstance(a, Proxy) or isinstance(b, Proxy) else NOT_HANDLED
 
 
 @handlers.at(CONDITIONAL_JUMP, order=3, without="`if tensor:` breaks the graph")

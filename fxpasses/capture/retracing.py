@@ -94,7 +94,7 @@ def comes_of_capture(error: BaseException) -> bool:
     if isinstance(error, TorchDynamoException) or error.__traceback__ is None:
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).startswith(("torch._dynamo.", "torch.fx.experimental."))
+    return str(frame.f_globals.get("__name__", "")).startswith(("torch._dynamo.", "torch.fx.", "torch.utils._sympy."))
 
 
 def install() -> bool:

@@ -72,3 +72,15 @@ def test_the_frame_the_numbers_and_the_reason_are_named_once(program: Any, numbe
 @pytest.mark.parametrize("program", [reads_nothing, breaks_between_layers])
 def test_nothing_is_said_where_nothing_is_lost(program: Any) -> None:
     assert warnings_of(program, *BATCH) == []
+
+
+def test_an_assertion_that_cannot_be_built_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch raises while it puts the assertion of `h / w > 1` into the graph, if `capture/hints.py` does not divide."""
+    monkeypatch.setattr("fxpasses.capture.hints.Proxy", type(None))
+
+    def program(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        height, width = lengths.tolist()
+        return x * 2 if height / width > 1 else x + 1
+
+    (said,) = warnings_of(program, *BATCH)
+    assert "symbolically traced variables" in said

@@ -187,8 +187,13 @@ def selected_rows(x: Tensor, lengths: Tensor) -> Tensor:
     return rows.view(rows.shape[0], 2, -1) * 2 if rows.shape[0] > 8 else rows
 
 
+def ratio_of_integers(x: Tensor, lengths: Tensor) -> Tensor:
+    first, second, *_ = lengths.tolist()
+    return x * 2 if first / second > 1 else x + first / second
+
+
 CHOICES = (
-    equal_tensors, close_tensors, not_all, any_and, kept_by_or, truth_is_a_bool, membership, data_dependent_list,
+    ratio_of_integers, equal_tensors, close_tensors, not_all, any_and, kept_by_or, truth_is_a_bool, membership, data_dependent_list,
     iteration, counted_loop, mean_of_floats, built_in_place, accumulated, selected_rows, two_variants,
 )  # fmt: skip
 
