@@ -75,7 +75,7 @@ def test_nothing_is_said_where_nothing_is_lost(program: Any) -> None:
 
 
 def test_an_assertion_that_cannot_be_built_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch raises while it puts the assertion of `h / w > 1` into the graph, if `capture/hints.py` does not divide."""
+    """PyTorch raises as it puts the assertion of `h / w > 1` into the graph, if `capture/hints.py` does not divide."""
     monkeypatch.setattr("fxpasses.capture.hints.Proxy", type(None))
 
     def program(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

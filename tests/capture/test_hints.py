@@ -193,8 +193,9 @@ def ratio_of_integers(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 CHOICES = (
-    ratio_of_integers, equal_tensors, close_tensors, not_all, any_and, kept_by_or, truth_is_a_bool, membership, data_dependent_list,
-    iteration, counted_loop, mean_of_floats, built_in_place, accumulated, selected_rows, two_variants,
+    ratio_of_integers, equal_tensors, close_tensors, not_all, any_and, kept_by_or, truth_is_a_bool, membership,
+    data_dependent_list, iteration, counted_loop, mean_of_floats, built_in_place, accumulated, selected_rows,
+    two_variants,
 )  # fmt: skip
 
 
