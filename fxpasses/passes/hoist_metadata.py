@@ -130,6 +130,8 @@ class _Cut:
         asserts = bool(reads and self.asserting)
         if not provides and not (asserts and self.context.may_change(self.closure.assertions[0][1])):
             return set()
+        if not reads and self._is_all_made_once():
+            return set()
         assertions = self._assertions()
         for first, second in self.table.same:
             _declare_all_equal(first, second)
@@ -193,6 +195,16 @@ class _Cut:
             if self.table.entries[memory.alloc].kind != "root" and value.number == memory.alloc and content.work:
                 return _KEEP if self._is_made_once(content) else Ref(memory.alloc, memory.version)
         return _KEEP
+
+    def _is_all_made_once(self) -> bool:
+        """Whether one node makes each value that may become an input: a prologue would cost more than it saves.
+
+        Not so if an operator of this package makes it, such as a plan, which takes the host's time.
+        """
+        provided = {_row(decision) for decision in self.decisions.values() if isinstance(decision, Ref)}
+        if any(self.table.occurrences(self.table.entries[row]) > 1 for row in provided):
+            return False
+        return not any("fxpasses" in str(self.table.entries[row].node.target) for row in self._behind(provided))
 
     def _is_made_once(self, content: Entry) -> bool:
         """Whether a tensor depends on nothing in the batch, and one node makes it: a prologue would make it no less
