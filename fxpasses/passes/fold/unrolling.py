@@ -32,7 +32,8 @@ def unrolled(gm: GraphModule, kind: Kind, factor: int, least: int, others: Colle
     """
     nodes = calls(gm)
     runs = list(_runs(nodes, kind, others))
-    possible = [n for n in range(factor, 2 * factor) if sum(len(run) // n for run in runs) >= least]
+    largest = min(2 * factor - 1, len(kind) // least)
+    possible = [n for n in range(factor, largest + 1) if sum(len(run) // n for run in runs) >= least]
     if not possible:
         return [], factor
     chosen = min(possible, key=lambda n: (n + sum(len(run) % n for run in runs), -n))
