@@ -53,6 +53,11 @@ from fxpasses.report import Reason, Refusal, Report
 # `one_hot(ids, vocabulary)`.
 _LARGE = 1 << 30
 
+# Without reads, tensors that one node makes stay in the graph if they are no larger than this (bytes): the prologue of
+# a small BERT's mask of 16 KiB made its step 1.05 times as long. Larger ones are worth it where several graphs of a
+# step share a prologue, as those of layers that are compiled one by one.
+_SMALL = 1 << 18
+
 
 class HoistMetadata:
     """The pass. Sets `context.program` and appends the prologue's outputs to the graph's placeholders."""
@@ -130,7 +135,7 @@ class _Cut:
         asserts = bool(reads and self.asserting)
         if not provides and not (asserts and self.context.may_change(self.closure.assertions[0][1])):
             return set()
-        if not reads and self._is_all_made_once():
+        if not reads and self._is_all_small():
             return set()
         assertions = self._assertions()
         for first, second in self.table.same:
@@ -196,13 +201,15 @@ class _Cut:
                 return _KEEP if self._is_made_once(content) else Ref(memory.alloc, memory.version)
         return _KEEP
 
-    def _is_all_made_once(self) -> bool:
-        """Whether one node makes each value that may become an input: a prologue would cost more than it saves.
+    def _is_all_small(self) -> bool:
+        """Whether the values that may become inputs are few bytes, each made by one node: a prologue would cost more
+        than it saves.
 
-        Not so if an operator of this package makes it, such as a plan, which takes the host's time.
+        Not so if an operator of this package makes one, such as a plan, which takes the host's time.
         """
         provided = {_row(decision) for decision in self.decisions.values() if isinstance(decision, Ref)}
-        if any(self.table.occurrences(self.table.entries[row]) > 1 for row in provided):
+        entries = [self.table.entries[row] for row in provided]
+        if any(self.table.occurrences(entry) > 1 for entry in entries) or sum(map(_bytes, entries)) > _SMALL:
             return False
         return not any("fxpasses" in str(self.table.entries[row].node.target) for row in self._behind(provided))
 
@@ -378,6 +385,14 @@ class _Cut:
         for entry in entries:
             place = where(entry.node)
             self.report.changes.append(f"{entry.node.name} ×{self.table.occurrences(entry)} at {place} → packed input")
+
+
+def _bytes(entry: Entry) -> int:
+    """The size of a tensor in the batch that is traced; more than any limit if that is not known."""
+    if not isinstance(entry.fake, torch.Tensor):
+        return 0
+    size = bytes_of(entry.fake)
+    return _LARGE if size is None else size
 
 
 def _row(ref: Ref) -> int:
