@@ -198,7 +198,7 @@ class _Cut:
             memory = value.memory
             content = self.table.entries[memory.version]
             if self.table.entries[memory.alloc].kind != "root" and value.number == memory.alloc and content.work:
-                return _KEEP if self._is_made_once(content) else Ref(memory.alloc, memory.version)
+                return Ref(memory.alloc, memory.version)
         return _KEEP
 
     def _is_all_small(self) -> bool:
@@ -212,13 +212,6 @@ class _Cut:
         if any(self.table.occurrences(entry) > 1 for entry in entries) or sum(map(_bytes, entries)) > _SMALL:
             return False
         return not any("fxpasses" in str(self.table.entries[row].node.target) for row in self._behind(provided))
-
-    def _is_made_once(self, content: Entry) -> bool:
-        """Whether a tensor depends on nothing in the batch, and one node makes it: a prologue would make it no less
-        often, and a compiler may fuse it away."""
-        if content.kind == "write" or self.table.occurrences(content) > 1:
-            return False
-        return not any(self.table.entries[row].kind == "root" for row in self._behind({content.number}))
 
     def _scalar_decision(self, node: Node, entry: Entry) -> _Decision:
         if entry.kind == "root":

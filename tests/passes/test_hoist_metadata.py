@@ -438,6 +438,16 @@ def test_what_no_batch_changes_goes_to_the_prologue_only_if_it_is_made_again(lay
     assert report.changed == (layers > 1)
 
 
+def test_a_constant_that_is_used_before_a_write_and_after_it():
+    def program(x, lengths):
+        mask = torch.arange(TOKENS)[:, None] < torch.full((TOKENS, 1), 6)
+        x = x * mask.float() * lengths.max().item()
+        mask[:2] = False
+        return x + mask.float()
+
+    assert_same(program, batches())
+
+
 def test_a_factory_that_reads_memory_reads_it_before_the_next_write():
     def program(x, lengths):
         value = torch.zeros(())
