@@ -48,4 +48,5 @@ def test_trainer_trains_as_in_eager_mode(tmp_path: Path, flash_arguments: bool) 
     parameters: Any = zip(compiled.parameters(), model.parameters(), strict=True)
     assert all(torch.equal(mine, its) for mine, its in parameters)
     assert 0 < len(record.graphs) <= 2  # the second batch has another number of tokens: one graph for all numbers
-    assert all(report.changes for report in reports_of(record))
+    # With lengths given the host reads nothing, and the one small mask stays in the graph.
+    assert flash_arguments or all(report.changes for report in reports_of(record))
