@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.describe import comparison, describe
+from fxpasses.graph.element_reads import read_lists
 from fxpasses.graph.emission import Emitter, slice_of
 from fxpasses.graph.prologue_cost import elements_saved
 from fxpasses.graph.provenance import where
@@ -95,8 +96,8 @@ class _Builder:
         apart = set(device_wanted)
         imported = self._imports(device_wanted)
         host_wanted = list(dict.fromkeys([*(ref for ref in self.refs if ref not in apart), *imported]))
-        host, host_inputs = self._emit(host_wanted, [], on_host=self.on_device)
-        device, device_inputs = self._emit(device_wanted, imported, on_host=False) if device_wanted else (None, ())
+        host, host_inputs = self._emit(host_wanted, [], for_host=True)
+        device, device_inputs = self._emit(device_wanted, imported, for_host=False) if device_wanted else (None, ())
         places = {ref: Output("device", i) for i, ref in enumerate(device_wanted)}
         places |= {ref: Output("host", i) for i, ref in enumerate(host_wanted)}
         roots = (self.table.entries[n] for n in self.everything if self.table.entries[n].kind == "root")
@@ -162,11 +163,11 @@ class _Builder:
             Ref(e.number, e.number if isinstance(e.fake, torch.Tensor) else None) for e in entries if self._is_import(e)
         ]
 
-    def _emit(self, wanted: list[Ref], imported: list[Ref], on_host: bool) -> tuple[GraphModule, tuple[int, ...]]:
+    def _emit(self, wanted: list[Ref], imported: list[Ref], for_host: bool) -> tuple[GraphModule, tuple[int, ...]]:
         from_host = {ref.number for ref in imported}
         numbers = slice_of(self.table, wanted, stop=lambda entry: entry.number in from_host)
         given: dict[int, Node] = {}
-        emitter = Emitter(self.table, lambda entry: given.get(entry.number), on_host)
+        emitter = Emitter(self.table, lambda entry: given.get(entry.number), for_host and self.on_device)
         roots = [self.table.entries[n] for n in numbers if self.table.entries[n].kind == "root"]
         for position, root in enumerate(roots):
             given[root.number] = emitter.graph.placeholder(f"input_{position}")
@@ -179,6 +180,8 @@ class _Builder:
         for ref, node in zip(wanted, outputs, strict=True):
             node.meta["example_value"] = self.table.entries[ref.number].fake
         emitter.graph.output(outputs)
+        if for_host and not any(self.table.entries[n].kind == "write" for n in numbers):
+            read_lists(emitter.graph)
         module = GraphModule(emitter.modules, emitter.graph, class_name="Prologue")
         return module, tuple(self.positions[root.node] for root in roots)
 

@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxpasses.graph import effects
 from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.building import NodeBuilder, erase_unused
-from fxpasses.graph.calls import operator_of
+from fxpasses.graph.element_reads import constant_index
 from fxpasses.graph.host_copies import is_copy_to_host
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
@@ -168,7 +168,7 @@ def _read(node: Node, memory: AliasAnalysis) -> Read | None:
         return None
     places: list[int] = []
     current: Any = node.args[0]
-    while (index := _constant_index(current)) is not None:
+    while (index := constant_index(current)) is not None:
         places = [*index, *places]
         current = current.args[0]
     if not _is_dense(current):
@@ -183,19 +183,6 @@ def _read(node: Node, memory: AliasAnalysis) -> Read | None:
     for size, chosen in zip(sizes, [*places, *[0] * (len(sizes) - len(places))], strict=True):
         place = place * size + chosen % size
     return Read(node, current, place, at)
-
-
-def _constant_index(node: Any) -> tuple[int, ...] | None:
-    """The index of `x[1, 2]` and `x.select(0, 1)`; None for any other node, such as an element of a tuple."""
-    index: Any = ()
-    source = node.args[0] if isinstance(node, Node) and node.args else None
-    if not isinstance(source, Node) or isinstance(source.meta.get("example_value"), (tuple, list)):
-        return None
-    if operator_of(node) == "getitem":
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    elif operator_of(node) == "select" and node.args[1:2] == (0,):
-        index = node.args[2:]
-    return index if index and all(type(part) is int for part in index) else None
 
 
 def _keeps_dtype(copy: Node) -> bool:
