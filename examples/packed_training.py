@@ -276,6 +276,11 @@ def run_columns(names: list[str], arguments: argparse.Namespace, batches: list[B
     return {name: column.run for name, column in columns.items()}
 
 
+def prepare_inductor(device: str) -> None:
+    """Inductor's first use on a machine tests the compiler: its time, which is no column's own, ends here."""
+    torch.compile(torch.sin)(torch.ones(64, device=device))
+
+
 def stock_flags() -> contextlib.AbstractContextManager[None]:
     """PyTorch's defaults: without the flags that `fastpack` switches on, every layer breaks the graph."""
     return torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False)
@@ -447,6 +452,8 @@ def main() -> int:
     columns = (
         ["eager", "fastpack"] + [OFFLOAD] * arguments.offload + ([f"stock {arguments.peer}"] if arguments.peer else [])
     )
+    if "inductor" in (arguments.lowering, arguments.peer):
+        prepare_inductor(arguments.device)
     with tqdm(total=arguments.steps * len(columns), unit="step") as bar, fxpasses.inspect.record() as record:
         runs = run_columns(columns, arguments, batches, bar)
     print(table(runs, arguments))

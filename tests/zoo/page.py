@@ -1,4 +1,4 @@
-"""Writes docs/supported.md from the zoo's results: `python -m tests.zoo.page [RESULTS]`."""
+"""Publishes results of the zoo and writes docs/supported.md from all of them: `python -m tests.zoo.page [RESULTS]`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _several(found: Sequence[Run]) -> str:
         if not run.comparable or "error" in ours or ours["graphs"] == 1:
             continue
         reason = REASONS.get(run.architecture) or REASONS.get(run.architecture.split("/")[1])
-        reason = reason or "; ".join(ours["reasons"]) or "–"
+        reason = reason or "; ".join(ours.get("reasons", ())) or "–"
         rows.append([run.architecture, run.arrangement, ours["graphs"], stock.get("graphs", "fails"), reason])
     if not rows:
         return ""
@@ -119,7 +119,7 @@ def main() -> None:
     lines = results.read(Path(sys.argv[1])) if len(sys.argv) > 1 else results.read()
     if not lines:
         raise SystemExit(f"no results in {results.FILE}: run `make zoo` first")
-    PAGE.write_text(page(lines))
+    PAGE.write_text(page(results.publish(lines)))
 
 
 if __name__ == "__main__":

@@ -84,3 +84,13 @@ def test_a_difference_is_relative_to_the_tensors_largest_number() -> None:
 def test_reads_of_a_list_are_counted() -> None:
     numbers = torch.arange(3)
     assert host_reads(lambda: (numbers.tolist(), numbers[0].item(), [1].copy())) == 2
+
+
+def test_published_lines_of_an_architecture_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "published.jsonl"
+    other = {"architecture": "causal/a", "left_out": "needs timm"}
+    results.publish([*lines(reads=9), {**lines()[0], "arrangement": "padded"}, other], file)
+    found = results.publish(lines(), file)
+    assert results.read(file) == found
+    assert [line["architecture"] for line in found] == ["causal/a"] + 3 * ["causal/llama"]
+    assert [run.violations() for run in results.runs(found)] == [[]]
