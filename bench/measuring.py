@@ -5,9 +5,10 @@
     ...
     and the second half of the rounds in new processes, with the compile caches that the first ones filled
 
-Ratios are taken within a round, so that what slows the machine down for a while slows all contenders. One process is
-faster than the next by some per cent, for where its memory happens to lie: hence the second one. A contender is timed
-only if its values are the baseline's; one that fails or takes too long has an entry that says so.
+Ratios are taken within a round, so that what slows the machine down for a while slows all contenders: a shared machine
+is slow for seconds at a time, hence many short rounds. One process is faster than the next by some per cent, for where
+its memory happens to lie: hence the second one. A contender is timed only if its values are the baseline's; one that
+fails or takes too long has an entry that says so.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Settings:
 
     device: str
     threads: int
-    rounds: int = 11
-    round_s: float = 1.0
+    rounds: int = 40
+    round_s: float = 0.3
     group_s: float = 240.0
     limit_s: float = 900.0
     processes: int = 2
