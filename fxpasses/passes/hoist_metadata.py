@@ -75,14 +75,15 @@ class HoistMetadata:
         if large := _too_large(closure):
             banned |= large
             closure = find_closure(main, context.fake_mode, banned)
-        while left_out := _Cut(main, closure, context, report).run():  # these stay, and use what may become inputs
+        while left_out := (cut := _Cut(main, closure, context, report)).run():  # these stay, and use what may become inputs
             assert not left_out <= banned.keys(), "a value that was left out is provided all the same"
             banned |= {node: Refusal(node.name, Reason.LEFT_OUT, "", where(node)) for node in left_out}
             closure = find_closure(main, context.fake_mode, banned)
-        report.refusals = _refusals(closure)
+        report.refusals = [*_refusals(closure), *cut.small]
         return report
 
 
+_MADE_ONCE = "a prologue would take longer than the one node that makes it, of which nothing is read"
 _SHARED = "another input shares its memory"
 
 
@@ -121,6 +122,7 @@ class _Cut:
         self.inputs: dict[tuple[Region, Ref], Node] = {}
         self.frontier: list[Extra] = []
         self.sizes: set[Any] = set()  # unbacked symbols that an input binds
+        self.small: list[Refusal] = []
         self.asserting = {node for _, node in closure.assertions}
         self.original_inputs = main.placeholders()
 
@@ -128,14 +130,14 @@ class _Cut:
         """Rewrite the graph; or leave it, and return the nodes whose values may not be provided."""
         for use in self.closure.uses:
             self._decide(use.region, use.operand)
+        reads = self._reads()
+        if not reads and self._is_all_small():
+            return set()
         if left_out := self._left_out():
             return left_out
         provides = any(isinstance(decision, Ref) for decision in self.decisions.values())
-        reads = self._reads()
         asserts = bool(reads and self.asserting)
         if not provides and not (asserts and self.context.may_change(self.closure.assertions[0][1])):
-            return set()
-        if not reads and self._is_all_small():
             return set()
         assertions = self._assertions()
         for first, second in self.table.same:
@@ -203,15 +205,19 @@ class _Cut:
 
     def _is_all_small(self) -> bool:
         """Whether the values that may become inputs are few bytes, each made by one node: a prologue would cost more
-        than it saves.
+        than it saves, and the report says so.
 
         Not so if an operator of this package makes one, such as a plan, which takes the host's time.
         """
-        provided = {_row(decision) for decision in self.decisions.values() if isinstance(decision, Ref)}
+        provided = dict.fromkeys(_row(decision) for decision in self.decisions.values() if isinstance(decision, Ref))
         entries = [self.table.entries[row] for row in provided]
         if any(self.table.occurrences(entry) > 1 for entry in entries) or sum(map(_bytes, entries)) > _SMALL:
             return False
-        return not any("fxpasses" in str(self.table.entries[row].node.target) for row in self._behind(provided))
+        if any("fxpasses" in str(self.table.entries[row].node.target) for row in self._behind(set(provided))):
+            return False
+        for node in (entry.node for entry in entries if entry.kind != "root"):
+            self.small.append(Refusal(node.name, Reason.SMALL, _MADE_ONCE, where(node), module_of(node)[0]))
+        return True
 
     def _scalar_decision(self, node: Node, entry: Entry) -> _Decision:
         if entry.kind == "root":

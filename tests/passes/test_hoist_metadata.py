@@ -422,6 +422,7 @@ def test_without_reads_a_small_value_goes_to_the_prologue_only_if_it_is_made_aga
 
     (report, *_) = reports_of(assert_same(program, batches()))
     assert report.changed == moves
+    assert [refusal.reason for refusal in report.refusals] == ([] if moves else [Reason.SMALL])
 
 
 @pytest.mark.parametrize("layers", [1, 2])
