@@ -75,7 +75,8 @@ class HoistMetadata:
         if large := _too_large(closure):
             banned |= large
             closure = find_closure(main, context.fake_mode, banned)
-        while left_out := (cut := _Cut(main, closure, context, report)).run():  # these stay, and use what may become inputs
+        while left_out := (cut := _Cut(main, closure, context, report)).run():
+            # These stay, and use what may become inputs.
             assert not left_out <= banned.keys(), "a value that was left out is provided all the same"
             banned |= {node: Refusal(node.name, Reason.LEFT_OUT, "", where(node)) for node in left_out}
             closure = find_closure(main, context.fake_mode, banned)
