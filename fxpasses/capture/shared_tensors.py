@@ -14,7 +14,8 @@ one's recomputation stores equal tensors, which nobody reads any more. This hold
 - the frame made the dict, and is captured as a whole;
 - each key is stored in the body of one checkpoint, and never later, with the random state preserved, which is the
   default;
-- no body reads the key before the store, and nothing but items is read or stored: no length, no iteration.
+- no body reads the key before the store, and nothing but items is read or stored: no length, no iteration;
+- the tensors are not written to.
 
 Every other store breaks the graph as in stock PyTorch. If a violation shows too late, the frame is traced again without
 this feature.
@@ -39,6 +40,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 from fxpasses.capture.bodies import outer_body
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Place, Proceed, Site, method
+from fxpasses.graph.aliases import is_written
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace
@@ -60,6 +62,7 @@ class SharedTensors:
     def __init__(self) -> None:
         self._by: dict[tuple[Any, Any], Any] = {}  # the body that stored an item, by dict and key
         self._read: set[tuple[Any, Any]] = set()
+        self._tensors: list[Any] = []  # stored ones, as fake tensors
         self._is_storing = False
         self.conflicts: list[str] = []
 
@@ -68,6 +71,8 @@ class SharedTensors:
         return bool(self._by)
 
     def conflict(self, gm: Any) -> str:
+        if is_written(gm, self._tensors):
+            return "a tensor that a checkpoint stored is written to"
         return next(iter(self.conflicts), "")
 
     def read(self, shared: Any, key: Any, body: Any) -> None:
@@ -79,11 +84,12 @@ class SharedTensors:
         if not self._is_storing and any(known is shared and key in (_ALL, other) for known, other in self._by):
             self.conflicts.append("an item that a checkpoint stored is changed")
 
-    def allow(self, shared: Any, key: Any, body: Any) -> bool:
+    def allow(self, shared: Any, key: Any, value: Any, body: Any) -> bool:
         """Whether a body may store an item; if so, the store is recorded."""
         if {(shared, key), (shared, _ALL)} & self._read or (shared, key) in self._by:
             return False
         self._by[shared, key] = body
+        self._tensors += [tensor.as_proxy().node.meta["example_value"] for tensor in _tensors(value)]
         return True
 
     @contextmanager
@@ -166,7 +172,7 @@ def _store(trace: Trace, tx: Any, variable: Any, item: Any, proceed: Callable[[]
     with trace.shared.storing():
         if body is None or is_side_effect_safe(shared) or _key(key) is _ALL or not _is_shareable(value):
             return proceed()
-        if not trace.shared.allow(shared, _key(key), body):
+        if not trace.shared.allow(shared, _key(key), value, body):
             return proceed()
         with allow_externally_visible_side_effects_in_subtracer(tx):
             return proceed()
@@ -179,3 +185,11 @@ def _is_shareable(value: Any) -> bool:
         return all(map(_is_shareable, value.items))
     is_integer = isinstance(value, SymNodeVariable) and value.python_type() is int
     return type(value) is TensorVariable or isinstance(value, ConstantVariable) or is_integer
+
+
+def _tensors(value: Any) -> list[Any]:
+    """The tensors in a shareable value."""
+    value = value.realize()
+    if type(value) is TupleVariable:
+        return [tensor for item in value.items for tensor in _tensors(item)]
+    return [value] if type(value) is TensorVariable else []

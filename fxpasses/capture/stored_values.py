@@ -47,7 +47,7 @@ from torch.fx import GraphModule, Node
 import fxpasses
 from fxpasses.capture.bodies import outer_body
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.graph.aliases import storages, storages_of, written_operands
+from fxpasses.graph.aliases import is_written
 from fxpasses.graph.calls import operator_of
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ class StoredValues:
         for key, last in self._again.items():
             if last._erased or not any(map(_keeps_operand, _after(last))):
                 return f"`{key[1]}` is stored several times, and a recomputation may stop between"
-        stored = {storage for tensor in self._tensors for storage in storages_of(tensor)}
-        if stored and any(stored & written for written in _written(gm)):
+        if is_written(gm, self._tensors):
             return "a tensor that was stored is written to"
         return next(iter(self.conflicts), "")
 
@@ -135,14 +134,6 @@ def _keeps_operand(node: Node) -> bool:
     """Whether eager mode keeps an operand of a call for backward."""
     example = node.meta.get("example_value")
     return operator_of(node) in _PRODUCTS and isinstance(example, torch.Tensor) and example.requires_grad
-
-
-def _written(gm: GraphModule) -> Iterator[set[int]]:
-    """The memory that the graph and the bodies of its checkpoints write to, by call."""
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
-                yield {storage for operand in written_operands(node, module) for storage in storages(operand)}
 
 
 def traces_what_was_given() -> bool:

@@ -46,6 +46,14 @@ def storages_of(value: Any) -> list[int]:
     return found
 
 
+def is_written(gm: GraphModule, values: Any) -> bool:
+    """Whether a graph, or a body in it, may write to memory of the tensors in `values`, fake tensors of that graph."""
+    sought = set(storages_of(values))
+    bodies = [module for module in gm.modules() if isinstance(module, GraphModule)] if sought else []
+    written = (operand for body in bodies for node in body.graph.nodes for operand in written_operands(node, body))
+    return any(sought.intersection(storages(operand)) for operand in written)
+
+
 def written_operands(node: Node, owner: torch.nn.Module | None = None) -> list[Node]:
     """The operands that a node may write to: all of them if neither its name nor its schema tells.
 

@@ -154,7 +154,27 @@ class OfTheModel(Model):
         return self.through(x, self.kept)
 
 
-@pytest.mark.parametrize("kind", [StoresTwice, Counts, StoresList, DrawsOtherNumbers])
+class WrittenByALayer(Model):
+    def store(self, number: int, x: Tensor, shared: Any) -> None:
+        shared[number] = tuple(part.clone() for part in self.keys[number](x).chunk(2, -1))
+
+    def layer(self, number: int, x: Tensor, shared: Any) -> Tensor:
+        if number == 2:
+            shared[0][1].detach().mul_(0.5)
+        return super().layer(number, x, shared)
+
+
+class WrittenByTheFrame(WrittenByALayer):
+    def through(self, x: Tensor, shared: Any) -> Tensor:
+        for number in (0, 1, 3):
+            x = checkpoint(self.layer, number, x, shared, use_reentrant=False)
+        shared[1][1].detach().mul_(0.5)
+        return checkpoint(self.layer, 3, x, shared, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "kind", [StoresTwice, Counts, StoresList, DrawsOtherNumbers, WrittenByALayer, WrittenByTheFrame]
+)
 def test_what_a_recomputation_would_show_is_not_captured(kind: type[Model]) -> None:
     assert not is_one_graph(kind())
 
