@@ -58,6 +58,24 @@ def little_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def pytorch_operators_stay() -> Iterator[None]:
+    """An operator that is made anew has another identity, so Inductor's lowerings and decompositions miss it."""
+
+    def overloads() -> dict[str, list[torch._ops.OpOverload]]:
+        packets = [packet for packet in vars(torch.ops.aten).values() if isinstance(packet, torch._ops.OpOverloadPacket)]
+        return {
+            str(packet): [each for each in vars(packet).values() if isinstance(each, torch._ops.OpOverload)]
+            for packet in packets
+        }
+
+    before = overloads()
+    yield
+    after = overloads()
+    anew = [str(each) for name, known in before.items() for each in known if not any(each is a for a in after[name])]
+    assert not anew, f"made anew by these tests: {', '.join(anew)}"
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo_and_seed() -> None:
     """Resets Dynamo's compiled code and seeds torch, so that no test depends on the tests before it."""

@@ -200,7 +200,7 @@ def is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if packet is None or name in _UNTAGGED:
         return name in _UNTAGGED
-    overloads = [overload for overload in map(packet.__getattr__, packet.overloads()) if _is_of_tensors(overload)]
+    overloads = [overload for each in packet.overloads() if _is_of_tensors(overload := getattr(packet, each))]
     tags = [overload.tags for overload in overloads]
     if any(torch.Tag.nondeterministic_seeded in found for found in tags):
         return False
