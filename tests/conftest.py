@@ -63,11 +63,9 @@ def pytorch_operators_stay() -> Iterator[None]:
     """An operator that is made anew has another identity, so Inductor's lowerings and decompositions miss it."""
 
     def overloads() -> dict[str, list[torch._ops.OpOverload]]:
-        packets = [packet for packet in vars(torch.ops.aten).values() if isinstance(packet, torch._ops.OpOverloadPacket)]
-        return {
-            str(packet): [each for each in vars(packet).values() if isinstance(each, torch._ops.OpOverload)]
-            for packet in packets
-        }
+        packets = [each for each in vars(torch.ops.aten).values() if isinstance(each, torch._ops.OpOverloadPacket)]
+        kind = torch._ops.OpOverload
+        return {str(packet): [each for each in vars(packet).values() if isinstance(each, kind)] for packet in packets}
 
     before = overloads()
     yield
