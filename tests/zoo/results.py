@@ -106,12 +106,19 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name).split("+")[0] for name in ("torch", "transformers")}
 
 
+def ran(lines: Iterable[dict[str, Any]]) -> set[str]:
+    """The architectures that ran, all with today's versions."""
+    lines = list(lines)
+    old = {line["architecture"] for line in lines if not versions().items() <= line.items()}
+    return {line["architecture"] for line in lines} - old - not_run(lines).keys()
+
+
 def forget_not_run(path: Path = FILE) -> set[str]:
     """Remove the lines of architectures that did not run, or with other versions, so that they are tried again;
     returns the others."""
     lines = read(path)
-    missing = not_run(lines)
-    kept = [line for line in lines if line["architecture"] not in missing and versions().items() <= line.items()]
+    found = ran(lines)
+    kept = [line for line in lines if line["architecture"] in found]
     if len(kept) < len(lines):
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    return {line["architecture"] for line in kept}
+    return found

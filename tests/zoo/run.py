@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=LIMIT_S, help=f"seconds each; default: {LIMIT_S:.0f}")
     parser.add_argument("--every", action="store_true", help="all combinations of layouts, checkpoints and experts")
     parser.add_argument("--eager", action="store_true", help="eager mode alone: which can be built and run")
+    parser.add_argument("--missing", action="store_true", help="leave out what is published for these versions")
     parser.add_argument("--again", action="store_true", help="run those that are in the file as well")
     options = parser.parse_args()
     # Before the process that others are forked from starts.
@@ -87,6 +88,8 @@ def main() -> None:
     from tqdm import tqdm
 
     done = set() if options.again else results.forget_not_run(options.out)
+    if options.missing:
+        done |= results.ran(results.read(results.PUBLISHED))
     todo = [each for each in chosen(options.names) if each.key not in done]
     versions = results.versions()
     contenders = worker.CONTENDERS[:1] if options.eager else worker.CONTENDERS
