@@ -224,7 +224,6 @@ SIZES: dict[str, dict[str, Any]] = {
 
 LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "needs timm"),
-    "inkling_mm_model": "needs scipy",
     "layoutlmv2": "needs detectron2",
     "causal/git": "its labels follow an image: see vision-language",
     "gemma4_assistant": "drafts for another model, whose keys and values it takes",

@@ -81,6 +81,7 @@ IMAGES: dict[str, Callable[[int], Batch]] = {
         "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
     },
     "inkling2": _in_merged_blocks,
+    "inkling_mm_model": lambda n: {"pixel_values": random(ROWS * PATCHES, 2, PATCH, PATCH, 3, seed=n)},
     "molmo2": _pooled,
     "nemotron_h_omni": lambda n: {
         "pixel_values": random(int(_grids(n).prod(1).sum()), 3 * PATCH * PATCH, seed=n),
