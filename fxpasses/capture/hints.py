@@ -22,16 +22,19 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx import Proxy
 
-from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, TRANSLATOR, Handlers, Proceed, method
+from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, TRANSLATOR, Handlers, Proceed, Site, method
 from fxpasses.capture.trace import Trace
 from fxpasses.graph.symbols import is_unbacked
 
 BUILTIN = "torch._dynamo.variables.builtin.BuiltinVariable"
+SYMBOL = "torch._dynamo.variables.tensor.SymNodeVariable"
 TENSOR = "torch._dynamo.variables.tensor.TensorVariable"
 TORCH_FUNCTION = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
 
 # Methods whose arguments are all sizes. Dynamo breaks the graph at `x.view(h, w)` where `h` is a tensor.
 _TAKE_SIZES = frozenset({"expand", "repeat", "reshape", "split", "view"})
+
+_COMPARES_BY_SLOT = hasattr(SymNodeVariable, "richcompare_impl")  # torch 2.11 does not
 
 handlers = Handlers()
 
@@ -161,6 +164,16 @@ def bounds(trace: Trace, proceed: Proceed, self: Any, items: Any, tx: Any = None
     if tx is None or not any(isinstance(item.realize(), TensorVariable) for item in items):
         return NOT_HANDLED
     return proceed(self, [_as_bound(trace, tx, item) for item in items], tx, **kwargs)
+
+
+@handlers.at(
+    Site(SYMBOL + ".richcompare_impl", lambda: [(SymNodeVariable, "richcompare_impl")] * _COMPARES_BY_SLOT),
+    without="`[n, 4] == [tensor, 4]` fails, as under stock PyTorch with its capture flags",
+)
+def compare(trace: Trace, proceed: Proceed, self: Any, tx: Any, other: Any, *args: Any) -> Any:
+    """`x.size() == [n, 4]` where n is a tensor: Dynamo takes the result, which is a tensor, for a number."""
+    number = _as_number(trace, tx, other)
+    return NOT_HANDLED if number is other.realize() else proceed(self, tx, number, *args)
 
 
 def _as_bound(trace: Trace, tx: Any, argument: Any) -> Any:

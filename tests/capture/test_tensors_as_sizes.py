@@ -57,3 +57,17 @@ def test_a_bound_that_counts_from_the_end_has_a_graph_of_its_own() -> None:
     batches = [(x, torch.tensor([n])) for n in (3, 2, -1, -2, 1)]
     record = assert_same(program, batches, "aot_eager", fullgraph=True)
     assert len(record.graphs) == 2
+
+
+def test_a_size_that_is_compared_with_a_tensor() -> None:
+    """Longformer's classification, whose first token attends to all others."""
+
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        n = lengths.max()
+        y = x.new_zeros(n, 3) + x[:1]
+        assert list(y.size()) == [n, 3]
+        return y.view(n, 3) * (2 if y.shape[0] < n + 1 else 3)
+
+    x = torch.linspace(-1, 2, 12).view(4, 3).requires_grad_()
+    record = assert_same(program, [(x, torch.tensor([1, n])) for n in (3, 2, 4)], "aot_eager", fullgraph=True)
+    assert len(record.graphs) == 1

@@ -25,7 +25,8 @@ Each architecture of transformers' mappings is built tiny from its own configura
 eager mode, under stock `torch.compile` and under this backend, both with the lowering `aot_eager`: on packed text with
 checkpoints and on text padded left and then right where it can, mixtures also with `experts_implementation="eager"`.
 Loss, outputs and all gradients are compared with eager mode's, relative to each tensor's largest number. Each task's
-row says how many of its architectures were compared so far; a run is an architecture in one arrangement.
+row says how many of its architectures were compared so far; a run is an architecture in one arrangement. What a kernel
+on the CPU takes from the CPU's memory is no host read.
 """
 
 
