@@ -26,7 +26,7 @@ DTYPES = frozenset({
 
 # Measured on a CPU for 1 to 64 rows of 10^4 to 10^7 elements (bench case `split_topk`). Below these sizes the calls
 # cost more than the row; a second stage of more than 1/32 of a row costs what the first one saves.
-_LEAST_COLUMNS, _LEAST_ELEMENTS, _MOST_OF_A_ROW = 10_000, 100_000, 32
+_LEAST_COLUMNS, _LEAST_NARROW_COLUMNS, _LEAST_ELEMENTS, _MOST_OF_A_ROW = 10_000, 100_000, 250_000, 32
 _LENGTHS = (128, 64, 32)  # longer blocks have fewer maxima, and more elements in the second stage
 
 
@@ -36,7 +36,7 @@ def block_length(rows: int, columns: int, k: int, dtype: torch.dtype, largest: b
         return 0
     narrow = dtype in (torch.bfloat16, torch.float16)  # read through float32, and slowly in short blocks
     lengths = _LENGTHS[: 1 if narrow else None]
-    if columns < (_LEAST_ELEMENTS if narrow else _LEAST_COLUMNS) or rows * columns < _LEAST_ELEMENTS or k < 1:
+    if columns < (_LEAST_NARROW_COLUMNS if narrow else _LEAST_COLUMNS) or rows * columns < _LEAST_ELEMENTS or k < 1:
         return 0
     return next((length for length in lengths if _MOST_OF_A_ROW * k * length <= columns), 0)
 
