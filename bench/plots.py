@@ -21,6 +21,7 @@ STYLE: Any = {
     "axes.spines.right": False,
     "font.size": 9,
 }
+MOST_PANELS = 24  # of a plot that can be looked at
 LANES = ("kernels", "DtoH", "HtoD")
 
 
@@ -51,9 +52,10 @@ def varying(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def times(case: Case, entries: Sequence[Mapping[str, Any]], file: Path) -> bool:
-    """Median times with quartiles over `case.x`, a panel for each other combination. Returns whether there are any."""
+    """Median times with quartiles over `case.x`, a panel for each other combination. Returns whether there
+    are any, and not too many."""
     parts = panels(case, entries)
-    if not parts:
+    if not 0 < len(parts) <= MOST_PANELS:
         return False
     names = [contender.name for contender in case.contenders]
     model = case.model(entries) if case.model else {}

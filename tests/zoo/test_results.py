@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.23")
 
 from tests.zoo import page, results
+from tests.zoo.exceptions import REASONS
 from tests.zoo.measuring import difference, host_reads
 
 EAGER = {"repeats": True, "reads": 4, "graphs": 0, "breaks": 0, "recompiled": 0, "reasons": []}
@@ -94,3 +95,13 @@ def test_published_lines_of_an_architecture_are_replaced_as_a_whole(tmp_path: Pa
     assert results.read(file) == found
     assert [line["architecture"] for line in found] == ["causal/a"] + 3 * ["causal/llama"]
     assert [run.violations() for run in results.runs(found)] == [[]]
+
+
+def test_of_what_is_published_nothing_is_worse_and_few_are_several_graphs() -> None:
+    found = [run for run in results.runs(results.read(results.PUBLISHED)) if run.comparable]
+    assert found
+    assert {run.architecture: words for run in found if (words := run.violations(timed=False))} == {}
+    ours = {run.architecture: run.contenders["ours"] for run in found}
+    several = {name.split("/")[1] for name, figures in ours.items() if figures.get("graphs", 1) > 1}
+    assert len(several) < 10
+    assert several <= {key.split("/")[-1] for key in REASONS}
