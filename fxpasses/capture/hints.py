@@ -27,14 +27,17 @@ from fxpasses.capture.trace import Trace
 from fxpasses.graph.symbols import is_unbacked
 
 BUILTIN = "torch._dynamo.variables.builtin.BuiltinVariable"
-SYMBOL = "torch._dynamo.variables.tensor.SymNodeVariable"
+PROTOCOL = "torch._dynamo.variables.object_protocol"
 TENSOR = "torch._dynamo.variables.tensor.TensorVariable"
 TORCH_FUNCTION = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
 
 # Methods whose arguments are all sizes. Dynamo breaks the graph at `x.view(h, w)` where `h` is a tensor.
 _TAKE_SIZES = frozenset({"expand", "repeat", "reshape", "split", "view"})
 
-_COMPARES_BY_SLOT = hasattr(SymNodeVariable, "richcompare_impl")  # torch 2.11 does not
+try:
+    from torch._dynamo.variables import object_protocol as protocol
+except ImportError:  # torch 2.11
+    protocol = None  # type: ignore[assignment]
 
 handlers = Handlers()
 
@@ -167,13 +170,14 @@ def bounds(trace: Trace, proceed: Proceed, self: Any, items: Any, tx: Any = None
 
 
 @handlers.at(
-    Site(SYMBOL + ".richcompare_impl", lambda: [(SymNodeVariable, "richcompare_impl")] * _COMPARES_BY_SLOT),
+    Site(f"{PROTOCOL}.generic_richcompare_bool", lambda: [(protocol, "generic_richcompare_bool")] * bool(protocol)),
     without="`[n, 4] == [tensor, 4]` fails, as under stock PyTorch with its capture flags",
 )
-def compare(trace: Trace, proceed: Proceed, self: Any, tx: Any, other: Any, *args: Any) -> Any:
-    """`x.size() == [n, 4]` where n is a tensor: Dynamo takes the result, which is a tensor, for a number."""
-    number = _as_number(trace, tx, other)
-    return NOT_HANDLED if number is other.realize() else proceed(self, tx, number, *args)
+def equal_items(trace: Trace, proceed: Proceed, tx: Any, one: Any, other: Any, *args: Any) -> Any:
+    """`x.size() == [n, 4]` where n is a tensor: lists ask for the truth of each comparison, which is a number's."""
+    numbers = [_as_number(trace, tx, item) for item in (one, other)]
+    same = all(number is item.realize() for number, item in zip(numbers, (one, other), strict=True))
+    return NOT_HANDLED if same else proceed(tx, *numbers, *args)
 
 
 def _as_bound(trace: Trace, tx: Any, argument: Any) -> Any:

@@ -65,7 +65,7 @@ def test_a_size_that_is_compared_with_a_tensor() -> None:
     def program(x: Tensor, lengths: Tensor) -> Tensor:
         n = lengths.max()
         y = x.new_zeros(n, 3) + x[:1]
-        assert list(y.size()) == [n, 3]
+        assert list(y.size()) == [n, 3] and [n, 3] == list(y.size())
         return y.view(n, 3) * (2 if y.shape[0] < n + 1 else 3)
 
     x = torch.linspace(-1, 2, 12).view(4, 3).requires_grad_()
