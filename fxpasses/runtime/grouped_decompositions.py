@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxpasses.runtime import grouped_linear  # noqa: F401 - registers the operators
-from fxpasses.runtime.grouped_kernels import starts_aligned, suits
+from fxpasses.runtime.grouped_kernels import is_library_loop
 
 ops = torch.ops.fxpasses
 
@@ -25,33 +25,29 @@ ops = torch.ops.fxpasses
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
     """Of `grouped_mm_covering`."""
     stacked = weights.mT if transposed else weights
-    if not _is_library_loop(rows, stacked, stacked.shape[2]):
+    if not _is_called(rows, stacked, stacked.shape[2]):
         return ops.grouped_mm.default(rows, weights, offsets, None, transposed)
     return torch.ops.aten._grouped_mm(rows, stacked, offsets)
 
 
 def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """Of `grouped_outer_covering`."""
-    if not _is_library_loop(left, right, right.shape[1]) or not _is_library_loop(right, left, 0):
+    if not _is_called(left, right, right.shape[1]) or not _is_called(right, left, 0):
         return ops.grouped_outer.default(left, right, offsets)
     return torch.ops.aten._grouped_mm(left.t(), right, offsets)
 
 
-def _is_library_loop(rows: Tensor, other: Tensor, width: int | torch.SymInt) -> bool:
-    """Whether the product makes the loop's calls, on operands and results that are aligned as in the loop.
+def _is_called(rows: Tensor, other: Tensor, width: int | torch.SymInt) -> bool:
+    """Whether the product makes the loop's calls; width: of the result's rows.
 
-    width: of the result's rows. PyTorch's rule for fake tensors takes bfloat16 alone, also on the CPU. All sizes but
-    the number of rows must be numbers: asking about symbols would add guards.
+    PyTorch's rule for fake tensors takes bfloat16 alone, also on the CPU. All sizes but the number of rows must be
+    numbers: asking about symbols would add guards.
     """
     sizes = [*rows.shape[1:], *rows.stride(), *other.shape[1:], *other.stride(), width]
     return (
-        rows.device.type == "cpu"
-        and rows.dtype is torch.bfloat16
+        rows.dtype is torch.bfloat16
         and all(isinstance(size, int) for size in sizes)
-        and starts_aligned(rows.stride(0), rows)
-        and starts_aligned(width, rows)
-        and suits(rows)
-        and suits(other)
+        and is_library_loop(rows, other, int(width))
     )
 
 

@@ -12,6 +12,7 @@ VECTOR = 16  # bytes: F.grouped_mm takes only rows and columns that start at mul
 
 _TRITON_DEVICES = ("cuda", "xpu")
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LIBRARY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of F.grouped_mm on the CPU
 
 
 class Way(Enum):

@@ -20,6 +20,7 @@ from fxpasses.runtime.grouped_linear import (
     grouped_sum,
     offsets_on_host,
 )
+from tests.support import events
 
 GROUPS = {
     "mixed": [3, 0, 8, 7],
@@ -102,6 +103,13 @@ def assert_same_as_loop(case, equal=torch.equal):
 def test_equals_the_loop_bit_for_bit(form, widths, sizes):
     assert_same_as_loop(Case(*form, GROUPS[sizes], widths, trailing=0))
     assert_same_as_loop(Case(*form, GROUPS[sizes], widths, trailing=2))
+
+
+@pytest.mark.parametrize(("widths", "calls"), [((16, 32), 3), ((17, 13), 0)], ids=str)
+def test_products_of_whole_cache_lines_are_called_from_cpp(widths, calls):
+    """The product, and the gradients of its rows and weights; other widths are aligned group by group, in Python."""
+    case = Case("stacked", True, False, [3, 0, 8, 7], widths)
+    assert events(lambda: case.grouped().square().sum().backward())["aten::_grouped_mm"] == calls
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -16,7 +16,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from tests.support import HOST_READS
+from tests.support import HOST_READS, counted
 
 LOWERING = "aot_eager"
 KERNELS = "fxpasses.runtime.grouped_kernels"
@@ -82,7 +82,7 @@ def host_reads(run: Callable[[], Any]) -> int:
             run()
         finally:
             sys.setprofile(None)
-    seen = Counter({event.key: event.count for event in profile.key_averages()})
+    seen = counted(profile)
     return sum(seen[name] for name in HOST_READS) + lists["tolist"]
 
 
