@@ -28,7 +28,7 @@ demo: $(INSTALLED) ## run examples/packed_training.py; ARGS= adds arguments
 test: $(INSTALLED) ## run all tests but the slow ones; gpu tests skip themselves without CUDA; ARGS= adds pytest arguments
 	@$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS)
 
-test-slow: $(INSTALLED) ## run the slow tests: more seeds, more arrangements, whole programs under Inductor
+test-slow: $(INSTALLED) ## run the slow tests: more seeds, more arrangements, whole programs under Inductor; THOROUGH=1: all of them
 	@$(BIN)/python -m pytest $(IN_PARALLEL) -m slow $(ARGS)
 
 device-coverage: $(INSTALLED) ## print the lines of device code that no test reaches; fails under 95 %; ARGS= names parts to run anew

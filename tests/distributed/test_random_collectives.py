@@ -19,7 +19,7 @@ from fxpasses.capture import variants
 from tests.distributed.random_collectives import made, sources, steps_of_ranks
 from tests.distributed.recorded_group import recorded_group
 from tests.distributed.test_collectives import assert_same_step
-from tests.support import compiled
+from tests.support import THOROUGH, compiled
 
 _VARIANTS = 3  # of a frame, in place of 6: its questions are given up
 
@@ -50,6 +50,6 @@ def test_each_rank_issues_what_eager_mode_issues(source: str, steps: Any, loweri
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@checking(examples=1000)
+@checking(examples=1000 if THOROUGH else 200)
 def test_each_rank_issues_what_eager_mode_issues_in_many_programs(source: str, steps: Any, lowering: str) -> None:
     check(source, steps, lowering)

@@ -14,7 +14,7 @@ import torch
 import fxpasses.inspect
 from fxpasses.inspect import Record
 from fxpasses.report import Reason
-from tests.support import compiled, reports_of
+from tests.support import THOROUGH, compiled, reports_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("capture_flags")
@@ -73,6 +73,8 @@ MASKED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 FAST = ("llama",)  # the others take minutes together
+# One of a kind each: the others are run without checkpoints where all arrangements are.
+PLAIN = (*FAST, "gemma3_text", "gpt2", "falcon_h1", "qwen2_moe", "gpt_oss", "deepseek_v3", "albert", "modernbert")
 Numbers = dict[str, torch.Tensor | None]
 
 
@@ -122,7 +124,7 @@ def cases() -> list[Any]:
         pytest.param(name, checkpointed, marks=[] if name in FAST and not checkpointed else pytest.mark.slow)
         for name in (*CAUSAL, *MASKED)
         for checkpointed in (False, True)
-        if not (name == "albert" and checkpointed)  # which has none
+        if (name != "albert" if checkpointed else THOROUGH or name in PLAIN)  # Albert has no checkpoints
     ]
 
 
