@@ -7,6 +7,8 @@ graphs. If this torch has no such guards, the graph raises `AssumptionError` for
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,6 +85,24 @@ def _message(broken: Sequence[Assumption], values: dict[Any, Any]) -> str:
     )
 
 
+class Numbers(PythonReferenceAnalysis):
+    """Computes conditions with Python's numbers.
+
+    PyTorch's own analysis divides integers, truncates, and combines bits as sympy does, and `torch.sym_min` takes no
+    numbers of sympy's.
+    """
+
+    int_truediv = staticmethod(operator.truediv)
+
+    @staticmethod
+    def trunc_to_int(x: float, dtype: torch.dtype) -> int:
+        return math.trunc(x)
+
+    bitwise_and = staticmethod(operator.and_)
+    bitwise_or = staticmethod(operator.or_)
+    bitwise_xor = staticmethod(operator.xor)
+
+
 class BatchGuard:
     """Checks the assumptions of a graph for a batch. failed: those that the last batch broke.
 
@@ -129,7 +149,7 @@ class BatchGuard:
         key = tuple(values.values())
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = [a for a in self.assumptions if not sympy_interp(PythonReferenceAnalysis, values, a.condition)]
+            verdict = [a for a in self.assumptions if not sympy_interp(Numbers, values, a.condition)]
             with self._lock:
                 if len(self._verdicts) >= _MOST_VERDICTS:
                     self._verdicts.clear()

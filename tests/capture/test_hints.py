@@ -192,10 +192,17 @@ def ratio_of_integers(x: Tensor, lengths: Tensor) -> Tensor:
     return x * 2 if first / second > 1 else x + first / second
 
 
+def smaller_ratio(x: Tensor, lengths: Tensor) -> Tensor:
+    """As LLaVA-NeXT chooses the resolution of an image."""
+    first, second, *_ = lengths.tolist()
+    scale = min(first / second, second / first)
+    return x * 2 if min(int(8 * scale), int(9 * scale)) > 3 else x + 1
+
+
 CHOICES = (
-    ratio_of_integers, equal_tensors, close_tensors, not_all, any_and, kept_by_or, truth_is_a_bool, membership,
-    data_dependent_list, iteration, counted_loop, mean_of_floats, built_in_place, accumulated, selected_rows,
-    two_variants,
+    ratio_of_integers, smaller_ratio, equal_tensors, close_tensors, not_all, any_and, kept_by_or, truth_is_a_bool,
+    membership, data_dependent_list, iteration, counted_loop, mean_of_floats, built_in_place, accumulated,
+    selected_rows, two_variants,
 )  # fmt: skip
 
 
