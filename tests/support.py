@@ -13,14 +13,12 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 import fxpasses.inspect
+from bench.counting import HOST_READS, counted
 from fxpasses import fastpack_backend
 from fxpasses.inspect import Record
 from fxpasses.report import Report
 
-# Operators that make the host wait for the device, or that have a result whose size only the data tells.
-HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique2", "aten::masked_select")
-
-# `make test-slow THOROUGH=1`: all random programs and arrangements, which take an hour more.
+# `make test-slow THOROUGH=1`: all random programs and arrangements, which take much longer.
 THOROUGH = os.environ.get("THOROUGH", "0") != "0"
 
 # Torch 2.11 gives each slice between numbers of activations a size of its own. Stock PyTorch, with the same flags,
@@ -84,17 +82,6 @@ def events(step: Callable[[], Any]) -> Counter[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     return counted(profile)
-
-
-def counted(profile: torch.profiler.profile) -> Counter[str]:
-    """How often each operator ran, less the reads of `F.grouped_mm` on the CPU, of its offsets, which lie there."""
-    return Counter(e.name for e in profile.events() if not (e.name in HOST_READS and _is_of_grouped_mm(e)))
-
-
-def _is_of_grouped_mm(event: Any) -> bool:
-    while event is not None and event.name != "aten::_grouped_mm":
-        event = event.cpu_parent
-    return event is not None
 
 
 def host_reads(step: Callable[[], Any]) -> int:

@@ -16,7 +16,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from tests.support import HOST_READS, counted
+from bench.counting import HOST_READS, counted
 
 LOWERING = "aot_eager"
 KERNELS = "fxpasses.runtime.grouped_kernels"
