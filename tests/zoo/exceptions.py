@@ -4,6 +4,7 @@ SIZES: by type of model, or by task and type ("causal/NAME"), arguments of its c
 the rules; by "default of TYPE", those without which not even the defaults can be had.
 LEFT_OUT: architectures that are not run, by the same keys, and why.
 REASONS: by the same keys, for docs/supported.md.
+DEFECTS: by the same keys, what is wrong with ours, for docs/supported.md; their results are not published.
 """
 
 from __future__ import annotations
@@ -241,4 +242,18 @@ REASONS: dict[str, str] = {
     "switch_transformers": "replaces its router by a copy of itself in each layer, in a checkpoint",
     "yoso": "gives one tensor twice to an autograd function of its own",
     "reformer": "sets seeds in each layer, in an autograd function of its own",
+}
+
+# To be mended: the rule for what is published (tests/zoo/test_results.py) does not hold for them.
+DEFECTS: dict[str, str] = {
+    **dict.fromkeys(
+        ("causal/qwen4_exp", "causal/qwen4_exp_text"),
+        "one graph more for another packing; stock, with 6 graphs, has none",
+    ),
+    **dict.fromkeys(("causal/musicgen", "causal/musicgen_melody"), "3 graphs, as with stock: a branch asks for data"),
+    "vision-language/ernie4_5_vl_moe": "7 graphs; stock fails",
+    "vision-language/muse_spark": "6 graphs with eager experts; stock fails",
+    "vision-language/qwen2_5_omni_thinker": "3 graphs; stock fails",
+    "vision-language/qwen3_omni_moe_thinker": "3 graphs; stock fails",
+    "vision-language/video_llama_3": "6 graphs; stock fails",
 }
