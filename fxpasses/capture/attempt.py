@@ -26,6 +26,7 @@ class Feature(enum.Enum):
     ROPE = "positions of images"
     CTC = "CTC losses"
     STRIDES = "strides in backward functions"
+    RANDOM = "random numbers"
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"
     LISTS = "grown lists"

@@ -14,6 +14,7 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._dynamo.variables import ConstantVariable, ListVariable
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -33,6 +34,9 @@ TORCH_FUNCTION = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
 
 # Methods whose arguments are all sizes. Dynamo breaks the graph at `x.view(h, w)` where `h` is a tensor.
 _TAKE_SIZES = frozenset({"expand", "repeat", "reshape", "split", "view"})
+
+# Functions whose integer arguments are sizes and bounds.
+_OF_SIZES = (torch.arange, F.interpolate)
 
 try:
     from torch._dynamo.variables import object_protocol as protocol
@@ -119,20 +123,30 @@ def iter_contains(trace: Trace, proceed: Proceed, items: Any, search: Any, tx: A
 
 
 @handlers.at(method(BUILTIN, "call_function"), order=4, without="`range(0, n, 64)` is compiled anew for each n")
-def chunks(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+def ranges(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if self.fn is not range:
+        return NOT_HANDLED
+    numbers = [_as_number(trace, tx, argument) for argument in args]
+    end = _end_of_chunks(trace, numbers)
+    if end is not None:
+        numbers[1] = end
+    return NOT_HANDLED if all(map(operator.is_, numbers, args)) else proceed(self, tx, numbers, kwargs)
+
+
+def _end_of_chunks(trace: Trace, args: Any) -> Any:
     """`range(0, n, 64)`: Dynamo assumes n, but how many chunks there are tells all numbers of the range."""
-    if self.fn is not range or len(args) != 3 or not isinstance(args[1], SymNodeVariable):
-        return NOT_HANDLED
+    if len(args) != 3 or not isinstance(args[1], SymNodeVariable):
+        return None
     if not all(bound.is_python_constant() for bound in (args[0], args[2])):
-        return NOT_HANDLED
+        return None
     start, stop, step = args[0].as_python_constant(), args[1].sym_num, args[2].as_python_constant()
     value = trace.number(stop.node.expr) if isinstance(stop, torch.SymInt) and step > 1 else None
     if value is None:
-        return NOT_HANDLED
+        return None
     end = start + step * len(range(start, int(value), step))
     if (end > start and not stop > end - step) or stop > end:
-        return NOT_HANDLED
-    return proceed(self, tx, [args[0], _constant(end), args[2]], kwargs)
+        return None
+    return _constant(end)
 
 
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=3, without="`torch.equal(a, b)` breaks the graph")
@@ -142,6 +156,11 @@ def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any
     if self.value is torch.allclose and _are_metadata(trace, args):
         close = TorchInGraphFunctionVariable(torch.isclose).call_function(tx, args, kwargs)
         return _constant(_truth(trace, tx, close.call_method(tx, "all", [], {})))
+    if self.value in _OF_SIZES:
+        numbers = [_as_number(trace, tx, argument) for argument in args]
+        named = {name: _as_number(trace, tx, argument) for name, argument in kwargs.items()}
+        same = all(map(operator.is_, (*numbers, *named.values()), (*args, *kwargs.values())))
+        return NOT_HANDLED if same else proceed(self, tx, numbers, named)
     if self.value is torch.is_nonzero and len(args) == 1 and not kwargs and isinstance(args[0], TensorVariable):
         return _constant(_truth(trace, tx, args[0]))
     return NOT_HANDLED

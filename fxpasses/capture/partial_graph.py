@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch._dynamo.source import RandomValueSource
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -191,6 +192,8 @@ class _PartialWalk(Walk):
     def obstacle_of_input(self, node: Node, example: Any) -> tuple[Reason, str] | None:
         if isinstance(example, torch.Tensor) and is_passed(_real(node)):
             return Reason.ACTIVATION, f"`{node.name}`"
+        if isinstance(getattr(node.meta.get("grapharg"), "source", None), RandomValueSource):
+            return Reason.RANDOM, f"`{node.name}`"  # of `random.randint`, which the frame calls after its guards
         return super().obstacle_of_input(node, example)
 
     def visit(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> tuple[Any, ...]:

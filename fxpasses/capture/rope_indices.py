@@ -6,7 +6,7 @@ their sizes are those of the tokens: here the method is one operator of the grap
 it as it is. Before that, it runs once while tracing, for the batch at hand, to see that its results have the sizes of
 the tokens, and that it writes to no argument.
 
-Other arguments than integer tensors of the batch, and results that look otherwise, are left to Dynamo.
+Other arguments than tensors of the batch and constants, and results that look otherwise, are left to Dynamo.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, and the
 attributes by which a bound method knows its function and its object. Seen in transformers 5.23.
@@ -40,24 +40,25 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     model = getattr(getattr(self, "obj", getattr(self, "im_self", None)), "value", None)
     if getattr(function, "__name__", "") != _NAME or not str(function.__module__).startswith(_PACKAGE):
         return NOT_HANDLED
-    tensors = _tensors(inspect.signature(function), args, kwargs)
-    if tensors is None or not isinstance(model, torch.nn.Module) or trace.graph is None:
+    given = _arguments(inspect.signature(function), args, kwargs)
+    if given is None or not isinstance(model, torch.nn.Module) or trace.graph is None:
         return NOT_HANDLED
+    tensors, constants = given
     nodes = [tensor.as_proxy().node for tensor in tensors.values()]
     values = trace.graph.tensors(nodes)
     if values is None:
         return NOT_HANDLED
-    dtypes = _dtypes(function, model, dict(zip(tensors, values, strict=True)))
+    dtypes = _dtypes(function, model, dict(zip(tensors, values, strict=True)), constants)
     if dtypes is None:
         return NOT_HANDLED
-    name = register(Call(weakref.ref(model), function, tuple(tensors), dtypes))
+    name = register(Call(weakref.ref(model), function, tuple(tensors), tuple(constants.items()), dtypes))
     operands = (name, [tensor.as_proxy() for tensor in tensors.values()])
     proxy = tx.output.create_proxy("call_function", torch.ops.fxpasses.rope_index.default, operands, {})
     return wrap_fx_proxy(tx=tx, proxy=proxy)
 
 
-def _tensors(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """The tensor arguments by name, `input_ids` first; None if there are others than those and None."""
+def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The tensor arguments by name, `input_ids` first, and the others; None if one is neither tensor nor constant."""
     try:
         given = dict(signature.bind(None, *args, **kwargs).arguments)
     except TypeError:
@@ -67,17 +68,22 @@ def _tensors(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, 
     found.pop("kwargs", None)
     found = {name: value.realize() for name, value in found.items() if value is not None}
     tensors = {name: value for name, value in found.items() if value.is_tensor()}
-    others = [value for name, value in found.items() if name not in tensors]
-    are_absent = all(value.is_python_constant() and value.as_python_constant() is None for value in others)
-    return tensors if are_absent and "input_ids" in tensors else None
+    others = {name: value for name, value in found.items() if name not in tensors}
+    if "input_ids" not in tensors or not all(value.is_python_constant() for value in others.values()):
+        return None
+    constants = {name: value.as_python_constant() for name, value in others.items()}
+    simple = all(value is None or isinstance(value, (bool, int, float, str)) for value in constants.values())
+    return (tensors, constants) if simple else None
 
 
-def _dtypes(function: Any, model: torch.nn.Module, values: dict[str, torch.Tensor]) -> Any:
+def _dtypes(
+    function: Any, model: torch.nn.Module, values: dict[str, torch.Tensor], constants: dict[str, Any]
+) -> tuple[torch.dtype, torch.dtype] | None:
     """The dtypes of the results for the traced batch; None if it raises, or they have other sizes than expected."""
     copies = {name: value.clone() for name, value in values.items()}
     try:
         with outside_of_modes(), torch.no_grad():
-            positions, deltas = function(model, **copies)
+            positions, deltas = function(model, **copies, **constants)
     except Exception:  # an error of the user's program recurs when Dynamo has traced it
         return None
     rows, columns = values["input_ids"].shape

@@ -15,15 +15,20 @@ from torch.library import custom_op
 
 @dataclass(frozen=True)
 class Call:
-    """A method of a model, the names of its tensor arguments, `input_ids` first, and the dtypes of its two results."""
+    """A method of a model, the names of its tensor arguments, `input_ids` first, and the dtypes of its two results.
+
+    constants: the other arguments, by name.
+    """
 
     model: weakref.ReferenceType[torch.nn.Module]
     function: Callable[..., Any]
     names: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
     dtypes: tuple[torch.dtype, torch.dtype]
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        positions, deltas = self.function(self.model(), **dict(zip(self.names, tensors, strict=True)))
+        given = dict(zip(self.names, tensors, strict=True))
+        positions, deltas = self.function(self.model(), **given, **dict(self.constants))
         return positions, deltas
 
 

@@ -78,6 +78,28 @@ def test_one_graph_for_all_batches() -> None:
     assert graphs_of(Model()) == 1
 
 
+class Chosen(Model):
+    """Qwen2.5-Omni: an argument that is no tensor."""
+
+    def forward(self, kinds: Tensor, x: Tensor | None = None, sound: bool = False) -> Tensor:
+        positions, _ = self.get_rope_index(kinds + 2, kinds, None, sound)
+        return self.linear(self.embedding(kinds)) * positions.sum(0)[..., None]
+
+    def get_rope_index(self, input_ids: Tensor, kinds: Tensor, mask: Any = None, sound: bool = False) -> Any:
+        positions, deltas = Model.get_rope_index(self, input_ids, kinds)
+        return positions + 10 * sound, deltas
+
+    get_rope_index.__module__ = "transformers.models.toy"
+
+
+def test_constants_are_passed_on() -> None:
+    model = Chosen()
+    assert graphs_of(model) == 1
+    program = compiled(model, "aot_eager")
+    for sound in (False, True, False):
+        torch.testing.assert_close(program(BATCHES[0], sound=sound), model(BATCHES[0], sound=sound), rtol=0, atol=0)
+
+
 def test_results_of_other_sizes_are_left_to_dynamo() -> None:
     assert graphs_of(Longer()) > 1
 

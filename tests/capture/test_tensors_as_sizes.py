@@ -31,11 +31,38 @@ def merged(images: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("program", [cropped, merged])
-def test_one_graph_for_images_of_all_sizes(program: object) -> None:
+def frames(images: Tensor, sizes: Tensor) -> Tensor:
+    """Ernie 4.5 VL: places from ranges whose bounds are tensors."""
+    counts = sizes[:, 0] // 8
+    places = []
+    for count, start in zip(counts, counts.cumsum(0) - counts, strict=True):
+        for first in range(0, count, 2):
+            places.append(torch.arange(start + first, start + first + 1))
+        for last in range(1 if count > 1 else 0, count, 2):
+            places.append(torch.arange(start + last, start + last + 1, 1))
+    return images.flatten(2).flatten(0, 1)[torch.cat(places)]
+
+
+def resized(images: Tensor, sizes: Tensor) -> Tensor:
+    """VideoLLaMA 3: images shrink to a part of their size."""
+    found = []
+    for image, (height, width) in zip(images, sizes, strict=True):
+        small = F.interpolate(image[None], size=(height // 8, width // 8), mode="bilinear")
+        found.append(small.permute(0, 2, 3, 1).reshape(-1, 3))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("program", "tolerance"), [(cropped, 0.0), (merged, 0.0), (resized, 1e-6)])
+def test_one_graph_for_images_of_all_sizes(program: object, tolerance: float) -> None:
     batches = [(IMAGES, SIZES), (IMAGES, SIZES.flip(0)), (IMAGES, torch.tensor([[8, 8], [8, 16]]))]
-    record = assert_same(program, batches, "aot_eager", fullgraph=True)
+    record = assert_same(program, batches, "aot_eager", tolerance, fullgraph=True)
     assert len(record.graphs) == 1
+
+
+def test_one_graph_for_frames_of_as_many_rounds() -> None:
+    batches = [(IMAGES, SIZES), (IMAGES, SIZES + torch.tensor([[0, 8], [0, 8]])), (IMAGES, SIZES.flip(0))]
+    record = assert_same(frames, batches, "aot_eager", fullgraph=True)
+    assert len(record.graphs) == 2
 
 
 def test_a_bound_of_which_more_is_known_later() -> None:

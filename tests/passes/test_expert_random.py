@@ -40,6 +40,7 @@ ALIKE: dict[str, Step] = {
     "in place": lambda p, e, r, t: (r * 1.0).mul_(2.0),
     "residual": lambda p, e, r, t: r + p.tokens[t],
     "in float64": lambda p, e, r, t: r.double().exp().clamp(max=9.0).float(),
+    "in the type of others": lambda p, e, r, t: r.double().exp().type_as(p.bias[0]).type_as(r),
 }
 OTHERS: dict[str, Step] = {  # not row by row, or not alike in all experts
     "over rows": lambda p, e, r, t: r - r.mean(0),

@@ -31,8 +31,8 @@ _BY_OPERATOR: dict[str, Rule] = {
 }  # fmt: skip
 _OF_ROWS: dict[str, Rule] = dict.fromkeys(rowwise.ALONG, rowwise.along) | {
     "dropout": rowwise.dropout, "expand": rowwise.expand, "flatten": rowwise.reshape, "layer_norm": rowwise.norm,
-    "repeat": rowwise.repeat, "reshape": rowwise.reshape, "rms_norm": rowwise.norm, "unsqueeze": rowwise.unsqueeze,
-    "view": rowwise.reshape,
+    "repeat": rowwise.repeat, "reshape": rowwise.reshape, "rms_norm": rowwise.norm, "type_as": rowwise.type_as,
+    "unsqueeze": rowwise.unsqueeze, "view": rowwise.reshape,
 }  # fmt: skip
 
 

@@ -61,6 +61,13 @@ def dropout(lifting: Lifting, template: Template, source: Rows) -> Any:
     return lifting.apply(template)
 
 
+def type_as(lifting: Lifting, template: Template, source: Rows) -> Rows:
+    """A cast: nothing but the type of the other operand, which may be any tensor, matters."""
+    if parts_of(template.args[0].example)[0].device != template.example.device:
+        raise _not_row_by_row(template)
+    return Rows(lifting.emit("to", (source.node, template.example.dtype)), source.row)
+
+
 def _not_row_by_row(template: Template) -> NotProved:
     return NotProved(f"`{template.name}` is not known to work row by row", template.nodes[0])
 
