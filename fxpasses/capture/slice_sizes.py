@@ -3,8 +3,15 @@
 Torch 2.11 does so for all data-dependent bounds, later versions for few. Such a symbol is created and queried inside
 one operator (`mask[a:b, a:b] = block`), so no node of the graph defines it; its bounds do.
 
-Private name, checked on torch 2.11, 2.13 and 2.15: `torch._subclasses.fake_impls.op_implementations_dict`, whose
-functions run an operator on fake tensors, given the fake mode, the operator and its arguments.
+What is learned later may tell the size of a slice whose node binds a symbol: `x[:n]` of max(n, m) rows has n rows. When
+AOTAutograd runs the node again it expects another new symbol, and raises `possible memo disaster` or `should have been
+constant`, under stock PyTorch with its capture flags as well. Such a node loses its binding here; the sizes of all that
+follow are computed anew.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `torch._subclasses.fake_impls.op_implementations_dict`, whose
+functions run an operator on fake tensors, given the fake mode, the operator and its arguments;
+`symbolic_shapes.rebind_unbacked`, which AOTAutograd calls with the result of each node that it runs again; and
+`SymNode._expr`, an expression without what was learned after its creation.
 """
 
 from __future__ import annotations
@@ -15,10 +22,13 @@ from typing import Any
 import sympy
 import torch
 from torch._subclasses import fake_impls
+from torch.fx import Node
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import Max, Min
 
-from fxpasses.capture.interceptions import Handlers, Proceed, Site
+from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, Site, method
 from fxpasses.capture.trace import Definition, Trace
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import expression, is_unbacked, symbol
 
 handlers = Handlers()
@@ -40,6 +50,27 @@ def slice_tensor(trace: Trace, proceed: Proceed, mode: Any, func: Any, *args: An
         if definition is not None and not definition.value.has(symbol(size)):
             trace.definitions[symbol(size)] = definition
     return result
+
+
+@handlers.at(
+    method("torch.fx.experimental.symbolic_shapes", "rebind_unbacked"),
+    without="a slice whose size is learned after it was taken may not compile",
+)
+def rebind(trace: Trace, proceed: Proceed, shape_env: Any, node: Node, result: Any) -> Any:
+    bindings = node.meta.get("unbacked_bindings") or {}
+    if operator_of(node) == "getitem" or node.target is torch.ops.aten.slice.Tensor:
+        known = [bound for bound, path in bindings.items() if _is_known(bound, pytree.key_get(result, path))]
+        if known:
+            node.meta["unbacked_bindings"] = {b: path for b, path in bindings.items() if b not in known}
+    return NOT_HANDLED
+
+
+def _is_known(bound: Any, size: Any) -> bool:
+    """Whether the size of a slice, computed again, is no other new symbol."""
+    if not isinstance(size, torch.SymInt) or size.node.hint is not None:
+        return False
+    created = size.node._expr
+    return created == bound or not created.is_Symbol
 
 
 def _arguments(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Graph
+from torch.fx.experimental import symbolic_shapes
+from torch.utils import _pytree as pytree
 
+from fxpasses.capture import tracing
+from fxpasses.capture.attempt import Attempt, Feature
 from tests.support import assert_same
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
@@ -98,3 +105,26 @@ def test_a_size_that_is_compared_with_a_tensor() -> None:
     x = torch.linspace(-1, 2, 12).view(4, 3).requires_grad_()
     record = assert_same(program, [(x, torch.tensor([1, n])) for n in (3, 2, 4)], "aot_eager", fullgraph=True)
     assert len(record.graphs) == 1
+
+
+def test_a_slice_whose_size_is_known_when_it_runs_again() -> None:
+    """Nemotron H Omni: `x[:n]` of max(n, m) rows. Dynamo did not know then that n is not negative."""
+    shape_env = symbolic_shapes.ShapeEnv()
+    size, other = shape_env.create_unbacked_symint(), shape_env.create_unbacked_symint()
+    graph = Graph()
+    node = graph.call_function(operator.getitem, (graph.placeholder("x"), slice(None)))
+    bindings = {size.node.expr: (pytree.SequenceKey(0),)}
+
+    def rebind(found: object) -> object:
+        node.meta["unbacked_bindings"] = dict(bindings)
+        symbolic_shapes.rebind_unbacked(shape_env, node, [found])  # as AOTAutograd does
+        return node.meta["unbacked_bindings"]
+
+    for known in (size, torch.sym_max(size, other)):
+        with pytest.raises(AssertionError):
+            rebind(known)
+        with tracing.traced(Attempt(None, frozenset(Feature))):
+            assert rebind(known) == {}
+    with tracing.traced(Attempt(None, frozenset(Feature))):
+        assert rebind(other) == bindings
+    assert other.node.expr == size.node.expr
