@@ -250,10 +250,4 @@ DEFECTS: dict[str, str] = {
         ("causal/qwen4_exp", "causal/qwen4_exp_text"),
         "one graph more for another packing; stock, with 6 graphs, has none",
     ),
-    **dict.fromkeys(("causal/musicgen", "causal/musicgen_melody"), "3 graphs, as with stock: a branch asks for data"),
-    "vision-language/ernie4_5_vl_moe": "7 graphs; stock fails",
-    "vision-language/muse_spark": "6 graphs with eager experts; stock fails",
-    "vision-language/qwen2_5_omni_thinker": "3 graphs; stock fails",
-    "vision-language/qwen3_omni_moe_thinker": "3 graphs; stock fails",
-    "vision-language/video_llama_3": "6 graphs; stock fails",
 }
