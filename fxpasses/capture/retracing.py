@@ -28,6 +28,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -224,6 +225,8 @@ class _TraceFrameInAttempts:
                 tracing.check(trace)
             except Exception as error:
                 following = self._after(trace, error)
+                if following is not None and following.features:
+                    following = replace(following, refused=following.refused | trace.crowded)
                 if following is not None and trace.unproved():
                     self._unproved.note(_program(frame["compiler_fn"]), trace.speculation.unproved_in())
                 if self._is_given_up(trace, error, following):

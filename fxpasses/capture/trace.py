@@ -4,7 +4,9 @@ Dynamo represents every `.item()` and every data-dependent size by a symbol with
 > 512`, whether an [n, n] mask fits [t, t] scores) breaks the graph or raises. PyTorch's shape environment accepts
 values for such symbols: it uses them to answer, and adds each answer to the graph as a run-time assertion. Here a value
 is computed only on demand, and only for metadata (`capture/partial_graph.py`); each answer is recorded, and becomes an
-assumption (`capture/assumptions.py`), so that a batch with another answer gets another graph.
+assumption (`capture/assumptions.py`), so that a batch with another answer gets another graph. A loop that asks something
+of each token would get another graph for each batch, after a trace as long as the batch: a place that has asked for 64
+numbers, and got both answers, gets none any more. It breaks the graph there, as under stock PyTorch.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
 values that `evaluate_expr` consults last, and `ShapeEnv._log_real_tensor_propagation(expression, answer)`, which it
@@ -25,6 +27,7 @@ from fxpasses.capture.attempt import Attempt, Feature, Place
 from fxpasses.capture.dynamo_names import in_short, user_place
 from fxpasses.capture.partial_graph import NotKnown, PartialGraph
 from fxpasses.graph.speculation import SpeculatedBranch
+from fxpasses.once import warn_once
 from fxpasses.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from fxpasses.capture.shared_tensors import SharedTensors
     from fxpasses.capture.speculation import Speculation
     from fxpasses.capture.stored_values import StoredValues
+
+_MOST_QUESTIONS = 64  # of one place
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Trace:
         self.attempt = attempt
         self.graph: PartialGraph | None = None
         self.answers: list[Answer] = []
+        self.crowded: set[Place] = set()  # places that have asked too many questions
+        self._truths: dict[Place, dict[Any, bool]] = {}  # of those that the program asked
         self.definitions: dict[Any, Definition] = {}
         self.hook_guards: dict[str, Any] = {}  # of modules with idempotent hooks, by the source of the hooks
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
@@ -210,7 +217,18 @@ class Trace:
             condition = sympy.Not(question)
         else:
             condition = sympy.Eq(question, answer)
-        self.answers.append(Answer(condition, self._place()))
+        found = Answer(condition, self._place())
+        self.answers.append(found)
+        if answer in (sympy.true, sympy.false) and not found.inside_operator:
+            self._count(found, question, answer == sympy.true)
+
+    def _count(self, answer: Answer, question: Any, truth: bool) -> None:
+        truths = self._truths.setdefault(answer.place, {})
+        truths[question] = truth
+        if len(truths) >= _MOST_QUESTIONS and len(set(truths.values())) == 2 and self.attempt.flags is not None:
+            self.crowded.add(answer.place)
+            text = f"{answer.where} asks for {len(truths)} numbers of one batch, and their answers differ"
+            warn_once(answer.place, f"{text}: each batch would be a program of its own. The graph breaks there.")
 
     def _place(self) -> Place:
         """The place of the question that is being asked."""
@@ -218,7 +236,8 @@ class Trace:
         return (*user_place(), self.operators > 0 or walking)
 
     def _is_refused(self) -> bool:
-        return bool(self.attempt.refused) and self._place() in self.attempt.refused
+        refused = self.attempt.refused | self.crowded if self.crowded else self.attempt.refused
+        return bool(refused) and self._place() in refused
 
 
 class _Values(dict[Any, Any]):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxpasses.capture import variants
 from fxpasses.inspect import record
-from tests.support import compiled
+from tests.support import assert_same, compiled
 
 X = torch.linspace(-1, 1, 24).view(12, 2)
 
@@ -127,3 +127,21 @@ def test_each_batch_finds_its_variant_and_nothing_is_given_up() -> None:
     batches = [torch.tensor([n, 4]) for n in (8, 2, 8, 2, 9, 3)]
     said, graphs = warnings_of(Asks(), batches)
     assert said == [] and graphs == 2
+
+
+def test_a_place_that_asks_for_each_token_gets_no_more_answers() -> None:
+    """Each batch would be a program of its own, and its trace as long as the batch (Qwen4's indexer of tokens)."""
+
+    def program(x: Tensor, n: Tensor) -> Tensor:
+        found = []
+        for token, number in zip(x, n, strict=True):
+            found.append(token * 2 if number.item() > 2 else token.sin())
+        return torch.stack(found)
+
+    x = torch.linspace(-1, 2, 300).view(100, 3).requires_grad_()
+    batches = [(x, (torch.arange(100) * seed) % 5) for seed in (1, 2, 3)]
+    with pytest.warns(UserWarning, match="asks for 64 numbers of one batch, and their answers differ"):
+        record = assert_same(program, batches, "aot_eager")
+    assert len([graph for graph in record.graphs if graph.outcome == "rewritten"]) <= 1
+    torch._dynamo.reset()
+    assert len(assert_same(program, [(x, torch.full((100,), 7))], "aot_eager").graphs) == 1
