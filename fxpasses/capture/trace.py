@@ -4,9 +4,11 @@ Dynamo represents every `.item()` and every data-dependent size by a symbol with
 > 512`, whether an [n, n] mask fits [t, t] scores) breaks the graph or raises. PyTorch's shape environment accepts
 values for such symbols: it uses them to answer, and adds each answer to the graph as a run-time assertion. Here a value
 is computed only on demand, and only for metadata (`capture/partial_graph.py`); each answer is recorded, and becomes an
-assumption (`capture/assumptions.py`), so that a batch with another answer gets another graph. A loop that asks something
-of each token would get another graph for each batch, after a trace as long as the batch: a place that has asked for 64
-numbers, and got both answers, gets none any more. It breaks the graph there, as under stock PyTorch.
+assumption (`capture/assumptions.py`), so that a batch with another answer gets another graph.
+
+A loop that asks something of each token would get another graph for each batch, after a trace as long as the batch. A
+place that has asked for 64 numbers, and got both answers, gets none any more: the graph breaks there, as under stock
+PyTorch.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
 values that `evaluate_expr` consults last, and `ShapeEnv._log_real_tensor_propagation(expression, answer)`, which it
