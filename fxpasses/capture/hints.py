@@ -27,6 +27,11 @@ from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, TRANSL
 from fxpasses.capture.trace import Trace
 from fxpasses.graph.symbols import is_unbacked
 
+try:
+    from torch._dynamo.variables import object_protocol as protocol
+except ImportError:  # torch 2.11
+    protocol = None  # type: ignore[assignment]
+
 BUILTIN = "torch._dynamo.variables.builtin.BuiltinVariable"
 PROTOCOL = "torch._dynamo.variables.object_protocol"
 TENSOR = "torch._dynamo.variables.tensor.TensorVariable"
@@ -37,11 +42,6 @@ _TAKE_SIZES = frozenset({"expand", "repeat", "reshape", "split", "view"})
 
 # Functions whose integer arguments are sizes and bounds.
 _OF_SIZES = (torch.arange, F.interpolate)
-
-try:
-    from torch._dynamo.variables import object_protocol as protocol
-except ImportError:  # torch 2.11
-    protocol = None  # type: ignore[assignment]
 
 handlers = Handlers()
 
