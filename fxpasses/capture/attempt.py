@@ -27,6 +27,7 @@ class Feature(enum.Enum):
     CTC = "CTC losses"
     STRIDES = "strides in backward functions"
     RANDOM = "random numbers"
+    WARNINGS = "warnings"
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"
     LISTS = "grown lists"

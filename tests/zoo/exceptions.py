@@ -235,7 +235,6 @@ LEFT_OUT: dict[str, str] = {
 REASONS: dict[str, str] = {
     "cosmos3_edge": "reads, in each step, the shapes of its images from a tensor that it has computed",
     "ctrl": "assigns a buffer anew in each call",
-    "encoder-decoder": "calls `warnings.warn` in each call",
     "hunyuan_vl": "groups tokens by `itertools.groupby` over a tensor's elements",
     "ibert": "asks in each layer for the range of its activations",
     "qwen3_asr": "reads, in each step, the lengths of its sounds from a tensor that it has computed",

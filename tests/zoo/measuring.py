@@ -108,7 +108,7 @@ def warnings_of_ours() -> Iterator[list[str]]:
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("default")
             yield texts
     finally:
         logger.removeHandler(handler)

@@ -1,0 +1,68 @@
+"""`warnings.warn` in a program: shown once and no graph break, or left to Dynamo."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import assert_same
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
+X = torch.linspace(-1, 2, 8).requires_grad_()
+
+
+def helper(x: Tensor, level: int) -> Tensor:
+    warnings.warn(f"use other ({level})", FutureWarning, stacklevel=level)
+    return x.sin()
+
+
+def program(x: Tensor, level: int = 1) -> Tensor:
+    return helper(x * 2, level) + x
+
+
+def told(action: str, level: int, batches: int = 2) -> tuple[list[warnings.WarningMessage], int]:
+    """The program's warnings under a filter, of eager mode's calls and the compiled ones, and the number of graphs."""
+    globals().pop("__warningregistry__", None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action)  # type: ignore[arg-type]
+        record = assert_same(lambda x: program(x, level), [(X,)] * batches, "aot_eager")
+    found = [each for each in caught if each.category is FutureWarning]
+    return found, len([graph for graph in record.graphs if graph.outcome != "retraced"])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_shown_once_for_its_place(level: int) -> None:
+    found, graphs = told("default", level)
+    assert graphs == 1
+    lines = {1: helper.__code__.co_firstlineno + 1, 2: program.__code__.co_firstlineno + 1}
+    assert {(each.filename, each.lineno) for each in found} == {(__file__, lines[level])}
+
+
+def test_the_compiled_program_shows_it() -> None:
+    globals().pop("__warningregistry__", None)
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="fastpack", options={"fastpack.lowering": "eager"}, fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        compiled(X)
+        compiled(X)
+    assert [(each.filename, str(each.message)) for each in caught] == [(__file__, "use other (1)")]
+
+
+def test_all_calls_are_shown_if_a_filter_says_so() -> None:
+    found, graphs = told("always", 1)
+    assert len(found) == 4 and graphs > 1
+
+
+def test_an_error_is_an_error() -> None:
+    compiled = torch.compile(program, backend="fastpack", options={"fastpack.lowering": "eager"})
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        for call in (program, compiled):
+            with pytest.raises(FutureWarning, match="use other"):
+                call(X)
