@@ -28,6 +28,7 @@ class Feature(enum.Enum):
     STRIDES = "strides in backward functions"
     RANDOM = "random numbers"
     WARNINGS = "warnings"
+    BUFFERS = "unmoved buffers"
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"
     LISTS = "grown lists"

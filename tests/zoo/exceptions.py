@@ -234,12 +234,14 @@ LEFT_OUT: dict[str, str] = {
 # Why an architecture is more than one graph, where the reason that Dynamo gives does not say it.
 REASONS: dict[str, str] = {
     "cosmos3_edge": "reads, in each step, the shapes of its images from a tensor that it has computed",
-    "ctrl": "assigns a buffer anew in each call",
     "hunyuan_vl": "groups tokens by `itertools.groupby` over a tensor's elements",
     "ibert": "asks in each layer for the range of its activations",
     "qwen3_asr": "reads, in each step, the lengths of its sounds from a tensor that it has computed",
     "switch_transformers": "replaces its router by a copy of itself in each layer, in a checkpoint",
     "yoso": "gives one tensor twice to an autograd function of its own",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "asks, for each token, how many tokens it may attend to, in a loop over tokens"
+    ),
     "reformer": "sets seeds in each layer, in an autograd function of its own",
 }
 
