@@ -7,6 +7,7 @@ attempt.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fxpasses.capture.flags import Values
@@ -65,6 +66,10 @@ class Attempt:
         """The same attempt without some features and those that need them."""
         kept = frozenset(own for own in self.features if not any(own.needs(other) for other in features))
         return replace(self, features=kept)
+
+    def refusing(self, places: Iterable[Place]) -> Attempt:
+        """The same attempt, without answers at more places, if it answers anything."""
+        return replace(self, refused=self.refused.union(places)) if self.features else self
 
     def with_fewer_flags(self) -> Attempt | None:
         """The same attempt without the second flag, or else without both; None if both are off.

@@ -28,7 +28,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -36,7 +35,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpasses import ddp_buckets, default_options
-from fxpasses.capture import flags, generation, tracing
+from fxpasses.capture import flags, generation, tracing, variants
 from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
 from fxpasses.capture.flags import Values
@@ -225,8 +224,10 @@ class _TraceFrameInAttempts:
                 tracing.check(trace)
             except Exception as error:
                 following = self._after(trace, error)
-                if following is not None and following.features:
-                    following = replace(following, refused=following.refused | trace.crowded)
+                if trace.crowded:  # also if Dynamo itself traces the frame again, up to a graph break
+                    variants.give_up(code, trace.crowded)
+                    attempt = self._next[speculation_log] = attempt.refusing(trace.crowded)
+                    following = following and following.refusing(trace.crowded)
                 if following is not None and trace.unproved():
                     self._unproved.note(_program(frame["compiler_fn"]), trace.speculation.unproved_in())
                 if self._is_given_up(trace, error, following):

@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.side_effects import allow_externally_visible_side_effects_in_subtracer, is_side_effect_safe
 from torch._dynamo.variables.base import ValueMutationNew
-from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import TupleVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import TensorVariable
 
 from fxpasses.capture.bodies import outer_body
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Place, Proceed, Site, method
+from fxpasses.capture.value_parts import parts_of
 from fxpasses.graph.aliases import is_written
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ _DICT = "torch._dynamo.variables.dicts.ConstDictVariable"
 _READS = ("__contains__", "__getitem__", "get")
 _HAS_SLOTS = hasattr(ConstDictVariable, "mp_ass_subscript_impl")  # torch 2.11 has no methods but `call_method`
 _ALL = object()
+_IMMUTABLE = (TensorVariable, TupleVariable)  # of the parts of a value; writes to a tensor are looked for
 
 handlers = Handlers(checked=("2.11.0", "2.13.0"), elsewhere=False)  # 2.15 asks for the length elsewhere
 
@@ -86,10 +87,14 @@ class SharedTensors:
 
     def allow(self, shared: Any, key: Any, value: Any, body: Any) -> bool:
         """Whether a body may store an item; if so, the store is recorded."""
+        parts = list(parts_of(value))
+        if any(type(part) not in _IMMUTABLE for part in parts):
+            return False
         if {(shared, key), (shared, _ALL)} & self._read or (shared, key) in self._by:
             return False
         self._by[shared, key] = body
-        self._tensors += [tensor.as_proxy().node.meta["example_value"] for tensor in _tensors(value)]
+        tensors = [part for part in parts if type(part) is TensorVariable]
+        self._tensors += [tensor.as_proxy().node.meta["example_value"] for tensor in tensors]
         return True
 
     @contextmanager
@@ -170,26 +175,9 @@ def _store(trace: Trace, tx: Any, variable: Any, item: Any, proceed: Callable[[]
     shared, body = variable.mutation_type, outer_body(tx)
     trace.shared.changed(shared, _key(key))
     with trace.shared.storing():
-        if body is None or is_side_effect_safe(shared) or _key(key) is _ALL or not _is_shareable(value):
+        if body is None or is_side_effect_safe(shared) or _key(key) is _ALL or value is None:
             return proceed()
         if not trace.shared.allow(shared, _key(key), value, body):
             return proceed()
         with allow_externally_visible_side_effects_in_subtracer(tx):
             return proceed()
-
-
-def _is_shareable(value: Any) -> bool:
-    """Whether a value consists of tensors, integers and constants, in tuples."""
-    value = value.realize() if value is not None else None
-    if type(value) is TupleVariable:
-        return all(map(_is_shareable, value.items))
-    is_integer = isinstance(value, SymNodeVariable) and value.python_type() is int
-    return type(value) is TensorVariable or isinstance(value, ConstantVariable) or is_integer
-
-
-def _tensors(value: Any) -> list[Any]:
-    """The tensors in a shareable value."""
-    value = value.realize()
-    if type(value) is TupleVariable:
-        return [tensor for item in value.items for tensor in _tensors(item)]
-    return [value] if type(value) is TensorVariable else []

@@ -37,16 +37,14 @@ import torch
 from torch import nn
 from torch._dynamo import side_effects
 from torch._dynamo.variables.base import AttributeMutationExisting
-from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx import GraphModule, Node
 
 import fxpasses
 from fxpasses.capture.bodies import outer_body
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.capture.value_parts import parts_of
 from fxpasses.graph.aliases import is_written
 from fxpasses.graph.calls import operator_of
 
@@ -104,7 +102,7 @@ class StoredValues:
 
     def allow(self, key: Key, value: Any, body: Any) -> bool:
         """Whether a body may store a value; if so, the store is recorded."""
-        parts = list(_parts(value))
+        parts = list(parts_of(value))
         if {key, (key[0], _ALL)} & self._read or self._by.get(key, body) is not body or None in parts:
             return False
         if key in self._by:
@@ -191,18 +189,3 @@ def _record_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
 def _is_of_module(tx: Any) -> bool:
     """Whether a method of `nn.Module` itself is traced, which looks up parameters in `__dict__`."""
     return tx.f_code in (nn.Module.__setattr__.__code__, nn.Module.__getattr__.__code__)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """The lists, tuples and tensors in a value, and None for anything else in it but integers and constants."""
-    value = value.realize()
-    if isinstance(value, BaseListVariable):
-        yield value
-        for item in value.items:
-            yield from _parts(item)
-    elif type(value) is TensorVariable:
-        yield value
-    elif not isinstance(value, ConstantVariable) and not (
-        isinstance(value, SymNodeVariable) and value.python_type() is int
-    ):
-        yield None

@@ -5,6 +5,9 @@ Dynamo keeps 8 graphs of a frame (`recompile_limit`); then the frame runs uncomp
 guard failed most often is given up: from then on it gets no answer, at any of the places that asked it, in this frame
 and in those that Dynamo makes of the rest after a graph break. It breaks the graph there, as under stock PyTorch.
 
+Where one place asks many questions of a single batch, their trace says so at once (`Trace.crowded`), and they are given
+up in the same way.
+
 A variant counts against a question only if that question's guard failed: the size of another input, or a hook that was
 added, says nothing about the batch's answers. Where such guards make 6 variants, one warning names the last of them.
 
@@ -22,7 +25,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -75,7 +78,7 @@ def begin(code: CodeType, described: str) -> frozenset[Place]:
     frame.broken |= {place: assumption for assumption in broken for place in assumption.places}
     frame.counts.update({place for assumption in broken for place in assumption.places})
     if broken and frame.variants >= _MOST:
-        _give_up(frame, described)
+        _give_up_worst(frame, described)
     elif frame.variants == _MOST:
         _warn_of_guard(described, reasons[0])
     return frozenset().union(*(frame.given_up for frame in _frames.values()))
@@ -86,7 +89,12 @@ def add(code: CodeType, guard: BatchGuard) -> None:
     _frames.setdefault(code, _Frame()).guards.append(weakref.ref(guard))
 
 
-def _give_up(frame: _Frame, described: str) -> None:
+def give_up(code: CodeType, places: Iterable[Place]) -> None:
+    """Give up what one trace of a frame has found to ask too many questions."""
+    _frames.setdefault(code, _Frame()).given_up.update(places)
+
+
+def _give_up_worst(frame: _Frame, described: str) -> None:
     """Give up the question that made the most variants."""
     counts = {place: count for place, count in frame.counts.items() if place not in frame.given_up}
     most = max(counts.values(), default=0)

@@ -12,6 +12,7 @@ import torch._dynamo.utils
 from torch import Tensor, nn
 
 from fxpasses.capture import variants
+from fxpasses.capture.trace import Trace
 from fxpasses.inspect import record
 from tests.support import assert_same, compiled
 
@@ -145,3 +146,25 @@ def test_a_place_that_asks_for_each_token_gets_no_more_answers() -> None:
     assert len([graph for graph in record.graphs if graph.outcome == "rewritten"]) <= 1
     torch._dynamo.reset()
     assert len(assert_same(program, [(x, torch.full((100,), 7))], "aot_eager").graphs) == 1
+
+
+def test_frames_inside_do_not_ask_such_a_place_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph breaks in each frame on the way to the loop; each was traced up to its 16th question."""
+    asked: list[Any] = []
+    count = Trace._count
+    monkeypatch.setattr(Trace, "_count", lambda *args: (asked.append(args[2]), count(*args)))
+
+    def each(x: Tensor, n: Tensor) -> Tensor:
+        return torch.stack([row * 2 if number.item() > 2 else row.sin() for row, number in zip(x, n, strict=True)])
+
+    def layer(x: Tensor, n: Tensor) -> Tensor:
+        return each(x + 1, n) + 1
+
+    def program(x: Tensor, n: Tensor) -> Tensor:
+        return layer(x.cos(), n).tanh()
+
+    x = torch.linspace(-1, 2, 300).view(100, 3).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(program, [(x, torch.arange(100) % 5)], "aot_eager")
+    assert len(asked) == 16

@@ -4,7 +4,6 @@ SIZES: by type of model, or by task and type ("causal/NAME"), arguments of its c
 the rules; by "default of TYPE", those without which not even the defaults can be had.
 LEFT_OUT: architectures that are not run, by the same keys, and why.
 REASONS: by the same keys, for docs/supported.md.
-DEFECTS: by the same keys, what is wrong with ours, for docs/supported.md; their results are not published.
 """
 
 from __future__ import annotations
@@ -243,12 +242,4 @@ REASONS: dict[str, str] = {
         ("qwen4_exp", "qwen4_exp_text"), "asks, for each token, how many tokens it may attend to, in a loop over tokens"
     ),
     "reformer": "sets seeds in each layer, in an autograd function of its own",
-}
-
-# To be mended: the rule for what is published (tests/zoo/test_results.py) does not hold for them.
-DEFECTS: dict[str, str] = {
-    **dict.fromkeys(
-        ("causal/qwen4_exp", "causal/qwen4_exp_text"),
-        "one graph more for another packing; stock, with 6 graphs, has none",
-    ),
 }

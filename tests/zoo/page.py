@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from tests.zoo import results
 from tests.zoo.architectures import MAPPINGS, architectures
-from tests.zoo.exceptions import DEFECTS, REASONS
+from tests.zoo.exceptions import REASONS
 from tests.zoo.results import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "supported.md"
@@ -34,7 +34,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     found, missing = results.runs(lines), results.not_run(lines)
     used = {f"{name} {line[name]}": None for line in lines for name in ("torch", "transformers") if name in line}
     versions = " and ".join(used)
-    parts = [HEAD.format(versions=versions), _summary(found, missing), _worse(found), _defects(), _several(found)]
+    parts = [HEAD.format(versions=versions), _summary(found, missing), _worse(found), _several(found)]
     parts += [_one_graph(found), _not_run(missing)]
     return "\n".join(filter(None, parts))
 
@@ -78,11 +78,6 @@ def _worse(found: Sequence[Run]) -> str:
     return (
         "## Worse than without\n\n" + tabulate(rows, ["architecture", "arrangement", "how"], tablefmt="github") + "\n"
     )
-
-
-def _defects() -> str:
-    rows = sorted(DEFECTS.items())
-    return _table("Known defects, not among these results", ["architecture", "what is wrong"], rows) if rows else ""
 
 
 def _several(found: Sequence[Run]) -> str:

@@ -1,0 +1,28 @@
+"""What a value of the traced program consists of.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: the types of variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """The lists, tuples and tensors in a value, and None for anything else in it but integers and constants."""
+    value = value.realize()
+    if isinstance(value, BaseListVariable):
+        yield value
+        for item in value.items:
+            yield from parts_of(item)
+    elif type(value) is TensorVariable:
+        yield value
+    elif not isinstance(value, ConstantVariable) and not (
+        isinstance(value, SymNodeVariable) and value.python_type() is int
+    ):
+        yield None
