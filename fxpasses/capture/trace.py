@@ -7,7 +7,7 @@ is computed only on demand, and only for metadata (`capture/partial_graph.py`); 
 assumption (`capture/assumptions.py`), so that a batch with another answer gets another graph.
 
 A loop that asks something of each token would get another graph for each batch, after a trace as long as the batch. A
-place that has asked for 16 numbers, and got both answers, gets none any more: the graph breaks there, as under stock
+place that has asked for 8 numbers, and got both answers, gets none any more: the graph breaks there, as under stock
 PyTorch.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fxpasses.capture.speculation import Speculation
     from fxpasses.capture.stored_values import StoredValues
 
-_MOST_QUESTIONS = 16  # of one place
+_MOST_QUESTIONS = 8  # of one place: as many as Dynamo keeps graphs of a frame, and each may make another
 
 
 @dataclass(frozen=True)
