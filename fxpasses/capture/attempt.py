@@ -30,6 +30,7 @@ class Feature(enum.Enum):
     RANDOM = "random numbers"
     WARNINGS = "warnings"
     BUFFERS = "unmoved buffers"
+    PLANS = "plans of random blocks"
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"
     LISTS = "grown lists"

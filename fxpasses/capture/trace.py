@@ -93,6 +93,7 @@ class Trace:
         self.hook_guards: dict[str, Any] = {}  # of modules with idempotent hooks, by the source of the hooks
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors
+        self.numpy_state: Any = None  # of NumPy's generator, once the program has seeded it
         self.without_cudnn = 0  # the depth of statements that switch cuDNN off
         self.has_read = False  # whether a number was read since the last walk
         self.autocast = autocast_state()
