@@ -33,7 +33,7 @@ _INDEXER: dict[str, Any] = {
 }  # fmt: skip
 
 SIZES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("big_bird", "bigbird_pegasus"), {"block_size": 2, "num_random_blocks": 1}),
+    **{name: {"block_size": 2, "num_random_blocks": 1} for name in ("big_bird", "bigbird_pegasus")},
     "blt": {"encoder_hash_byte_group_vocab": 128, "hidden_size_global": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
