@@ -2,21 +2,23 @@
 
 Python shows a warning once for each place, unless a filter says otherwise; later calls from there do nothing. Dynamo
 breaks the graph at each. Here the call is made while tracing, for the place in the program, and is not in the graph.
-Left to Dynamo are calls whose arguments are not constants, those under the filters `always` and `error`, and those
-whose `stacklevel` leads out of the frame. A program that changes the filters later sees no warning again.
+Left to Dynamo are calls whose arguments are not constants, those under the filters `always` and `error`, those inside
+`warnings.catch_warnings`, and those whose `stacklevel` leads out of the frame or to the caller of a module, whose own
+frames Dynamo does not trace. A program that changes the filters later sees no warning again, and no error.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site: the translator's `parent`, `f_globals`,
-`f_code` and `lineno`.
+`f_code`, `lineno` and `block_stack`, and `CatchWarningsCtxManagerVariable`.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.ctx_manager import CatchWarningsCtxManagerVariable
 
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 
@@ -42,10 +44,12 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     if given is None:
         return NOT_HANDLED
     text, category, level = given
-    for _ in range(level - 1):
-        tx = getattr(tx, "parent", None)
-    if tx is None:
+    if any(map(_catches, _with_callers(tx))):
         return NOT_HANDLED
+    for _ in range(level - 1):
+        tx = getattr(tx, "parent", None) if tx.f_code.co_name != "forward" else None
+        if tx is None:
+            return NOT_HANDLED
     module = tx.f_globals.get("__name__") or "<sys>"
     if _action(text, category, module, tx.lineno) not in _ONCE:
         return NOT_HANDLED
@@ -70,14 +74,25 @@ def _constants(args: Any, kwargs: Mapping[str, Any]) -> tuple[str, type[Warning]
     return (text, category, max(level, 1)) if isinstance(text, str) and is_category and isinstance(level, int) else None
 
 
+def _with_callers(tx: Any) -> Iterator[Any]:
+    while tx is not None:
+        yield tx
+        tx = getattr(tx, "parent", None)
+
+
+def _catches(tx: Any) -> bool:
+    """Whether a frame is inside `with warnings.catch_warnings():`."""
+    return any(isinstance(block.with_context, CatchWarningsCtxManagerVariable) for block in tx.block_stack)
+
+
 def _action(text: str, category: type[Warning], module: str, line: int) -> str:
     """What Python's filters say of a warning."""
     for action, message, kind, of_module, at in warnings.filters:
-        if (
-            (message is None or message.match(text))
-            and issubclass(category, kind)
-            and (of_module is None or of_module.match(module))
-            and at in (0, line)
-        ):
+        if _matches(message, text) and issubclass(category, kind) and _matches(of_module, module) and at in (0, line):
             return action
     return getattr(warnings, "defaultaction", "default")
+
+
+def _matches(pattern: Any, text: str) -> bool:
+    """Python's own filters have texts, and those that programs add have compiled patterns."""
+    return pattern is None or (pattern == text if isinstance(pattern, str) else pattern.match(text) is not None)

@@ -66,3 +66,39 @@ def test_an_error_is_an_error() -> None:
         for call in (program, compiled):
             with pytest.raises(FutureWarning, match="use other"):
                 call(X)
+
+
+def counts_its_warnings(x: Tensor) -> Tensor:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.warn("use other", FutureWarning, stacklevel=1)
+    return x * len(caught)
+
+
+def test_a_program_that_catches_warnings_sees_them() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert_same(counts_its_warnings, [(X,)] * 2, "aot_eager")
+
+
+def test_filters_of_python_itself_name_modules_by_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`("default", None, DeprecationWarning, "__main__", 0)`; an internal error of Dynamo before."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        monkeypatch.setattr(warnings, "filters", [("ignore", None, FutureWarning, __name__, 0), *warnings.filters])
+        record = assert_same(lambda x: program(x), [(X,)], "aot_eager")
+    assert len(record.graphs) == 1 and not [each for each in caught if each.category is FutureWarning]
+
+
+class Warns(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(x, 3)
+
+
+def test_the_caller_of_a_module_is_a_place_in_torch() -> None:
+    """Its frames are not traced, so the graph breaks, and the place is eager mode's."""
+    globals().pop("__warningregistry__", None)
+    inner = Warns()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        assert_same(lambda x: inner(x) + inner(x * 2), [(X,)], "aot_eager")
+    assert {each.filename for each in caught if each.category is FutureWarning} == {torch.nn.modules.module.__file__}
