@@ -11,7 +11,7 @@ Arguments that are not constants (a symbolic length) are left to Dynamo, and the
 mode's in that case as well, since the frame seeds NumPy before the break. With checkpoints, eager mode's last draw is
 that of the first layer, in its recomputation; here it is that of the last layer.
 
-Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: `OutputGraph.random_calls`, functions
+Private names, checked on torch 2.13, besides the handlers' sites: `OutputGraph.random_calls`, functions
 that the frame calls before its graph. Seen in transformers 5.23.
 """
 

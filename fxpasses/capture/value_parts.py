@@ -1,6 +1,6 @@
 """What a value of the traced program consists of.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: the types of variables.
+Private names, checked on torch 2.13: the types of variables.
 """
 
 from __future__ import annotations
