@@ -412,3 +412,51 @@ def test_the_programs_own_assertions_are_kept(capacity: int) -> None:
                 compiled(loop, "eager")(*inputs)
         else:
             torch.testing.assert_close(compiled(loop, "eager")(*inputs), loop(*inputs), rtol=0, atol=0)
+
+
+# Branches of one text that are not of one type
+
+
+def types_of_each(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    """One expert rounds its rows to bfloat16."""
+    like = [torch.zeros(1, dtype=torch.bfloat16 if e == 1 else torch.float32) for e in range(EXPERTS)]
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        h = (x[tok] @ layer.w[e]).type_as(like[e]).float()
+        out.index_add_(0, tok, h * weights[tok, slot, None])
+    return out
+
+
+def biases_of_each_dtype(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    biases = [torch.full((WIDTH,), 1 / 3, dtype=torch.float64 if e == 1 else torch.float32) for e in range(EXPERTS)]
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        h = (x[tok] @ layer.w[e] + biases[e]).float()
+        out.index_add_(0, tok, h * weights[tok, slot, None])
+    return out
+
+
+def heads_of_each(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    """One expert takes the softmax of other heads."""
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        h = (x[tok] @ layer.w[e]).reshape(-1, *((2, WIDTH // 2) if e == 1 else (WIDTH // 2, 2)))
+        out.index_add_(0, tok, h.softmax(-1).flatten(1) * weights[tok, slot, None])
+    return out
+
+
+def repeats_of_each(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        h = (x[tok] @ layer.w[e])[:, None].expand(-1, 3 if e == 1 else 2, -1)
+        out.index_add_(0, tok, h.sum(1) * weights[tok, slot, None])
+    return out
+
+
+@pytest.mark.parametrize("loop", [types_of_each, biases_of_each_dtype, heads_of_each, repeats_of_each])
+def test_branches_of_other_types_or_shapes(loop: Any) -> None:
+    assert level_of(check(loop)) == 1

@@ -6,12 +6,14 @@ A rule takes the lifting, the template and its first operand, lifted; it returns
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from fxpasses.graph.anti_unification import Template
 from fxpasses.graph.refusals import NotProved
+from fxpasses.graph.symbols import is_unbacked
 from fxpasses.passes.experts import gathering, products
 from fxpasses.passes.experts import rowwise_rules as rowwise
 from fxpasses.passes.experts.batched_values import Flat, Places, Rows, Weights, parts_of, row_of
@@ -38,6 +40,7 @@ _OF_ROWS: dict[str, Rule] = dict.fromkeys(rowwise.ALONG, rowwise.along) | {
 
 def lift(lifting: Lifting, template: Template) -> Any:
     """The batched value of a template; raises `NotProved`."""
+    _check_types(template)
     if template.is_input:
         return Weights(None, template.nodes)
     if is_query(template):
@@ -50,6 +53,24 @@ def lift(lifting: Lifting, template: Template) -> Any:
         raise NotProved(f"`{template.name}` with keyword arguments alone", template.nodes[0])
     first = lifting.lift(template.args[0])
     return _rule(template, first)(lifting, template, first)
+
+
+def _check_types(template: Template) -> None:
+    """Raise `NotProved` unless the branches' tensors are alike but for their rows: a rule sees those of the first."""
+    first, *others = (_types(node.meta.get("example_value")) for node in template.nodes)
+    for other, node in zip(others, template.nodes[1:], strict=True):
+        if other != first:
+            one, another = next(pair for pair in zip_longest(first, other) if pair[0] != pair[1])
+            raise NotProved(f"`{template.name or node.name}` is {one} in one branch and {another} in another", node)
+
+
+def _types(example: Any) -> list[Any]:
+    """The dtype, device and shape of each tensor; a size that depends on the batch's values is None."""
+    return [
+        f"{part.dtype} {[None if is_unbacked(size) else size for size in part.shape]} on {part.device}"
+        for part in parts_of(example)
+        if isinstance(part, torch.Tensor)
+    ]
 
 
 def _rule(template: Template, first: Any) -> Rule:
