@@ -27,6 +27,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
+from fxpasses.capture.bound_methods import BoundMethod
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 
 try:
@@ -60,18 +61,18 @@ def seed(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
 
 @handlers.at(method("torch._dynamo.variables.functions.UserMethodVariable", "call_function"), order=2)
 def draw(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    function: Any = getattr(self, "fn", getattr(getattr(self, "im_func", None), "fn", None))
-    module = getattr(getattr(self, "obj", getattr(self, "im_self", None)), "value", None)
-    if getattr(function, "__name__", "") not in _DRAWS or not str(function.__module__).startswith(_MODULES):
+    bound = BoundMethod.of(self)
+    if bound is None or not bound.is_defined_in(_MODULES, *_DRAWS):
         return NOT_HANDLED
+    module = bound.module
     if not all(value.is_python_constant() for value in (*args, *kwargs.values())):
         return NOT_HANDLED
-    if not isinstance(module, torch.nn.Module) or (module.training and trace.numpy_state is None):
+    if module.training and trace.numpy_state is None:
         return NOT_HANDLED
     given = [value.as_python_constant() for value in args]
     named = {name: value.as_python_constant() for name, value in kwargs.items()}
     with _numpy_at(trace.numpy_state):
-        drawn = function(module, *given, **named)
+        drawn = bound.function(module, *given, **named)
         if module.training:  # else there is one plan, which the caller's question for `training` guards
             _leaves(trace, tx, numpy.random.get_state())
     if isinstance(drawn, numpy.ndarray):

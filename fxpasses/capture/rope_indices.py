@@ -4,12 +4,12 @@ transformers computes them by Python's `itertools.groupby` over the type of each
 data. Tracing it would guard the type of every token, and so compile for each batch. The positions are metadata, and
 their sizes are those of the tokens: here the method is one operator of the graph (`runtime/rope_index.py`), which runs
 it as it is. Before that, it runs once while tracing, for the batch at hand, to see that its results have the sizes of
-the tokens, and that it writes to no argument.
+the tokens, and that it writes to no argument. The operator knows its model, so the graph is for that model alone.
 
 Other arguments than tensors of the batch and constants, and results that look otherwise, are left to Dynamo.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, and the
-attributes by which a bound method knows its function and its object. Seen in transformers 5.23.
+Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, and `GuardBuilder.ID_MATCH`. Seen in
+transformers 5.23.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
+from fxpasses.capture.bound_methods import BoundMethod
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.capture.partial_graph import outside_of_modes
 from fxpasses.runtime.rope_index import Call, register
@@ -35,13 +37,12 @@ handlers = Handlers()
 
 @handlers.at(method("torch._dynamo.variables.functions.UserMethodVariable", "call_function"))
 def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    # Attributes of torch 2.11 and 2.13; of 2.15.
-    function: Any = getattr(self, "fn", getattr(getattr(self, "im_func", None), "fn", None))
-    model = getattr(getattr(self, "obj", getattr(self, "im_self", None)), "value", None)
-    if getattr(function, "__name__", "") != _NAME or not str(function.__module__).startswith(_PACKAGE):
+    bound = BoundMethod.of(self)
+    if bound is None or not bound.is_defined_in(_PACKAGE, _NAME):
         return NOT_HANDLED
+    function, model = bound.function, bound.module
     given = _arguments(inspect.signature(function), args, kwargs)
-    if given is None or not isinstance(model, torch.nn.Module) or trace.graph is None:
+    if given is None or bound.source is None or trace.graph is None:
         return NOT_HANDLED
     tensors, constants = given
     nodes = [tensor.as_proxy().node for tensor in tensors.values()]
@@ -51,6 +52,7 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     dtypes = _dtypes(function, model, dict(zip(tensors, values, strict=True)), constants)
     if dtypes is None:
         return NOT_HANDLED
+    install_guard(bound.source.make_guard(GuardBuilder.ID_MATCH))
     name = register(Call(weakref.ref(model), function, tuple(tensors), tuple(constants.items()), dtypes))
     operands = (name, [tensor.as_proxy() for tensor in tensors.values()])
     proxy = tx.output.create_proxy("call_function", torch.ops.fxpasses.rope_index.default, operands, {})
@@ -84,9 +86,9 @@ def _dtypes(
     try:
         with outside_of_modes(), torch.no_grad():
             positions, deltas = function(model, **copies, **constants)
+        rows, columns = values["input_ids"].shape
     except Exception:  # an error of the user's program recurs when Dynamo has traced it
         return None
-    rows, columns = values["input_ids"].shape
     look_as_expected = positions.shape == (3, rows, columns) and deltas.shape == (rows, 1)
     writes = any(not torch.equal(copies[name], value) for name, value in values.items())
     return (positions.dtype, deltas.dtype) if look_as_expected and not writes else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,15 +34,18 @@ class Call:
 
 
 _calls: dict[str, Call] = {}  # an operator takes no function, so it takes the function's name here
+_numbers = itertools.count()
 _process = uuid.uuid4().hex  # in the name, so that no cache on disk gives a graph to a process that lacks the function
 
 
 def register(call: Call) -> str:
+    """The name of a call, until its model is gone."""
     for name, known in _calls.items():
-        if known == call:
+        if known == call and repr(known.constants) == repr(call.constants):  # 1, 1.0 and True are equal
             return name
-    name = f"{_process}:{len(_calls)}"
+    name = f"{_process}:{next(_numbers)}"
     _calls[name] = call
+    weakref.finalize(call.model(), _calls.pop, name, None)
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -87,7 +88,7 @@ class Chosen(Model):
 
     def get_rope_index(self, input_ids: Tensor, kinds: Tensor, mask: Any = None, sound: bool = False) -> Any:
         positions, deltas = Model.get_rope_index(self, input_ids, kinds)
-        return positions + 10 * sound, deltas
+        return positions + (10 if sound is True else 5) * sound, deltas
 
     get_rope_index.__module__ = "transformers.models.toy"
 
@@ -96,8 +97,37 @@ def test_constants_are_passed_on() -> None:
     model = Chosen()
     assert graphs_of(model) == 1
     program = compiled(model, "aot_eager")
-    for sound in (False, True, False):
+    for sound in (False, True, 1, 0, False, True):
         torch.testing.assert_close(program(BATCHES[0], sound=sound), model(BATCHES[0], sound=sound), rtol=0, atol=0)
+
+
+class Scaled(Model):
+    """What the method computes depends on the model."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.scale = [scale]
+
+    def get_rope_index(self, input_ids: Tensor, kinds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        positions, deltas = Model.get_rope_index(self, input_ids, kinds)
+        return positions * self.scale[0], deltas
+
+    get_rope_index.__module__ = "transformers.models.toy"
+
+
+def test_each_model_has_its_own_positions() -> None:
+    """As a student and its teacher, or one model that was deleted and another that came after it."""
+    for scale in (1, 100, 7):
+        model = Scaled(scale)
+        program = compiled(model, "aot_eager")
+        for changed in (scale, scale + 1):
+            model.scale[0] = changed
+            torch.testing.assert_close(program(BATCHES[0]), model(BATCHES[0]), rtol=0, atol=0)
+        if scale == 1:
+            first, first_program = model, program
+        del model, program
+        gc.collect()
+    torch.testing.assert_close(first_program(BATCHES[0]), first(BATCHES[0]), rtol=0, atol=0)
 
 
 def test_results_of_other_sizes_are_left_to_dynamo() -> None:
