@@ -18,6 +18,7 @@ class Feature(enum.Enum):
     """A part of the capture that installs handlers in Dynamo (`capture/interceptions.py`); the value is its name."""
 
     HINTS = "value hints"
+    CHUNKS = "ranges over chunks"
     SLICES = "sizes of slices"
     OUTPUTS = "recorded outputs"
     STORES = "stored values"

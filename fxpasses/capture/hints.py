@@ -122,31 +122,12 @@ def iter_contains(trace: Trace, proceed: Proceed, items: Any, search: Any, tx: A
     return _constant(False)
 
 
-@handlers.at(method(BUILTIN, "call_function"), order=4, without="`range(0, n, 64)` is compiled anew for each n")
+@handlers.at(method(BUILTIN, "call_function"), order=4, without="`range(0, n)` where n is a tensor breaks the graph")
 def ranges(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.fn is not range:
         return NOT_HANDLED
     numbers = [_as_number(trace, tx, argument) for argument in args]
-    end = _end_of_chunks(trace, numbers)
-    if end is not None:
-        numbers[1] = end
     return NOT_HANDLED if all(map(operator.is_, numbers, args)) else proceed(self, tx, numbers, kwargs)
-
-
-def _end_of_chunks(trace: Trace, args: Any) -> Any:
-    """`range(0, n, 64)`: Dynamo assumes n, but how many chunks there are tells all numbers of the range."""
-    if len(args) != 3 or not isinstance(args[1], SymNodeVariable):
-        return None
-    if not all(bound.is_python_constant() for bound in (args[0], args[2])):
-        return None
-    start, stop, step = args[0].as_python_constant(), args[1].sym_num, args[2].as_python_constant()
-    value = trace.number(stop.node.expr) if isinstance(stop, torch.SymInt) and step > 1 else None
-    if value is None:
-        return None
-    end = start + step * len(range(start, int(value), step))
-    if (end > start and not stop > end - step) or stop > end:
-        return None
-    return _constant(end)
 
 
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=3, without="`torch.equal(a, b)` breaks the graph")

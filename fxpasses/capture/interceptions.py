@@ -41,6 +41,7 @@ TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
 # The module of each feature's handlers, and the effect of its absence.
 FEATURES = {
     Feature.HINTS: ("hints", "code that asks the batch for a number breaks the graph"),
+    Feature.CHUNKS: ("chunk_ranges", "`range(0, n, 64)` is compiled anew for each n"),
     Feature.SLICES: ("slice_sizes", "slices whose bounds depend on the batch may break the graph"),
     Feature.OUTPUTS: ("recorded_outputs", "transformers' recorded outputs of layers break the graph"),
     Feature.STORES: ("stored_values", "what checkpointed layers store outside break the graph"),

@@ -91,6 +91,7 @@ class Trace:
         self._truths: dict[Place, dict[Any, bool]] = {}  # of those that the program asked
         self.definitions: dict[Any, Definition] = {}
         self.hook_guards: dict[str, Any] = {}  # of modules with idempotent hooks, by the source of the hooks
+        self.range_ends: dict[Any, Any] = {}  # of ranges over chunks: the end that the program gave
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.numpy_state: Any = None  # of NumPy's generator, once the program has seeded it

@@ -255,3 +255,20 @@ def test_a_loop_over_chunks_assumes_how_many_there_are_and_not_the_size() -> Non
     record = assert_same(program, [batch(*count) for count in counts])
     assert len(record.graphs) == 2  # the second for all numbers of rows
     assert len(assert_same(program, [batch(12, 9), batch(12, 7), batch(12, 8), batch(12, 0)]).graphs) == 2
+
+
+def test_a_range_over_chunks_ends_where_the_program_says() -> None:
+    def program(x: Tensor, mask: Tensor) -> tuple[Tensor, range]:
+        found = x[mask]
+        chunks = range(0, len(found), 8)
+        total = found.sum() * chunks.stop + sum(found[i : min(i + 8, chunks.stop)].sum() for i in chunks[:-1])
+        torch._dynamo.graph_break()
+        return total * chunks.stop, chunks
+
+    torch._dynamo.reset()
+    model = compiled(program)
+    for valid in (9, 10, 16):
+        batch = torch.linspace(-1, 1, 17), torch.arange(17) < valid
+        (total, chunks), (expected, by_hand) = model(*batch), program(*batch)
+        torch.testing.assert_close(total, expected)
+        assert (chunks.start, chunks.stop, chunks.step) == (by_hand.start, by_hand.stop, by_hand.step)
