@@ -23,7 +23,7 @@ _RANGE = "torch._dynamo.variables.lists.RangeVariable"
 handlers = Handlers()
 
 
-@handlers.at(method("torch._dynamo.variables.builtin.BuiltinVariable", "call_function"), order=5)
+@handlers.at(method("torch._dynamo.variables.builtin.BuiltinVariable", "call_function"), order=6)
 def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     end = _end(trace, args) if self.fn is range else None
     if end is None:

@@ -1,9 +1,10 @@
 """`warnings.warn(text, FutureWarning)` in a forward pass, in one graph.
 
 Python shows a warning once for each place, unless a filter says otherwise; later calls from there do nothing. Dynamo
-breaks the graph at each. Here the call is made while tracing, for the place in the program, and is not in the graph.
-Left to Dynamo are calls whose arguments are not constants, those under the filters `always` and `error`, those inside
-`warnings.catch_warnings`, and those whose `stacklevel` leads out of the frame or to the caller of a module, whose own
+breaks the graph at each. Here the call is made once the frame is traced, for the place in the program, and is not in
+the graph. In a branch that is speculated, only experts with tokens warn, so it stays a branch. Left to Dynamo are calls
+whose arguments are not constants, those under the filters `always` and `error`, those inside `warnings.catch_warnings`
+and in backward functions, and those whose `stacklevel` leads out of the frame or to the caller of a module, whose own
 frames Dynamo does not trace. A program that changes the filters later sees no warning again, and no error.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site: the translator's `parent`, `f_globals`,
@@ -12,6 +13,7 @@ Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.ctx_manager import CatchWarningsCtxManagerVariable
 
+from fxpasses.capture.attempt import Feature
+from fxpasses.capture.bodies import is_in_another_body
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 
 if TYPE_CHECKING:
@@ -44,17 +48,22 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     if given is None:
         return NOT_HANDLED
     text, category, level = given
-    if any(map(_catches, _with_callers(tx))):
+    if is_in_another_body(tx) or any(map(_catches, _with_callers(tx))):
         return NOT_HANDLED
     for _ in range(level - 1):
         tx = getattr(tx, "parent", None) if tx.f_code.co_name != "forward" else None
         if tx is None:
             return NOT_HANDLED
     module = tx.f_globals.get("__name__") or "<sys>"
-    if _action(text, category, module, tx.lineno) not in _ONCE:
+    action = _action(text, category, module, tx.lineno)
+    if action not in _ONCE:
         return NOT_HANDLED
-    registry = tx.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, category, tx.f_code.co_filename, tx.lineno, module, registry)
+    if action != "ignore":
+        registry = tx.f_globals.setdefault("__warningregistry__", {})
+        place = (tx.f_code.co_filename, tx.lineno, module, registry)
+        trace.warnings.append(functools.partial(warnings.warn_explicit, text, category, *place))
+        if trace.has(Feature.SPECULATION):
+            trace.speculation.changed()
     return ConstantVariable.create(None)
 
 

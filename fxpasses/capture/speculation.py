@@ -247,8 +247,11 @@ class Speculation:
         for opened, before in zip(self.open, spoiled, strict=True):
             opened.spoiled = before
 
-    def changed(self, born: int) -> None:
-        """Called for a change of a Python object that was created at the time `born`, perhaps by the branch itself."""
+    def changed(self, born: int = -1) -> None:
+        """Called for a change of a Python object that was created at the time `born`, perhaps by the branch itself.
+
+        By default, it was there before the trace.
+        """
         for opened in self.open:
             opened.spoiled |= born < opened.born
 

@@ -17,7 +17,7 @@ calls if the dict determined the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,6 +91,7 @@ class Trace:
         self._truths: dict[Place, dict[Any, bool]] = {}  # of those that the program asked
         self.definitions: dict[Any, Definition] = {}
         self.hook_guards: dict[str, Any] = {}  # of modules with idempotent hooks, by the source of the hooks
+        self.warnings: list[Callable[[], None]] = []  # that the program gives, to be shown if the trace succeeds
         self.range_ends: dict[Any, Any] = {}  # of ranges over chunks: the end that the program gave
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors

@@ -88,11 +88,13 @@ def described(code: CodeType) -> str:
 
 
 def finish(trace: Trace, output: Any, code: CodeType) -> None:
-    """Guard the assumptions of a finished trace about the batch."""
+    """Guard the assumptions of a finished trace about the batch, and show the warnings of its program."""
     batch_guard = guarding.guard(output, trace)
     if batch_guard is not None:
         log.info("%s assumes %s", code.co_name, batch_guard.text)
         variants.add(code, batch_guard)
+    for show in trace.warnings:
+        show()
 
 
 def warn_given_up(trace: Trace, code: CodeType, reason: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support import assert_same
+from tests.support import assert_same, compiled
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -102,3 +104,48 @@ def test_the_caller_of_a_module_is_a_place_in_torch() -> None:
         warnings.simplefilter("default")
         assert_same(lambda x: inner(x) + inner(x * 2), [(X,)], "aot_eager")
     assert {each.filename for each in caught if each.category is FutureWarning} == {torch.nn.modules.module.__file__}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        warnings.warn("in backward", FutureWarning, stacklevel=1)
+        return grad * 2
+
+
+def of_experts(x: Tensor, idx: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(3):
+        tok = torch.where(idx == e)[0]
+        if tok.numel() == 0:
+            continue
+        warnings.warn("an expert has tokens", FutureWarning, stacklevel=1)
+        out.index_add_(0, tok, x[tok].tanh())
+    return out
+
+
+def shown(call: Callable[[], Any]) -> list[str]:
+    globals().pop("__warningregistry__", None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        call()
+    return [str(each.message) for each in caught if each.category is FutureWarning]
+
+
+def test_a_backward_function_warns_when_it_runs() -> None:
+    program = compiled(lambda x: Doubled.apply(x).sin(), "aot_eager")
+    outputs: list[Tensor] = []
+    assert shown(lambda: outputs.append(program(X))) == []
+    assert shown(lambda: outputs[0].sum().backward()) == ["in backward"]
+
+
+def test_an_expert_without_tokens_does_not_warn() -> None:
+    """Speculation traces its branch all the same."""
+    program = compiled(of_experts, "aot_eager", experts="auto")
+    idx = torch.arange(8) % 2
+    assert shown(lambda: program(X, idx + 9)) == []
+    assert shown(lambda: program(X, idx)) == ["an expert has tokens"]
