@@ -84,4 +84,8 @@ class Attempt:
         taken_back = Feature.HINTS in self.features and Feature.SPECULATION not in self.features
         if self.flags == Values(True, True) and not taken_back:
             return replace(self, flags=Values(True, False))
-        return Attempt(_OFF, self.features & {Feature.HOOKS})
+        return self.without_flags()
+
+    def without_flags(self) -> Attempt | None:
+        """As stock PyTorch traces the frame; None if it was traced so, or under `fullgraph=True`."""
+        return None if self.flags in (None, _OFF) else Attempt(_OFF, self.features & {Feature.HOOKS})

@@ -43,12 +43,16 @@ def find(name: str) -> Any:
 
 @dataclass(frozen=True)
 class DynamoNames:
-    """restart, skip: the exceptions by which Dynamo ends an attempt, to start another one or none."""
+    """restart, skip: the exceptions by which Dynamo ends an attempt, to start another one or none.
+
+    unsupported: the error after which it does not compile the frame.
+    """
 
     convert_frame: ModuleType
     trace_frame: Callable[..., Any]
     restart: Any
     skip: type[Exception]
+    unsupported: type[Exception]
     data_dependent: tuple[type[Exception], ...]
 
     @classmethod
@@ -65,6 +69,7 @@ class DynamoNames:
             trace_frame=trace_frame,
             restart=find("torch._dynamo.exc.RestartAnalysis"),
             skip=find("torch._dynamo.exc.SkipFrame"),
+            unsupported=find("torch._dynamo.exc.Unsupported"),
             data_dependent=(
                 find(f"{shapes}.GuardOnDataDependentSymNode"),
                 find(f"{shapes}.PendingUnbackedSymbolNotFound"),

@@ -254,6 +254,8 @@ class _TraceFrameInAttempts:
         if unproved:  # first without counts in NumPy arrays, if there are any
             uses_numbers = any(branch.kind == "numbers" for branch in trace.speculated())
             return trace.attempt.without(Feature.NUMPY if uses_numbers else Feature.SPECULATION)
+        if isinstance(error, self._names.unsupported) and trace.attempt.refused:  # the break may have no other place
+            return trace.attempt.without_flags()
         return trace.attempt.with_fewer_flags() if comes_of_capture(error) else None
 
     def _is_given_up(self, trace: Trace, error: Exception, following: Attempt | None) -> bool:

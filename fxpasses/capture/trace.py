@@ -29,7 +29,6 @@ from fxpasses.capture.attempt import Attempt, Feature, Place
 from fxpasses.capture.dynamo_names import in_short, user_place
 from fxpasses.capture.partial_graph import NotKnown, PartialGraph
 from fxpasses.graph.speculation import SpeculatedBranch
-from fxpasses.once import warn_once
 from fxpasses.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class Trace:
         self.attempt = attempt
         self.graph: PartialGraph | None = None
         self.answers: list[Answer] = []
-        self.crowded: set[Place] = set()  # places that have asked too many questions
+        self.crowded: dict[Place, str] = {}  # places that have asked too many questions, and how many
         self._truths: dict[Place, dict[Any, bool]] = {}  # of those that the program asked
         self.definitions: dict[Any, Definition] = {}
         self.hook_guards: dict[str, Any] = {}  # of modules with idempotent hooks, by the source of the hooks
@@ -231,9 +230,8 @@ class Trace:
         truths = self._truths.setdefault(answer.place, {})
         truths[question] = truth
         if len(truths) >= _MOST_QUESTIONS and len(set(truths.values())) == 2 and self.attempt.flags is not None:
-            self.crowded.add(answer.place)
             text = f"{answer.where} asks for {len(truths)} numbers of one batch, and their answers differ"
-            warn_once(answer.place, f"{text}: each batch would be a program of its own. The graph breaks there.")
+            self.crowded.setdefault(answer.place, text)
 
     def _place(self) -> Place:
         """The place of the question that is being asked."""
@@ -241,7 +239,7 @@ class Trace:
         return (*user_place(), self.operators > 0 or walking)
 
     def _is_refused(self) -> bool:
-        refused = self.attempt.refused | self.crowded if self.crowded else self.attempt.refused
+        refused = self.attempt.refused.union(self.crowded) if self.crowded else self.attempt.refused
         return bool(refused) and self._place() in refused
 
 

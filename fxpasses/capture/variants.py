@@ -25,7 +25,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -89,9 +89,11 @@ def add(code: CodeType, guard: BatchGuard) -> None:
     _frames.setdefault(code, _Frame()).guards.append(weakref.ref(guard))
 
 
-def give_up(code: CodeType, places: Iterable[Place]) -> None:
-    """Give up what one trace of a frame has found to ask too many questions."""
-    _frames.setdefault(code, _Frame()).given_up.update(places)
+def give_up(code: CodeType, crowded: Mapping[Place, str]) -> None:
+    """Give up the places that asked too many questions in one trace of a frame. crowded: how many, in a text."""
+    _frames.setdefault(code, _Frame()).given_up.update(crowded)
+    for place, text in crowded.items():
+        warn_once(place, f"{text}: each batch would be a program of its own. The graph breaks there.")
 
 
 def _give_up_worst(frame: _Frame, described: str) -> None:

@@ -168,3 +168,24 @@ def test_frames_inside_do_not_ask_such_a_place_again(monkeypatch: pytest.MonkeyP
         warnings.simplefilter("ignore")
         assert_same(program, [(x, torch.arange(100) % 5)], "aot_eager")
     assert len(asked) == 8
+
+
+def chosen(x: Tensor, n: Tensor) -> Tensor:
+    x = x.sin().cos()
+    keep = [place for place, number in enumerate(n.tolist()) if number > 2]
+    return x[keep].tanh()
+
+
+def test_as_many_questions_as_are_answered_give_nothing_up() -> None:
+    n = torch.arange(8) % 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(assert_same(chosen, [(torch.linspace(-1, 2, 8), n)]).graphs) == 1
+
+
+def test_a_place_where_the_graph_cannot_break_is_traced_as_stock_traces_it() -> None:
+    """Dynamo does not break a graph inside a comprehension: the whole frame ran uncompiled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        record = assert_same(chosen, [(torch.linspace(-1, 2, 9), torch.arange(9) % 5)])
+    assert len([graph for graph in record.graphs if graph.outcome != "retraced"]) == 2
