@@ -10,6 +10,7 @@ Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site:
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ def _least(tx: Any, variable: Any) -> float | None:
     if not isinstance(source, RandomValueSource):
         return None
     function, args, kwargs = tx.output.random_calls[source.random_call_index]
-    if function == random.uniform and len(args) == 2 and not kwargs and args[0] <= args[1]:
+    if function == random.uniform and len(args) == 2 and not kwargs and -math.inf < args[0] <= args[1] < math.inf:
         return float(args[0])
     return None
 

@@ -3,7 +3,8 @@
 Eager mode returns the buffer itself, and the assignment changes nothing. Dynamo makes another tensor, which has the
 marks of a buffer and not its attributes, and breaks the graph at the assignment (CTRL's table of positions).
 
-Private name, checked on torch 2.11, 2.13 and 2.15: `_is_buffer`, by which `isinstance(tensor, nn.Buffer)` tells.
+Private names, checked on torch 2.11, 2.13 and 2.15: `_is_buffer`, by which `isinstance(tensor, nn.Buffer)` tells, and
+`GuardBuilder.CONSTANT_MATCH`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import ConstantVariable
 
 from fxpasses.capture.hints import TENSOR
@@ -39,7 +42,10 @@ def attribute(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, *ar
     if name != "persistent" or not _is_buffer(self):
         return NOT_HANDLED
     persistent = getattr(self.as_proxy().node.meta["example_value"], name, None)
-    return ConstantVariable.create(persistent) if isinstance(persistent, bool) else NOT_HANDLED
+    if not isinstance(persistent, bool):
+        return NOT_HANDLED
+    install_guard(AttrSource(self.source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
+    return ConstantVariable.create(persistent)
 
 
 def _is_buffer(tensor: Any) -> bool:
@@ -51,6 +57,6 @@ def _is_its_own(tensor: torch.Tensor, wanted: Any) -> bool:
     """Whether `wanted` is the dtype or the device of a tensor, or None."""
     if isinstance(wanted, torch.dtype):
         return tensor.dtype == wanted
-    if isinstance(wanted, (str, torch.device)):
-        return tensor.device == torch.device(wanted)
-    return wanted is None
+    if isinstance(wanted, str):
+        return str(tensor.device) == wanted
+    return wanted is None or wanted == tensor.device
