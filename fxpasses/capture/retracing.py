@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
 
+import torch._dynamo.config as _config
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -259,10 +260,12 @@ class _TraceFrameInAttempts:
         return trace.attempt.with_fewer_flags() if comes_of_capture(error) else None
 
     def _is_given_up(self, trace: Trace, error: Exception, following: Attempt | None) -> bool:
-        """Whether the frame's reads stay uncaptured after an error."""
+        """Whether the frame's reads stay uncaptured after an error, and it runs all the same."""
         if trace.attempt.flags is None or isinstance(error, self._names.restart):
             return False
-        return following is None or following.flags == Values(False, False)
+        if following is not None:
+            return following.flags == Values(False, False)
+        return isinstance(error, (self._names.skip, self._names.unsupported)) or _config.suppress_errors
 
     def _restarting(self, speculation_log: Any, code: CodeType, following: Attempt, error: Exception) -> Exception:
         log.info("%s is traced again as %s: %s", tracing.described(code), following, _first_line(error))

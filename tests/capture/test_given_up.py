@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import compiled
@@ -72,6 +73,12 @@ def test_the_frame_the_numbers_and_the_reason_are_named_once(program: Any, numbe
 @pytest.mark.parametrize("program", [reads_nothing, breaks_between_layers])
 def test_nothing_is_said_where_nothing_is_lost(program: Any) -> None:
     assert warnings_of(program, *BATCH) == []
+
+
+def test_a_wrong_option_says_what_is_wrong_and_nothing_else() -> None:
+    with warnings.catch_warnings(), pytest.raises(BackendCompilerFailed, match="unknown option 'fastpack.nonsense'"):
+        warnings.simplefilter("error")
+        compiled(breaks_between_layers, nonsense=1)(*BATCH)
 
 
 def test_an_assertion_that_cannot_be_built_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
