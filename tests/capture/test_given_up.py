@@ -76,7 +76,7 @@ def test_nothing_is_said_where_nothing_is_lost(program: Any) -> None:
 
 
 def test_a_wrong_option_says_what_is_wrong_and_nothing_else() -> None:
-    with warnings.catch_warnings(), pytest.raises(BackendCompilerFailed, match="unknown option 'fastpack.nonsense'"):
+    with warnings.catch_warnings(), pytest.raises(BackendCompilerFailed, match="unknown option"):
         warnings.simplefilter("error")
         compiled(breaks_between_layers, nonsense=1)(*BATCH)
 
