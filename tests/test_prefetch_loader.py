@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,6 +17,12 @@ from tests.support import compiled, host_reads
 
 TOKENS = 12
 LENGTHS = ([5, 4, 3], [2, 2, 8], [1, 10, 1], [4, 4, 4])
+
+
+@pytest.fixture(autouse=True)
+def no_prologues_of_other_tests(monkeypatch):
+    """Dynamo keeps what it compiled of a function of a module whose graph breaks, as long as the module."""
+    monkeypatch.setattr("fxpasses.runtime.prologue._live", WeakSet())
 
 
 def layer(x, lengths):

@@ -136,6 +136,10 @@ class BatchGuard:
         self.failed = self.broken(inputs)
         return not self.failed
 
+    def release(self) -> None:
+        """Free what computes the numbers, once no graph is left that is guarded: the guard holds for no batch then."""
+        self.__dict__.pop("_prologue", None)
+
     def numbers(self, inputs: Sequence[Any]) -> dict[Any, Any]:
         """The values of all symbols, for inputs in the order of `sources`."""
         sizes = inputs[self.roots : self.roots + len(self.sizes)]

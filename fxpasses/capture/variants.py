@@ -11,11 +11,14 @@ up in the same way.
 A variant counts against a question only if that question's guard failed: the size of another input, or a hook that was
 added, says nothing about the batch's answers. Where such guards make 6 variants, one warning names the last of them.
 
-The state is that of the process, as Dynamo's caches are, and `torch._dynamo.reset` ends it.
+The state is that of the process, as Dynamo's caches are, and `torch._dynamo.reset` ends it. Dynamo does not free a
+guard that is a Python function, neither after a reset nor with the code of its frame (seen on torch 2.13), so the
+guards of frames that are gone give up what they hold.
 
-Private name, checked on torch 2.11, 2.13 and 2.15: `torch._dynamo.utils.guard_failures`, to which Dynamo adds, before
-it compiles a frame once more, the guard that failed in each of the frame's graphs, the newest graph first. Without it,
-no question is given up, and Dynamo's own limit applies.
+Private names, checked on torch 2.11, 2.13 and 2.15: `torch._dynamo.utils.guard_failures`, to which Dynamo adds, before
+it compiles a frame once more, the guard that failed in each of the frame's graphs, the newest graph first; without it,
+no question is given up, and Dynamo's own limit applies. `torch._dynamo.convert_frame.input_codes`, the frames that
+Dynamo has met since the last reset.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -62,11 +65,9 @@ class _Frame:
 def begin(code: CodeType, described: str) -> frozenset[Place]:
     """See which guards failed, so that a frame is traced; returns the places whose questions get no answer."""
     failures = _failures()
-    for known, frame in list(_frames.items()):
-        if len(failures.get(known, ())) < frame.seen:  # `torch._dynamo.reset` has cleared them
-            del _frames[known]
-    if _is_first_variant():
-        _frames.pop(code, None)
+    for known in list(_frames):
+        if known not in _met() or (known is code and _is_first_variant()):  # since `torch._dynamo.reset`
+            _release(_frames.pop(known).guards)
     so_far = failures.get(code, ())
     frame = _frames.setdefault(code, _Frame(seen=len(so_far)))  # those of other backends do not count
     reasons = so_far[frame.seen :]
@@ -86,7 +87,10 @@ def begin(code: CodeType, described: str) -> frozenset[Place]:
 
 def add(code: CodeType, guard: BatchGuard) -> None:
     """Called when a frame is traced."""
-    _frames.setdefault(code, _Frame()).guards.append(weakref.ref(guard))
+    frame = _frames.setdefault(code, _Frame())
+    if not frame.guards:
+        weakref.finalize(code, _release, frame.guards)
+    frame.guards.append(weakref.ref(guard))
 
 
 def give_up(code: CodeType, crowded: Mapping[Place, str]) -> None:
@@ -125,7 +129,19 @@ def _is_first_variant() -> bool:
 
 def forget() -> None:
     """Forget all frames."""
-    _frames.clear()
+    for code in list(_frames):
+        _release(_frames.pop(code).guards)
+
+
+def _release(guards: Iterable[weakref.ref[BatchGuard]]) -> None:
+    for reference in guards:
+        if (guard := reference()) is not None:
+            guard.release()
+
+
+def _met() -> Container[CodeType]:
+    convert_frame = importlib.import_module("torch._dynamo.convert_frame")
+    return getattr(convert_frame, "input_codes", _frames)
 
 
 def _failures() -> Mapping[CodeType, Sequence[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fxpasses.capture import variants
 from fxpasses.capture.trace import Trace
 from fxpasses.inspect import record
+from fxpasses.runtime.prologue import live_prologues
 from tests.support import assert_same, compiled
 
 X = torch.linspace(-1, 1, 24).view(12, 2)
@@ -189,3 +191,30 @@ def test_a_place_where_the_graph_cannot_break_is_traced_as_stock_traces_it() -> 
         warnings.simplefilter("ignore")
         record = assert_same(chosen, [(torch.linspace(-1, 2, 9), torch.arange(9) % 5)])
     assert len([graph for graph in record.graphs if graph.outcome != "retraced"]) == 2
+
+
+class Looks(torch.nn.Module):
+    """Dynamo does not free the guards of a module's frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x.sin() if lengths.max() > 6 else x.cos()
+
+
+def test_a_reset_frees_what_guards_hold() -> None:
+    """Before, each model that was compiled and given up left its prologues to `PrefetchLoader`."""
+    gc.collect()
+    before = len(live_prologues())
+    for _ in range(3):
+        program = compiled(Looks())
+        for length in (4, 8):
+            program(torch.ones(2, 4), torch.tensor([length, 1]))
+        torch._dynamo.reset()
+    del program
+    compiled(torch.sin)(torch.ones(2))
+    gc.collect()
+    assert len(live_prologues()) <= before
