@@ -43,10 +43,14 @@ _MOST_QUESTIONS = 8  # of one place: as many as Dynamo keeps graphs of a frame, 
 
 @dataclass(frozen=True)
 class Answer:
-    """The batch's answer to a question about symbols, as a condition that holds."""
+    """The batch's answer to a question about symbols, as a condition that holds.
+
+    is_number: whether the question was for a number, and not for a truth.
+    """
 
     condition: Any
     place: Place
+    is_number: bool = False
 
     @property
     def inside_operator(self) -> bool:
@@ -60,9 +64,13 @@ class Answer:
 
     @property
     def states_consistency(self) -> bool:
-        """Whether the operator fails otherwise, because two sizes must be equal. (A size of 1 is broadcast.)"""
-        condition = self.condition
-        return self.inside_operator and isinstance(condition, sympy.Eq) and not {0, 1}.intersection(condition.args)
+        """Whether the operator fails otherwise, because two sizes must be equal.
+
+        A size of 1 is broadcast, and an operator that asks for a number (`x.unbind()`) takes any.
+        """
+        if self.is_number or not self.inside_operator:
+            return False
+        return isinstance(self.condition, sympy.Eq) and not {0, 1}.intersection(self.condition.args)
 
 
 @dataclass(frozen=True)
@@ -187,9 +195,10 @@ class Trace:
         if symbol in self.definitions:
             return self.number(self.definitions[symbol].value)
         try:
-            return sympy.sympify(self.graph.value(symbol))
+            value = sympy.sympify(self.graph.value(symbol))
         except NotKnown:
             return None
+        return None if value is sympy.nan else value  # which sympy does not compare
 
     def number(self, expression: Any) -> Any:
         """The value of an expression over symbols and sizes, or None."""
@@ -221,9 +230,9 @@ class Trace:
             condition = sympy.Not(question)
         else:
             condition = sympy.Eq(question, answer)
-        found = Answer(condition, self._place())
+        found = Answer(condition, self._place(), is_number=answer not in (sympy.true, sympy.false))
         self.answers.append(found)
-        if answer in (sympy.true, sympy.false) and not found.inside_operator:
+        if not found.is_number and not found.inside_operator:
             self._count(found, question, answer == sympy.true)
 
     def _count(self, answer: Answer, question: Any, truth: bool) -> None:

@@ -63,3 +63,19 @@ def test_a_wrong_length_is_eager_modes_error() -> None:
     for run in (program, compiled(program, "aot_eager")):
         with pytest.raises(RuntimeError, match="Expected input_lengths to have value at most 8"):
             run(X, LABELS)
+
+
+def test_lengths_in_a_buffer_that_is_used_again() -> None:
+    """Eager mode takes the lengths' numbers in the forward pass."""
+
+    def program(x: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        return F.ctc_loss(x.log_softmax(-1), labels.clamp_min(1), lengths, (labels >= 0).sum(-1))
+
+    def gradient(run: Any) -> Tensor:
+        lengths, losses = torch.tensor([8, 8]), []
+        for length in (8, 5):
+            lengths.numpy().fill(length)  # as by a data loader that keeps its memory
+            losses.append(run(X, LABELS, lengths))
+        return torch.autograd.grad(sum(losses), X)[0]
+
+    torch.testing.assert_close(gradient(compiled(program, "aot_eager")), gradient(program), rtol=0, atol=0)
