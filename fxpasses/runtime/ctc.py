@@ -26,8 +26,8 @@ def ctc_loss(
 
     log_probs: [T, N, C]. targets: [N, S] or [sum of target_lengths]. input_lengths, target_lengths: [N], integers.
     """
-    # Copies, as eager mode makes them: the backward pass needs the lengths, and a program may reuse their buffers. From a
-    # device, a prologue copies them with everything else.
+    # Copies, as eager mode makes them: the backward pass needs the lengths, and a program may reuse their buffers. A
+    # prologue copies those on a device with everything else.
     lengths = input_lengths.to("cpu", copy=True), target_lengths.to("cpu", copy=True)
     losses = torch.ops.fxpasses.ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
     if zero_infinity:
