@@ -41,6 +41,7 @@ def test_a_step_of_eager_mode_waits_for_each_read(tmp_path):
     assert found["stalls"] == 4 * 3 == simulated_device_stalls.stalls("eager", parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_backward_pass_waits_for_each_copy_where_there_is_one_buffer(tmp_path):
     found = figures_of(RELOAD.name, "1 buffer", {"copy_ms": 20.0, "layers": 3, "kernel_ms": 0.1}, tmp_path)

@@ -43,7 +43,7 @@ def checking(examples: int) -> Any:
     return lambda function: settings(given(function))
 
 
-@checking(examples=20)
+@checking(examples=10)
 def test_each_rank_issues_what_eager_mode_issues(source: str, steps: Any, lowering: str) -> None:
     check(source, steps, lowering)
 

@@ -87,7 +87,7 @@ def test_the_demo_on_hugging_faces_own_flash_path():
     ("arguments", "words"),
     [
         (["--tokens", "3"], "'3' is not a whole number from 16"),
-        (["--peer", "xla"], "invalid choice: 'xla'"),
+        pytest.param(["--peer", "xla"], "invalid choice: 'xla'", marks=pytest.mark.slow),
         pytest.param(["--layers", "none"], "'none' is not a whole number from 1", marks=pytest.mark.slow),
         pytest.param(["--attention", "none"], "invalid choice: 'none'", marks=pytest.mark.slow),
     ],

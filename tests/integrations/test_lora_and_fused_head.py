@@ -69,8 +69,15 @@ def assert_same_steps(models: Any, batches: list[dict[str, Tensor]], **arguments
     return program, record
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("adapted", [True, False], ids=["LoRA", "all parameters"])
+@pytest.mark.parametrize(
+    ("adapted", "reentrant"),
+    [
+        pytest.param(True, False, id="LoRA"),
+        pytest.param(True, True, id="LoRA, reentrant", marks=pytest.mark.slow),
+        pytest.param(False, False, id="all parameters", marks=pytest.mark.slow),
+        pytest.param(False, True, id="all parameters, reentrant"),
+    ],
+)
 def test_checkpoints_whose_inputs_require_gradients(adapted: bool, reentrant: bool) -> None:
     _, record = assert_same_steps(models_of(adapted, reentrant), [batch(12, 0)])
     assert len(record.graphs) == 1
@@ -84,6 +91,7 @@ def test_the_fused_head_is_one_graph_for_all_lengths(adapted: bool) -> None:
     assert len(record.graphs) == 2  # the second for all lengths
 
 
+@pytest.mark.slow
 def test_the_fused_head_on_valid_positions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it runs where Triton does."""
     monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)

@@ -19,6 +19,7 @@ ARCHITECTURES = [80, 89, 90, 100]
 GROUPS, ROWS, DEPTH, WIDTH = 8, 512, 64, 128
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_in_the_interpreter():
     import triton
