@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -24,6 +25,11 @@ THOROUGH = os.environ.get("THOROUGH", "0") != "0"
 # Torch 2.11 gives each slice between numbers of activations a size of its own. Stock PyTorch, with the same flags,
 # breaks the graph too at `y[a:b] = f(x[a:b])`, which asks whether the sizes are equal.
 ASSIGNS_SLICES = torch.__version__ >= "2.12"
+
+
+def each(step: int, cases: Iterable[Any]) -> list[Any]:
+    """Cases of a parametrized test, of which each `step`-th is quick; the others are their twins."""
+    return [pytest.param(case, marks=pytest.mark.slow if at % step else ()) for at, case in enumerate(cases)]
 
 
 def captured(program: Any, *inputs: Any) -> GraphModule:

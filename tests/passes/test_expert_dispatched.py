@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpasses.inspect import Record
 from fxpasses.inspect.figures import figures
-from tests.support import ASSIGNS_SLICES, assert_same, compiled, events, reports_of
+from tests.support import ASSIGNS_SLICES, assert_same, compiled, each, events, reports_of
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -242,18 +242,21 @@ def a_size_is_used_elsewhere(experts: Any, rows: Tensor, counts: Tensor) -> Tens
 
 @pytest.mark.parametrize(
     "loop",
-    [
-        modified_between,
-        parts_in_another_order,
-        sizes_in_another_order,
-        sizes_changed,
-        overlapping,
-        slices_that_may_be_clamped,
-        from_the_second_row,
-        rows_read_twice,
-        scaled_by_its_count,
-        a_size_is_used_elsewhere,
-    ],
+    each(
+        2,
+        [
+            modified_between,
+            parts_in_another_order,
+            sizes_in_another_order,
+            sizes_changed,
+            overlapping,
+            slices_that_may_be_clamped,
+            from_the_second_row,
+            rows_read_twice,
+            scaled_by_its_count,
+            a_size_is_used_elsewhere,
+        ],
+    ),
 )
 def test_decoys_stay_loops(loop: Loop) -> None:
     record = assert_same(Model(loop), batches(1), "aot_eager")

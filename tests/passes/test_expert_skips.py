@@ -23,7 +23,7 @@ from fxpasses.capture.flags import Values
 from fxpasses.passes.group_experts import GroupExperts
 from tests.passes.expert_skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
 from tests.passes.expert_skipping_decoys import NOT_SPECULATED, OTHER_MASKS, TAKEN_BACK, looks_at_hits
-from tests.support import compiled, events
+from tests.support import compiled, each, events
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -99,7 +99,7 @@ def was_taken_back(caplog: pytest.LogCaptureFixture) -> bool:
     return any(Feature.HINTS in attempt.features and Feature.NUMPY not in attempt.features for attempt in attempts)
 
 
-@pytest.mark.parametrize("program", TAKEN_BACK, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", each(2, TAKEN_BACK), ids=lambda program: program.__name__)
 def test_what_a_body_does_without_tokens_is_not_lost(program: Program, caplog: pytest.LogCaptureFixture) -> None:
     """The trace goes through the branches, and is taken back. What Python then decides may well be one program."""
     caplog.set_level(logging.INFO, retracing.__name__)

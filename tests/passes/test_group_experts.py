@@ -13,7 +13,7 @@ import fxpasses.inspect
 from fxpasses.inspect import Record
 from tests.passes.expert_models import HIDDEN, LoraLinears
 from tests.passes.expert_spellings import DECOYS, SPELLINGS, Moe, cases, name_of
-from tests.support import ASSIGNS_SLICES, assert_same, compiled, events, reports_of
+from tests.support import ASSIGNS_SLICES, assert_same, compiled, each, events, reports_of
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -149,7 +149,7 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize("case", BASIC, ids=name_of)
+@pytest.mark.parametrize("case", each(2, BASIC), ids=name_of)
 def test_no_query_at_run_time(case: Any) -> None:
     """But for assertions, which read on the CPU and do not wait on a device."""
     model, x = model_of(case), tokens(case)
@@ -161,7 +161,7 @@ def test_no_query_at_run_time(case: Any) -> None:
 
 
 @pytest.mark.parametrize("case", UNEVEN, ids=name_of)
-@pytest.mark.parametrize("favour", ["one expert", "one token each"])
+@pytest.mark.parametrize("favour", each(2, ["one expert", "one token each"]))
 def test_uneven_choices(case: Any, favour: str) -> None:
     """All tokens on the same experts, so that others are empty; and an expert with one token."""
     model, x = model_of(case), tokens(case, 4 if favour == "one token each" else TOKENS)
@@ -177,7 +177,7 @@ def test_uneven_choices(case: Any, favour: str) -> None:
 
 MANY = ["where_pairs-SwiGluStacked", "repeated_mask-SwiGluLinears", "moe_infer-SwiGluLinears", "gpt_oss-GptOss"]
 FEW = [
-    *((case, 1, 4) for case in UNEVEN),
+    *(pytest.param(case, 1, 4, marks=pytest.mark.slow if at % 3 else ()) for at, case in enumerate(UNEVEN)),
     *((case, 8, 16) for case in UNEVEN if name_of(case) in MANY),
     *(pytest.param(case, 8, 64, marks=pytest.mark.slow) for case in UNEVEN if name_of(case) in MANY),
 ]
@@ -190,7 +190,7 @@ def test_few_tokens(case: Any, number: int, count: int) -> None:
     check(case, model_of(case, count), tokens(case, number))
 
 
-@pytest.mark.parametrize("case", UNEVEN, ids=name_of)
+@pytest.mark.parametrize("case", each(3, UNEVEN), ids=name_of)
 def test_in_a_checkpoint(case: Any) -> None:
     model = model_of(case)
 
@@ -200,7 +200,7 @@ def test_in_a_checkpoint(case: Any) -> None:
     assert check(case, model, tokens(case), program).figures("group_experts")["loops_grouped"] == 1
 
 
-@pytest.mark.parametrize("case", BASIC, ids=name_of)
+@pytest.mark.parametrize("case", each(3, BASIC), ids=name_of)
 def test_another_number_of_tokens(case: Any) -> None:
     model = model_of(case)
     program = compiled(model, "aot_eager", dynamic=True)

@@ -17,6 +17,7 @@ from fxpasses.passes import offload_activations
 from fxpasses.report import Reason
 from tests.passes import offload_programs as programs
 from tests.passes.offload_programs import Broken, Decoder, Packed, Plain
+from tests.support import each
 
 pytestmark = pytest.mark.usefixtures("little_garbage")
 
@@ -79,7 +80,7 @@ def nothing_is_left() -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each(2, CASES))
 def test_results_are_equal_bit_for_bit(name, device):
     make, step = CASES[name]
     expected = numbers(make, step, device, "off")
