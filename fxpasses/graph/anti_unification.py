@@ -62,7 +62,7 @@ class Template:
         return self.nodes[0].meta.get("example_value")
 
 
-# Pure operators: equal operands give equal results, unless something is written in between.
+# Pure operators: equal operands give equal results, unless something is written in between (`Unifier.repeats`).
 REPEATED = frozenset(
     {"any", "bool", "contiguous", "flatten", "float", "getitem", "int", "long", "one_hot", "permute", "reshape",
      "squeeze", "sum", "t", "to", "transpose", "unsqueeze", "view"}
@@ -73,14 +73,16 @@ class Unifier:
     """Anti-unifies values, each tuple of nodes once. slices: the meaning of slices whose bounds differ, if known.
 
     of_one: whether a node is the branch's own where there is only one branch, which nothing can be compared with.
+    repeats: whether nodes with equal arguments have one value, because nothing is written in between.
     """
 
     def __init__(
         self,
         slices: Callable[[Sequence[slice]], Constants | None] = lambda slices: None,
         of_one: Callable[[Node], bool] = lambda node: False,
+        repeats: Callable[[Sequence[Node]], bool] = lambda nodes: True,
     ) -> None:
-        self._slices, self._of_one = slices, of_one
+        self._slices, self._of_one, self._repeats = slices, of_one, repeats
         self._templates: dict[tuple[Node, ...], Any] = {}
 
     def unify(self, values: Sequence[Any]) -> Any:
@@ -119,7 +121,7 @@ class Unifier:
             else:
                 args = self.unify([node.args for node in nodes])
                 template = Template(nodes, args, self.unify([node.kwargs for node in nodes]))
-                self._templates[nodes] = first if _is_repetition(template) else template
+                self._templates[nodes] = first if _is_repetition(template) and self._repeats(nodes) else template
         return self._templates[nodes]
 
     def _is_own(self, values: Sequence[Any]) -> bool:

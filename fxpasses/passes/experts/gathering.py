@@ -22,6 +22,7 @@ from fxpasses.passes.experts.batched_values import (
     example_of,
     is_tensor,
     parts_of,
+    row_of,
     same_size,
 )
 from fxpasses.passes.experts.lifting import Lifting
@@ -104,9 +105,11 @@ def gather(lifting: Lifting, template: Template, source: Any, index: Sequence[An
         raise NotProved("index tensors that are not adjacent", template.nodes[0])
     example = source.meta["example_value"]
     if len(nodes) == 1 and example.ndim == 2 and example.dtype.is_floating_point:
-        return Rows(lifting.emit(ops.gather_rows.default, (source, nodes[0])))
+        return Rows(lifting.emit(ops.gather_rows.default, (source, lifting.from_the_first(nodes[0], source))))
     node = lifting.emit(operator.getitem, (source, nodes))
     row = next(place for place, part in enumerate(p for p in dimensions_of(index)) if isinstance(part, Rows))
+    if row != row_of(parts_of(template.example)[0]):
+        raise NotProved("an index that is not known", template.nodes[0])
     return Rows(node, row)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.aliases import AliasAnalysis, storages
+from fxpasses.graph.aliases import AliasAnalysis, storages, written_operands
 from fxpasses.graph.anti_unification import Template, Unifier, members
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.effects import leaves
@@ -21,10 +22,10 @@ from fxpasses.graph.routing_facts import Mask
 from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.graph.symbols import constant, expression, is_unbacked, symbol
 from fxpasses.passes.experts.assertions import Sizes
-from fxpasses.passes.experts.batched_values import example_of, parts_of
+from fxpasses.passes.experts.batched_values import example_of, is_tensor, parts_of
 from fxpasses.passes.experts.batching_rules import lift
 from fxpasses.passes.experts.describe import describe_loop, describe_routing
-from fxpasses.passes.experts.legality import Legality
+from fxpasses.passes.experts.legality import Legality, without_gradient
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.merging import Merging
@@ -47,9 +48,11 @@ class Grouping:
         self.graph, self.loop, self.memory, self.positions = region.gm.graph, loop, memory, memory.positions
         self.routing = Routing(memory.is_constant)
         self._emit = NodeBuilder(self.graph, fake_mode, loop.merges[0].node, Reason.NOT_ALIKE)
-        self.values = Unifier(spans_of, self._is_own).unify([merge.values for merge in loop.merges])
+        self._without_gradient = without_gradient(self.graph)
+        self.values = Unifier(spans_of, self._is_own, self._repeats).unify([merge.values for merge in loop.merges])
         templates = members([self.values])
         self.branch = [template for template in templates if any(has_rows(node) for node in template.nodes)]
+        self._check_order()
         self.queries = [(template, *mask_of(template)) for template in templates if is_query(template)]
         if loop.kind in ("setadd", "assign") and is_mask(key := self.values[0]):  # `out[mask] = y` is a query as well
             self.queries.append((key, key, False))
@@ -71,6 +74,27 @@ class Grouping:
     def _is_own(self, node: Node) -> bool:
         """Whether a node is a single branch's own: its mask, and what holds its rows."""
         return has_rows(node) or isinstance(self.routing.of(node), Mask)
+
+    def _repeats(self, nodes: Sequence[Node]) -> bool:
+        """Whether branches that repeat a computation compute one value, which has a gradient in all or in none."""
+        first, last = (choose(nodes, key=self.positions.__getitem__) for choose in (min, max))
+        if len({node in self._without_gradient for node in nodes}) > 1:
+            return False
+        held = [node for node in (first, *first.all_input_nodes) if is_tensor(node)]
+        return all(self.memory.writer(node, first, last) is None for node in held)
+
+    def _check_order(self) -> None:
+        """Raise `NotProved` where branches that write in place have an order, or aliases, that the first one lacks."""
+        if not any(written_operands(template.nodes[0]) for template in self.branch):
+            return
+        for number in range(len(self.branch[0].nodes)):
+            place = {id(t): self.positions[t.nodes[number]] for t in self.branch}
+            ordered = sorted(self.branch, key=lambda t: place[id(t)])
+            if len(set(place.values())) < len(place) or ordered != self._in_order():
+                raise NotProved("branches that write in place in other orders", self.branch[0].nodes[number])
+
+    def _in_order(self) -> list[Template]:
+        return sorted(self.branch, key=lambda template: self.positions[template.nodes[0]])
 
     @property
     def multiplies(self) -> bool:
@@ -126,7 +150,7 @@ class Grouping:
             elif self.cut is not None:
                 lifting.begin_cut(self.cut)
             # In program order, so that writes in place come before the reads that depend on them.
-            for template in sorted(self.branch, key=lambda template: self.positions[template.nodes[0]]):
+            for template in self._in_order():
                 lifting.lift(template)
             results = Merging(lifting, self.loop).results(self.values)
             if self.loop.lists:

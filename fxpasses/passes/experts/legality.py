@@ -62,6 +62,7 @@ class Legality:
         self._check_between(first, last)
         self._check_counts(cuts, last)
         self._check_before(own, first)
+        self._check_gradients(own)
         self._check_buffer(own, first, last)
         self.at = self._place(templates)
         # The operands of the rows (masks, a weight of each expert) are erased with them, unless they have other users.
@@ -111,10 +112,17 @@ class Legality:
                 continue
             if written_operands(node) and enabled is not True:
                 return False
-            loses_gradient = operator_of(node) != "detach" and _needs_gradient(node) is False
-            if loses_gradient and any(map(_needs_gradient, node.all_input_nodes)):
+            loses_gradient = operator_of(node) != "detach" and needs_gradient(node) is False
+            if loses_gradient and any(map(needs_gradient, node.all_input_nodes)):
                 return False
         return True
+
+    def _check_gradients(self, own: set[Node]) -> None:
+        """Raise `NotProved` for an operand without a gradient that the program at the loop's end would give one."""
+        if not any(map(needs_gradient, self.loop.ends)):
+            return
+        for node in (own - self._rows) & without_gradient(self.graph):
+            raise NotProved(f"`{node.name}` is computed without a gradient", node)
 
     def _check_before(self, own: set[Node], first: int) -> None:
         """Raise `NotProved` if memory is written that nodes before the loop use, which are recomputed at its end."""
@@ -218,8 +226,24 @@ def _is_tensor_op(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.Tensor) and node.target is not operator.getitem
 
 
-def _needs_gradient(node: Node) -> bool | None:
+def needs_gradient(node: Node) -> bool | None:
     """None for a node that can have no gradient."""
     found = [leaf for leaf in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(leaf, torch.Tensor)]
     floating = [tensor.requires_grad for tensor in found if tensor.dtype.is_floating_point]
     return any(floating) if floating else None
+
+
+def without_gradient(graph: Graph) -> set[Node]:
+    """The nodes whose results lack the gradient that their operands have, other than by `detach`.
+
+    A view that is made under `no_grad` lacks it too, although its fake tensor does not show it.
+    """
+    found, enabled = set(), True
+    for node in graph.nodes:
+        if operator_of(node) in _GRAD_MODES:
+            enabled = node.args[0]
+        is_without = needs_gradient(node) is False or (not enabled and needs_gradient(node))
+        if is_without and node.op.startswith("call") and operator_of(node) != "detach":
+            if any(map(needs_gradient, node.all_input_nodes)):
+                found.add(node)
+    return found

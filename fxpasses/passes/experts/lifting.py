@@ -21,6 +21,7 @@ from torch.fx.node import map_aggregate
 import fxpasses.runtime.grouped_linear  # noqa: F401  registers the operators
 from fxpasses.graph.anti_unification import Constants, Template
 from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.routing import Routing
 from fxpasses.graph.routing_facts import is_integer
@@ -155,6 +156,17 @@ class Lifting:
         if key not in self._lifted:
             self._lifted[key] = self.emit(target, args)
         return self._lifted[key]
+
+    def from_the_first(self, places: Node, source: Node) -> Node:
+        """Places in `source` that are counted from its first row: an index of eager mode's may count from the last."""
+        divided = places.args[0] if operator_of(places) in ("floor_divide", "floordiv") else places
+        if divided in self.axes_of:
+            return places
+        size = source.meta["example_value"].shape[0]
+        if not isinstance(size, int):
+            size = self._once(("rows of", source), torch.ops.aten.sym_size.int, (source, 0))
+        is_negative = self.emit(operator.lt, (places, 0))
+        return self.emit(torch.where, (is_negative, self.emit(operator.add, (places, size)), places))
 
     def index(self, part: Any) -> Any:
         """A part of an index, lifted; the number of the expert becomes the expert of each row."""

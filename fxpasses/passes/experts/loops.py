@@ -102,7 +102,7 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
             along = argument(node, "dim", 0)
             if len(parts) > 1 and along == 0 and all(isinstance(p, Node) and has_rows(p) for p in parts):
                 lists.append(node)
-        elif name in _ADDING and isinstance(node.args[0], Node):
+        elif name in _ADDING and node.args and isinstance(node.args[0], Node):
             if any(isinstance(a, Node) and has_rows(a) for a in node.all_input_nodes[1:]):
                 buffers[_root_of_chain(node, name), name].append(Merge(node, (node.args[1:], node.kwargs)))
         elif name in _IN_PLACE_ADD and (merge := _masked_addition(node)) is not None:
@@ -170,7 +170,7 @@ def _assignment(node: Node) -> Merge | None:
     keys = key if isinstance(key, tuple) else (key,)
     if not isinstance(buffer, Node) or not any(map(_depends_on_batch, keys)):
         return None
-    if isinstance(value, Node) and value.op.startswith("call") and len(value.args) == 2:
+    if isinstance(value, Node) and value.op.startswith("call") and len(value.args) == 2 and not value.kwargs:
         read, added = value.args
         if isinstance(read, Node) and read.target is operator.getitem and read.args[0] is buffer:
             others = {user for user in read.users if user.target is not torch.ops.aten.sym_size.int}

@@ -130,7 +130,10 @@ class Merging:
             node = self._emit("to", (node, dtype))
         if not adds and order.valid is not None:
             raise NotProved("rows of no expert would be overwritten", self._first)
+        buffer = self._loop.buffer.meta["example_value"]  # type: ignore[union-attr]
         if adds and len(places) == 1:
+            if node.meta["example_value"].shape[1:] != buffer.shape[1:]:
+                raise NotProved("a sum with rows of another width, which are broadcast", self._first)
             return self._emit("index_add_", (self._loop.buffer, 0, places[0], node))
         return self._emit("index_put_", (self._loop.buffer, tuple(places), node), {"accumulate": adds})
 

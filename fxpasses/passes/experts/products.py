@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxpasses.graph.anti_unification import Constants, Template
 from fxpasses.graph.refusals import NotProved
@@ -19,7 +20,10 @@ PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm"})
 
 
 def product(lifting: Lifting, template: Template, rows: Any) -> Rows:
-    node, weights, is_linear = template.nodes[0], template.args[1], template.name == "linear"
+    node, is_linear = template.nodes[0], template.name == "linear"
+    weights = template.args[1] if len(template.args) > 1 else None
+    if weights is None:
+        raise NotProved(f"`{template.name}` with keyword arguments", node)
     bias = template.call.argument("bias") if is_linear else None
     if not isinstance(rows, Rows):
         raise NotProved("a product in which the rows come second", node)
@@ -56,7 +60,7 @@ def of_each_expert(lifting: Lifting, template: Template) -> Weights:
     if template.name == "getitem" and isinstance(template.args[0], Node) and isinstance(template.args[1], Constants):
         first, step = progression(template.args[1])
         source, count = template.args[0], len(template.nodes)
-        if step == 1 and is_tensor(source):
+        if step == 1 and is_tensor(source) and first >= 0 and _has(source.meta["example_value"].shape, first + count):
             whole = first == 0 and source.meta["example_value"].shape[0] == count
             stacked = source if whole else lifting.emit(operator.getitem, (source, slice(first, first + count)))
             return Weights(stacked, ())
@@ -69,6 +73,10 @@ def of_each_expert(lifting: Lifting, template: Template) -> Weights:
         if swaps and rank == 2 and isinstance(inner, Weights):
             return Weights(inner.stacked, inner.listed, not inner.transposed)
     return Weights(None, template.nodes)
+
+
+def _has(shape: torch.Size, count: int) -> bool:
+    return bool(shape) and statically_known_true(shape[0] >= count)
 
 
 def _rank(template: Template) -> int:

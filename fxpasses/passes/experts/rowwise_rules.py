@@ -157,11 +157,15 @@ def _row_kept(template: Template) -> int:
 def reshape(lifting: Lifting, template: Template, source: Rows) -> Rows:
     """The rows stay in one dimension, in their order: the sizes before it keep their product, and those after it."""
     row = _row_kept(template)
-    before, after = parts_of(template.args[0].example)[0].shape, template.example.shape
+    source_example = parts_of(template.args[0].example)[0]
+    if source_example.dtype != template.example.dtype:  # `view(dtype)` takes the bits for another number
+        raise _not_row_by_row(template)
+    before, after = source_example.shape, template.example.shape
     sizes = (*before[: source.row], *before[source.row + 1 :], *after[:row], *after[row + 1 :])
     if any(not isinstance(size, int) for size in sizes):
         raise NotProved(f"`{template.name}` of rows of unknown width", template.nodes[0])
-    if math.prod(before[: source.row]) != math.prod(after[:row]):
+    kept = math.prod(before[: source.row]) == math.prod(after[:row])
+    if not kept or math.prod(before[source.row + 1 :]) != math.prod(after[row + 1 :]):
         raise NotProved(f"`{template.name}` mixes the rows", template.nodes[0])
     shape = [-1 if i == row else int(size) for i, size in enumerate(after)]
     return Rows(lifting.emit("reshape", (source.node, shape)), row)
