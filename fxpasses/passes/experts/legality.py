@@ -234,16 +234,14 @@ def needs_gradient(node: Node) -> bool | None:
 
 
 def without_gradient(graph: Graph) -> set[Node]:
-    """The nodes whose results lack the gradient that their operands have, other than by `detach`.
+    """The nodes under `no_grad` whose results lack the gradient that their operands have.
 
-    A view that is made under `no_grad` lacks it too, although its fake tensor does not show it.
+    The fake tensor of a view does not show it.
     """
     found, enabled = set(), True
     for node in graph.nodes:
         if operator_of(node) in _GRAD_MODES:
             enabled = node.args[0]
-        is_without = needs_gradient(node) is False or (not enabled and needs_gradient(node))
-        if is_without and node.op.startswith("call") and operator_of(node) != "detach":
-            if any(map(needs_gradient, node.all_input_nodes)):
-                found.add(node)
+        if not enabled and needs_gradient(node) is not None and any(map(needs_gradient, node.all_input_nodes)):
+            found.add(node)
     return found
