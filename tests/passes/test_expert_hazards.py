@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpasses.capture import flags
 from tests.passes.expert_layer import EXPERTS, TOKENS, WIDTH, Layer, check, level_of
-from tests.support import compiled
+from tests.support import assert_same, compiled
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -598,3 +598,16 @@ def test_a_sum_by_names() -> None:
         return out
 
     check(loop)
+
+
+@pytest.mark.parametrize("loop", [norm_of_rows, root_of_rows])
+def test_no_token_of_these_experts_and_a_first_token_of_zeros(loop: Any) -> None:
+    """The rows of no expert were copies of the first token, whose norm has no gradient."""
+
+    def elsewhere(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        return loop(layer, x, weights, idx % 2 * 3) + x
+
+    x = torch.randn(TOKENS, WIDTH)
+    x[0] = 0
+    record = assert_same(Layer(elsewhere), [(x.requires_grad_(),)], experts="auto")
+    assert level_of(record) == 2

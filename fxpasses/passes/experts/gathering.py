@@ -105,7 +105,8 @@ def gather(lifting: Lifting, template: Template, source: Any, index: Sequence[An
         raise NotProved("index tensors that are not adjacent", template.nodes[0])
     example = source.meta["example_value"]
     if len(nodes) == 1 and example.ndim == 2 and example.dtype.is_floating_point:
-        return Rows(lifting.emit(ops.gather_rows.default, (source, lifting.from_the_first(nodes[0], source))))
+        rows = lifting.emit(ops.gather_rows.default, (source, lifting.from_the_first(nodes[0], source)))
+        return Rows(lifting.or_ones(rows))
     node = lifting.emit(operator.getitem, (source, nodes))
     row = next(place for place, part in enumerate(p for p in dimensions_of(index)) if isinstance(part, Rows))
     if row != row_of(parts_of(template.example)[0]):

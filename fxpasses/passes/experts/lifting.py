@@ -168,6 +168,17 @@ class Lifting:
         is_negative = self.emit(operator.lt, (places, 0))
         return self.emit(torch.where, (is_negative, self.emit(operator.add, (places, size)), places))
 
+    def or_ones(self, rows: Node) -> Node:
+        """Rows of tokens; ones where no expert has a token: eager mode would compute on none of these rows.
+
+        Where an expert divides by a row's norm, a token of zeros, such as padding, would have a gradient of NaN.
+        """
+        if self.order is None or self.order.valid is None:
+            return rows
+        any_valid = self._once("any valid", operator.getitem, (self.order.valid, slice(None, 1)))
+        ndim = rows.meta["example_value"].ndim
+        return self.emit(torch.where, (self.emit("reshape", (any_valid, [1] * ndim)), rows, 1))
+
     def index(self, part: Any) -> Any:
         """A part of an index, lifted; the number of the expert becomes the expert of each row."""
         if isinstance(part, Constants):

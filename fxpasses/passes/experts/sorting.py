@@ -94,10 +94,10 @@ def coordinates(emit: NodeBuilder, ids: Node, axes: Sequence[int], places: Node)
 def _filled(
     emit: NodeBuilder, places: Node, in_order: Node, offsets: Node, size: Any, count: int
 ) -> tuple[Node, Node, Node, Node]:
-    """Mark the rows of experts, and replace the others by copies of the last marked row; of the first, if none is.
+    """Mark the rows of experts, and replace the others by copies of the last marked row; by ones, if none is.
 
     A copy is as finite as a row of the loop. A row of zeros is not, where the program divides by its norm, and in
-    backward a NaN passes through any mask.
+    backward a NaN passes through any mask. The ones come in as rows are gathered (`Lifting.or_ones`).
     """
     total = emit(operator.getitem, (offsets, slice(-1, None)))
     device = {"device": places.meta["example_value"].device}
