@@ -25,7 +25,7 @@ from fxpasses.passes.experts.assertions import Sizes
 from fxpasses.passes.experts.batched_values import example_of, is_tensor, parts_of
 from fxpasses.passes.experts.batching_rules import lift
 from fxpasses.passes.experts.describe import describe_loop, describe_routing
-from fxpasses.passes.experts.legality import Legality, without_gradient
+from fxpasses.passes.experts.legality import Legality, needs_gradient, without_gradient
 from fxpasses.passes.experts.lifting import Lifting
 from fxpasses.passes.experts.loops import Loop, has_rows
 from fxpasses.passes.experts.merging import Merging
@@ -53,6 +53,7 @@ class Grouping:
         templates = members([self.values])
         self.branch = [template for template in templates if any(has_rows(node) for node in template.nodes)]
         self._check_order()
+        self._check_gradients(templates)
         self.queries = [(template, *mask_of(template)) for template in templates if is_query(template)]
         if loop.kind in ("setadd", "assign") and is_mask(key := self.values[0]):  # `out[mask] = y` is a query as well
             self.queries.append((key, key, False))
@@ -82,6 +83,13 @@ class Grouping:
             return False
         held = [node for node in (first, *first.all_input_nodes) if is_tensor(node)]
         return all(self.memory.writer(node, first, last) is None for node in held)
+
+    def _check_gradients(self, templates: list[Template]) -> None:
+        """Raise `NotProved` for an operand without a gradient that the program at the loop's end would give one."""
+        own = {node for template in templates for node in template.nodes if template not in self.branch}
+        lost = sorted(own & self._without_gradient, key=self.positions.__getitem__)
+        if lost and any(map(needs_gradient, self.loop.ends)):
+            raise NotProved(f"`{lost[0].name}` is computed without a gradient", lost[0])
 
     def _check_order(self) -> None:
         """Raise `NotProved` where branches that write in place have an order, or aliases, that the first one lacks."""

@@ -62,7 +62,6 @@ class Legality:
         self._check_between(first, last)
         self._check_counts(cuts, last)
         self._check_before(own, first)
-        self._check_gradients(own)
         self._check_buffer(own, first, last)
         self.at = self._place(templates)
         # The operands of the rows (masks, a weight of each expert) are erased with them, unless they have other users.
@@ -116,13 +115,6 @@ class Legality:
             if loses_gradient and any(map(needs_gradient, node.all_input_nodes)):
                 return False
         return True
-
-    def _check_gradients(self, own: set[Node]) -> None:
-        """Raise `NotProved` for an operand without a gradient that the program at the loop's end would give one."""
-        if not any(map(needs_gradient, self.loop.ends)):
-            return
-        for node in (own - self._rows) & without_gradient(self.graph):
-            raise NotProved(f"`{node.name}` is computed without a gradient", node)
 
     def _check_before(self, own: set[Node], first: int) -> None:
         """Raise `NotProved` if memory is written that nodes before the loop use, which are recomputed at its end."""

@@ -122,15 +122,14 @@ class Merging:
             raise NotProved("a place may occur twice in one expert", selection.ids)
         if not adds and not self._differ(places, selection):
             raise NotProved("the last expert of a token overwrites the others", self._first)
-        dtype = self._loop.buffer.meta["example_value"].dtype  # type: ignore[union-attr]
+        buffer = self._loop.buffer.meta["example_value"]  # type: ignore[union-attr]
         node = self._covered(rows) if adds else rows.node
-        if node.meta["example_value"].dtype != dtype:
+        if node.meta["example_value"].dtype != buffer.dtype:
             if adds:
                 raise NotProved("the sum has another dtype than its parts", self._first)
-            node = self._emit("to", (node, dtype))
+            node = self._emit("to", (node, buffer.dtype))
         if not adds and order.valid is not None:
             raise NotProved("rows of no expert would be overwritten", self._first)
-        buffer = self._loop.buffer.meta["example_value"]  # type: ignore[union-attr]
         if adds and len(places) == 1:
             if node.meta["example_value"].shape[1:] != buffer.shape[1:]:
                 raise NotProved("a sum with rows of another width, which are broadcast", self._first)
