@@ -425,3 +425,18 @@ def test_no_token_of_these_experts_and_a_first_token_of_zeros(loop: Any) -> None
     x[0] = 0
     record = assert_same(Layer(elsewhere), [(x.requires_grad_(),)], experts="auto")
     assert level_of(record) == 2
+
+
+def test_values_that_an_autocast_around_them_computes() -> None:
+    """At the end of the loop they would have another dtype: CUDA's autocast computes `exp` in float32."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            scaled = [(x * (e + 1)).exp() for e in (1, 1, 1, 1)]
+        out = torch.zeros_like(x)
+        for e in range(EXPERTS):
+            tok, slot = torch.where(idx == e)
+            out.index_add_(0, tok, (scaled[e][tok] @ layer.w[e]) * weights[tok, slot, None])
+        return out
+
+    assert level_of(check(loop)) == 1

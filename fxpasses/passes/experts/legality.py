@@ -17,6 +17,7 @@ from fxpasses.graph.aliases import AliasAnalysis, storages, written_operands
 from fxpasses.graph.anti_unification import Template
 from fxpasses.graph.calls import FACTORIES, operator_of
 from fxpasses.graph.effects import leaves
+from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
@@ -117,8 +118,16 @@ class Legality:
         return True
 
     def _check_before(self, own: set[Node], first: int) -> None:
-        """Raise `NotProved` if memory is written that nodes before the loop use, which are recomputed at its end."""
+        """Raise `NotProved` if the nodes before the loop, which move to its end, compute something else there.
+
+        Either because memory that they use is written, or because another autocast casts their operands.
+        """
         made = [node for node in own if node.op.startswith("call") and self.positions[node] < first]
+        regions = autocast_regions(self.graph)
+        end = regions[max(self.loop.ends, key=self.positions.__getitem__)]
+        for node in made:
+            if regions[node] != end and needs_gradient(node) is not None and operator_of(node) != "getitem":
+                raise NotProved(f"`{node.name}`, which the branches use, is computed in another autocast region", node)
         kept = {
             key for node in made for operand in (node, *node.all_input_nodes) for key in self.memory.sets.of(operand)
         }
