@@ -163,7 +163,7 @@ def test_the_graph_of_the_docstring() -> None:
     assert [str(*read.meta["unbacked_bindings"]) for read in reads] == ["u0", "u1"]
 
 
-@pytest.mark.parametrize(("kind", "counts"), [(0, (8, 128)), (1, (8, 32))], ids=["stacked", "list"])
+@pytest.mark.parametrize(("kind", "counts"), [(0, (8, 48)), (1, (8, 16))], ids=["stacked", "list"])
 def test_the_graph_does_not_grow_with_the_experts(kind: int, counts: tuple[int, int]) -> None:
     """But for the weights of a list, which are inputs of the graph, one by one."""
     spelling = SPELLINGS["where_pairs"]

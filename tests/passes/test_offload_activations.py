@@ -80,7 +80,7 @@ def nothing_is_left() -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", each(2, CASES))
+@pytest.mark.parametrize("name", each(3, CASES))
 def test_results_are_equal_bit_for_bit(name, device):
     make, step = CASES[name]
     expected = numbers(make, step, device, "off")
