@@ -13,7 +13,8 @@ transformers collects the outputs of layers by forward hooks that append to a li
   `mappingproxy`, which Dynamo does not read after the program has changed any dict: the proxy might be of that dict.
   The proxy of a signature is of a dict that nothing else refers to.
 
-Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site:
+Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: `MappingProxyVariable`'s `source` and
+`dv_dict`;
 `side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the list's elements.
 """
 
@@ -49,8 +50,10 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
 
 
 @handlers.at(
-    method("torch._dynamo.variables.dicts.MappingProxyVariable", "_check_mutation_guard"),
+    method("torch._dynamo.variables.dicts.MappingProxyVariable", "_check_mutation_guard", "call_method"),
     without="models that use some hidden states of an encoder break the graph",
 )
-def check_proxy(trace: Trace, proceed: Proceed, self: Any, tx: Any) -> Any:
-    return None if getattr(self.source, "member", "") == "_parameters" else NOT_HANDLED  # of `inspect.Signature`
+def check_proxy(trace: Trace, proceed: Proceed, self: Any, tx: Any, *called: Any) -> Any:
+    if getattr(self.source, "member", "") != "_parameters":  # of `inspect.Signature`
+        return NOT_HANDLED
+    return self.dv_dict.call_method(tx, *called) if called else None  # torch 2.11 has the check in `call_method`

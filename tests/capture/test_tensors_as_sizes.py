@@ -93,6 +93,7 @@ def test_a_bound_that_counts_from_the_end_has_a_graph_of_its_own() -> None:
     assert len(record.graphs) == 2
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 breaks the graph at `[n, 3] == list(y.size())`")
 def test_a_size_that_is_compared_with_a_tensor() -> None:
     """Longformer's classification, whose first token attends to all others."""
 
