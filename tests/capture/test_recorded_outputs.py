@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -95,3 +96,21 @@ def test_a_hook_of_the_users_own_is_repeated_in_the_recomputation() -> None:
     compiled(model)(torch.randn(2, 4, requires_grad=True)).sum().backward()
     assert len(seen) == 2
     assert counters["graph_break"]
+
+
+def test_a_call_is_bound_to_a_signature_after_a_dict_changed() -> None:
+    """As by transformers' `select_hidden_states`. The dict cannot be the one behind the signature's proxy."""
+
+    def scaled(x: Tensor, by: float = 2.0, *, shift: float = 1.0) -> Tensor:
+        return x * by + shift
+
+    signature, seen = inspect.signature(scaled), dict[str, int]()
+
+    def program(x: Tensor) -> Tensor:
+        seen["calls"] = 1
+        bound = signature.bind(x.sin(), shift=3.0)
+        bound.apply_defaults()
+        return scaled(*bound.args, **bound.kwargs)
+
+    x = torch.linspace(-1, 1, 6)
+    torch.testing.assert_close(compiled(program, fullgraph=True)(x), program(x))
