@@ -28,6 +28,7 @@ from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.fold_layers import FoldLayers
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
+from fxpasses.passes.hoist_writes import HoistWrites
 from fxpasses.passes.omit_masks import OmitMasks
 from fxpasses.passes.sparsify_attention import SparsifyAttention
 from fxpasses.passes.split_topk import SplitTopk
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 # The passes on the captured graph. `fold_layers` follows, and `offload_activations` works on the partitioned graphs, in
 # `lowering`.
 PASSES: Mapping[str, Callable[[], Pass]] = {
+    "hoist_writes": HoistWrites,
     "group_experts": GroupExperts,
     "sparsify_attention": SparsifyAttention,
     "hoist_metadata": HoistMetadata,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads", "split_topk",
-          "fold_layers", "offload_activations")  # fmt: skip
+PASSES = ("hoist_writes", "group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads",
+          "split_topk", "fold_layers", "offload_activations")  # fmt: skip
 _CHOICES = {
     "lowering": ("inductor", "aot_eager", "eager"),
     "capture": ("on", "off"),

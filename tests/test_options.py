@@ -14,6 +14,7 @@ def test_defaults():
     assert options.attention == "auto"
     assert (options.passes, options.lowering, options.verify, options.strict) == (
         (
+            "hoist_writes",
             "group_experts",
             "sparsify_attention",
             "hoist_metadata",

@@ -19,6 +19,7 @@ from fxpasses.graph import effects
 from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.effects import leaves, storage_key
 from fxpasses.graph.modes import Regions, autocast_regions
+from fxpasses.graph.regions import CHECKPOINT
 
 # Higher-order operators that only run the operator that they are given.
 _RUN_AN_OPERATOR = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
@@ -66,6 +67,8 @@ def written_operands(node: Node, owner: torch.nn.Module | None = None) -> list[N
     target, call = node.target, OperatorCall.of(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
         bodies = _bodies(node, owner)
+        if target is CHECKPOINT and len(bodies) == 1:
+            return _written_by_body(bodies[0], node)
         known = bodies or call.name in _RUN_AN_OPERATOR
         return node.all_input_nodes if not known or any(map(_writes_to_operands, bodies)) else []
     if isinstance(target, torch._ops.OpOverload):
@@ -100,8 +103,22 @@ def _bodies(call: Node, owner: torch.nn.Module | None = None) -> list[GraphModul
 
 
 def _writes_to_operands(body: GraphModule) -> bool:
-    written = [operand for node in body.graph.nodes for operand in written_operands(node, body)]
-    return AliasSets(body.graph.nodes).meet(written, _given(body))
+    return AliasSets(body.graph.nodes).meet(_written_in(body), _given(body))
+
+
+def _written_by_body(body: GraphModule, call: Node) -> list[Node]:
+    """The operands of a checkpoint that share memory with what its body writes; all, if that is an attribute."""
+    if not (written := _written_in(body)):
+        return []
+    sets = AliasSets(body.graph.nodes)
+    if sets.meet(body.graph.find_nodes(op="get_attr"), written):
+        return call.all_input_nodes
+    pairs = zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True)
+    return _nodes_in([operand for placeholder, operand in pairs if sets.meet([placeholder], written)])
+
+
+def _written_in(body: GraphModule) -> list[Node]:
+    return [operand for node in body.graph.nodes for operand in written_operands(node, body)]
 
 
 def _may_return_operands(call: Node) -> bool:

@@ -57,6 +57,14 @@ class UserDicts(Model):
     container = UserDict
 
 
+class WritesToWeights(Model):
+    """As Gemma 3n does, in the layers that read keys and values as well."""
+
+    def layer(self, number: int, x: Tensor, shared: Any) -> Tensor:
+        self.queries[number].weight.data.clamp_(-0.1, 0.1)
+        return super().layer(number, x, shared)
+
+
 class Asks(Model):
     def store(self, number: int, x: Tensor, shared: Any) -> None:
         super().store(number, x, shared)
@@ -90,7 +98,7 @@ def is_one_graph(model: nn.Module, lowering: str = "aot_eager") -> bool:
 
 
 @captured
-@pytest.mark.parametrize("kind", [Model, UserDicts, Asks, ReadByTheFrame])
+@pytest.mark.parametrize("kind", [Model, UserDicts, WritesToWeights, Asks, ReadByTheFrame])
 def test_one_graph(kind: type[Model]) -> None:
     assert is_one_graph(kind())
 

@@ -112,6 +112,16 @@ def test_a_checkpoint_writes_and_returns_what_its_body_does(writes, views):
     assert analysis.writer(nodes["sin"], nodes["sin"], None) is expected
 
 
+def test_a_checkpoint_does_not_write_to_what_its_body_only_reads():
+    def body(x, w):
+        w.detach().clamp_(-1, 1)
+        return x * w
+
+    gm = captured(lambda x, w: checkpoint(body, x, w, use_reentrant=False), torch.ones(2), torch.ones(2))
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+    assert [operand.name for operand in written_operands(call)] == ["l_w_"]
+
+
 def test_an_unknown_higher_order_operator_may_do_anything():
     graph = Graph()
     x = graph.placeholder("x")

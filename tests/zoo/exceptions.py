@@ -207,13 +207,13 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": 128,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "intermediate_size": [96, 96],
-        "activation_sparsity_pattern": [0.95, 0.0],
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.95, 0.0] * 2,
     },
     "gemma4_text": {
         "global_head_dim": 16,
