@@ -31,6 +31,8 @@ class Feature(enum.Enum):
     RANDOM = "random numbers"
     WARNINGS = "warnings"
     BUFFERS = "unmoved buffers"
+    SCALARS = "integer tensors in indices"
+    OPERANDS = "repeated operands"
     PLANS = "plans of random blocks"
     SPECULATION = "speculation"
     NUMPY = "NumPy's numbers"

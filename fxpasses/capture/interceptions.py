@@ -54,6 +54,8 @@ FEATURES = {
     Feature.RANDOM: ("random_numbers", "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0"),
     Feature.WARNINGS: ("shown_once", "`warnings.warn(...)` breaks the graph"),
     Feature.BUFFERS: ("unmoved_buffers", "`self.buffer = self.buffer.to(x.device)` breaks the graph"),
+    Feature.SCALARS: ("scalar_indices", "tuples of integer tensors in an index fail"),
+    Feature.OPERANDS: ("repeated_operands", "one tensor for two operands of an autograd function breaks the graph"),
     Feature.PLANS: ("block_plans", "BigBird's random blocks, drawn from a constant seed, break the graph"),
     Feature.SPECULATION: ("speculation_handlers", "loops that skip experts without tokens break the graph"),
     Feature.NUMPY: ("numpy_counts", "loops over counts that went through NumPy break the graph"),

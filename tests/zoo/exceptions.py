@@ -237,8 +237,8 @@ REASONS: dict[str, str] = {
     "hunyuan_vl": "groups tokens by `itertools.groupby` over a tensor's elements",
     "ibert": "asks in each layer for the range of its activations",
     "qwen3_asr": "reads, in each step, the lengths of its sounds from a tensor that it has computed",
-    "switch_transformers": "replaces its router by a copy of itself in each layer, in a checkpoint",
-    "yoso": "gives one tensor twice to an autograd function of its own",
+    "switch_transformers": "loops over the experts with tokens, after it has dropped those beyond an expert's capacity",
+    "udop": "pads images to their numbers of patches outside the text's boxes, which depend on floating-point inputs",
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "asks, for each token, how many tokens it may attend to, in a loop over tokens"
     ),

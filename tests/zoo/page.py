@@ -84,11 +84,12 @@ def _several(found: Sequence[Run]) -> str:
     rows = []
     for run in found:
         stock, ours = run.contenders.get("stock", {}), run.contenders.get("ours", {})
-        if not run.comparable or "error" in ours or ours["graphs"] == 1:
+        if not run.comparable or ours.get("graphs") == 1:
             continue
         reason = REASONS.get(run.architecture) or REASONS.get(run.architecture.split("/")[1])
-        reason = reason or "; ".join(ours.get("reasons", ())) or "–"
-        rows.append([run.architecture, run.arrangement, ours["graphs"], stock.get("graphs", "fails"), reason])
+        reason = reason or ours.get("error", "")[:140] or "; ".join(ours.get("reasons", ())) or "–"
+        graphs = [each.get("graphs", "fails") for each in (ours, stock)]
+        rows.append([run.architecture, run.arrangement, *graphs, reason.replace("|", "\\|")])
     if not rows:
         return ""
     heads = ["architecture", "arrangement", "graphs", "with stock", "why"]
