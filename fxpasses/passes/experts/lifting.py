@@ -160,7 +160,7 @@ class Lifting:
     def from_the_first(self, places: Node, source: Node) -> Node:
         """Places in `source` that are counted from its first row: an index of eager mode's may count from the last."""
         divided = places.args[0] if operator_of(places) in ("floor_divide", "floordiv") else places
-        if divided in self.axes_of:
+        if places in self.axes_of or divided in self.axes_of:
             return places
         size = source.meta["example_value"].shape[0]
         if not isinstance(size, int):
