@@ -29,10 +29,17 @@ from fxpasses.options import PREFIX, Options
 from fxpasses.partitioner import Partitioner
 from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.group_experts import GroupExperts
+from fxpasses.passes.hoist_writes import HoistWrites
+from fxpasses.passes.split_topk import SplitTopk
 from fxpasses.pipeline import Pass, run_passes
 from fxpasses.version import __version__
 
-_GIVEN: Mapping[str, Callable[[], Pass]] = {"group_experts": GroupExperts, "coalesce_reads": CoalesceReads}
+_GIVEN: Mapping[str, Callable[[], Pass]] = {
+    "hoist_writes": HoistWrites,
+    "group_experts": GroupExperts,
+    "coalesce_reads": CoalesceReads,
+    "split_topk": SplitTopk,
+}
 _OFFLOAD = "offload_activations"
 _REFUSED = {
     "hoist_metadata": "its prologue runs once per batch, before the compiled code, and no hook runs there",
@@ -53,12 +60,14 @@ _WITHOUT_EFFECT = {
 def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Options for `torch.compile(model, backend="inductor", options=...)`: the passes that Inductor's hooks can run.
 
-    These are `group_experts` and `coalesce_reads`, and `offload_activations` where it is asked for.
+    These are `hoist_writes`, `group_experts` and `coalesce_reads`, and `split_topk` and `offload_activations` where
+    they are asked for.
 
-    options: `fastpack.passes`, `fastpack.experts`, `fastpack.verify`, `fastpack.strict` and `fastpack.offload` with its
-    own; other keys are Inductor's, and are in the result as they are. Defaults of the process or the environment are
-    not read. The passes see what Dynamo captures: loops over experts need its capture flags. Raises `ValueError` for
-    passes and options that the hooks have no place for, with the reason, and where an option takes a hook already.
+    options: `fastpack.passes`, `fastpack.experts`, `fastpack.topk`, `fastpack.verify`, `fastpack.strict` and
+    `fastpack.offload` with its own; other keys are Inductor's, and are in the result as they are. Defaults of the
+    process or the environment are not read. The passes see what Dynamo captures: loops over experts need its capture
+    flags. Raises `ValueError` for passes and options that the hooks have no place for, with the reason, and where an
+    option takes a hook already.
     """
     given = dict(options or {})
     for name, reason in _WITHOUT_EFFECT.items():
@@ -113,7 +122,7 @@ class PassesOnCapturedGraph(CustomGraphPass):
         for folder in ("graph", "passes"):
             for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
                 code.update(file.read_bytes())
-        options = json.dumps([self.names, self.settings.experts], default=str)
+        options = json.dumps([self.names, self.settings.experts, self.settings.topk], default=str)
         return f"fxpasses:{__version__}:{code.hexdigest()}:{options}"
 
 

@@ -61,6 +61,34 @@ def test_a_loop_over_experts_is_grouped(program: Any, inputs: list[Tensor]) -> N
     assert [graph.outcome for graph in record.graphs] == ["rewritten"]
 
 
+def test_a_write_is_hoisted_out_of_a_checkpoint_and_a_topk_split() -> None:
+    def body(x: Tensor) -> Tensor:
+        weight.data.clamp_(-1, 1)
+        return x * weight
+
+    def program(x: Tensor) -> Tensor:
+        return checkpoint(body, x, use_reentrant=False).topk(5).values.sum()
+
+    weight = torch.nn.Parameter(torch.linspace(-2, 2, 250_003))
+    x = torch.linspace(-1, 3, 250_003).expand(2, -1).clone().requires_grad_()
+    options = fxpasses.inductor_options({"fastpack.strict": True, "fastpack.topk": "split"})
+    with fxpasses.inspect.record() as record, torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(program, backend="inductor", options=options)(x).backward()
+    assert record.figures("hoist_writes") == {"writes": 1}
+    assert record.figures("split_topk") == {"topk": 1}
+    found = [parameter.grad.clone() for parameter in (x, weight)]
+    x.grad = weight.grad = None
+    program(x).backward()
+    torch.testing.assert_close(found, [x.grad, weight.grad])
+
+
+def test_each_pass_has_a_hook_or_a_reason_why_not() -> None:
+    from fxpasses.integrations import inductor_hooks
+    from fxpasses.options import PASSES
+
+    assert {*inductor_hooks._GIVEN, *inductor_hooks._REFUSED, inductor_hooks._OFFLOAD} == {*PASSES}
+
+
 def test_a_graph_without_anything_to_do_stays() -> None:
     compiled = torch.compile(torch.sin, backend="inductor", options=fxpasses.inductor_options())
     with fxpasses.inspect.record() as record:
@@ -74,9 +102,9 @@ def test_inductors_own_options_go_along() -> None:
 
 
 def test_caches_tell_options_apart() -> None:
-    kinds = [{}, {"fastpack.experts": "slices"}, {"fastpack.passes": ["coalesce_reads"]}]
+    kinds = [{}, {"fastpack.experts": "slices"}, {"fastpack.passes": ["coalesce_reads"]}, {"fastpack.topk": "split"}]
     uuids = [fxpasses.inductor_options(kind)["pre_grad_custom_pass"].uuid() for kind in kinds]
-    assert len(set(uuids)) == 3
+    assert len(set(uuids)) == 4
     assert uuids[0] == fxpasses.inductor_options()["pre_grad_custom_pass"].uuid()
     hook = pickle.loads(pickle.dumps(fxpasses.inductor_options()["pre_grad_custom_pass"]))
     assert hook.uuid() == uuids[0]
