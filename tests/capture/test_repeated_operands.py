@@ -66,6 +66,7 @@ def test_one_graph(program: Any) -> None:
     assert len(record.graphs) == 1
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="stock PyTorch captures it with a wrong gradient")
 def test_a_function_that_compares_its_operands_is_stocks() -> None:
     def program(x: Tensor, mask: Tensor) -> Tensor:
         return Compares.apply(mask, mask, x, x, 0.5)
