@@ -28,7 +28,7 @@ from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.fold_layers import FoldLayers
 from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
-from fxpasses.passes.hoist_writes import HoistWrites
+from fxpasses.passes.hoist_writes import WHOLE_PROGRAM, HoistWrites
 from fxpasses.passes.omit_masks import OmitMasks
 from fxpasses.passes.sparsify_attention import SparsifyAttention
 from fxpasses.passes.split_topk import SplitTopk
@@ -74,6 +74,7 @@ def fastpack_backend(
     if assumed is not None:
         observer.after_pass(assumed, captured, "")
     gm.meta[BRANCHES] = trace.speculated()
+    gm.meta[WHOLE_PROGRAM] = tracing.is_whole(trace, gm)
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     result = run_passes(passes, gm, example_inputs, settings, observer.after_pass)
     folding = [FoldLayers()] if FoldLayers.name in settings.passes and settings.folds else []

@@ -1,58 +1,93 @@
 """`Function.apply(mask, mask, q, k)`: an autograd function that is given one tensor twice, in one graph.
 
-Dynamo breaks the graph there, because it tells the operands' gradients apart by the operands. So the second of them is
-given as a view of the tensor, `mask.view_as(mask)`: the same memory, and autograd adds up the gradients of both. YOSO
-does so in each layer.
+Dynamo matches the gradients that `backward` returns with the tensors that `forward` takes. If one tensor is taken
+twice, it breaks the graph; torch 2.11 forgets one of the two gradients. YOSO does so in each layer. Here the tensor's
+gradient is the sum of both, as autograd adds them up:
 
-A function that may tell the two apart is left to Dynamo: one whose code compares by `is`, or that marks an operand as
-written to, or an output as not differentiable.
+    return None, None, grad_x, grad_x_1              before: the graph ends
+    return None, grad_x + grad_x_1                   after, for `apply(mask, mask, x, x)`
 
-Private names, checked on torch 2.11, 2.13 and 2.15: the handler's site, and `fn_cls`, the function's class.
+Left to Dynamo are gradients of another shape or dtype than the tensor's, which autograd converts first, and those of
+subclasses.
+
+Private name, checked on torch 2.11 and 2.13, besides the handler's site: its arguments. The free variables of `forward`
+are an ordered dict from the tensors of the frame to placeholders, and `backward` returns a gradient for each.
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
-import itertools
+import operator
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
 
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.graph.effects import quiet
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace
 
 handlers = Handlers()
-_FUNCTION = "torch._dynamo.variables.misc.AutogradFunctionVariable"
-_MARKS = frozenset({"mark_dirty", "mark_non_differentiable"})
+_FUNCTION = "torch._dynamo.variables.higher_order_ops.AutogradFunctionApplyVariable"
 
 
-@handlers.at(method(_FUNCTION, "call_apply"), without="one tensor for two operands of an autograd function breaks it")
-def apply(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    repeats = [_is_among(argument, args[:number]) for number, argument in enumerate(args)]
-    if not any(repeats) or _may_tell_apart(self.fn_cls):
+@handlers.at(method(_FUNCTION, "rewire_bwd_graph_outputs"), without="one tensor for two operands breaks the graph")
+def match_gradients(
+    trace: Trace, proceed: Proceed, self: Any, taken: Any, returned: Any, graph: Graph, lifted: Any, operands: Any
+) -> Any:
+    """taken: the free variables of `forward`. returned: by `backward`, whose graph and free variables follow."""
+    operands = [operand.realize() for operand in operands]
+    repeated = _repeated(operands)
+    if not repeated or not isinstance(returned, BaseListVariable):
         return NOT_HANDLED
-    pairs = zip(args, repeats, strict=True)
-    given = [argument.call_method(tx, "view_as", [argument], {}) if again else argument for argument, again in pairs]
-    return proceed(self, tx, given, kwargs)
+    proxies = [gradient.as_proxy() if gradient.is_tensor() else None for gradient in returned.items]
+    gradients = [lifted.get(proxy, proxy).node if proxy is not None else None for proxy in proxies]
+    again = {operand.proxy.node for operand in repeated.values()}
+    for gradient, operand in zip(gradients, operands, strict=False):
+        if type(operand) is TensorVariable and operand.proxy.node in again and not _is_of(gradient, operand):
+            return NOT_HANDLED
+    none = ConstantVariable.create(None)
+    once = [none if number in repeated else operand for number, operand in enumerate(operands)]
+    result = proceed(self, taken, returned, graph, lifted, once)
+    output = graph.output_node()
+    found: Any = list(output.args[0])  # type: ignore[arg-type]
+    places = [proxy.node for proxy in taken]
+    for number, operand in repeated.items():
+        if operand.proxy.node in places:
+            place = places.index(operand.proxy.node)
+            found[place] = _sum(graph, output, found[place], gradients[number])
+    output.args = (tuple(found),)
+    return result
 
 
-def _is_among(argument: Any, others: Any) -> bool:
-    return argument.is_tensor() and any(_example(argument) is _example(other) for other in others if other.is_tensor())
+def _repeated(operands: Any) -> dict[int, Any]:
+    """By number, the operands that are an earlier one."""
+    first: dict[Node, int] = {}
+    found = {}
+    for number, operand in enumerate(operands):
+        if type(operand) is TensorVariable and first.setdefault(operand.proxy.node, number) != number:
+            found[number] = operands[first[operand.proxy.node]]
+    return found
 
 
-def _example(tensor: Any) -> Any:
-    return tensor.as_proxy().node.meta["example_value"]
+def _is_of(gradient: Node | None, operand: Any) -> bool:
+    """Whether a gradient needs no conversion to be added to the operand's."""
+    if gradient is None:
+        return True
+    example, wanted = gradient.meta.get("example_value"), operand.proxy.node.meta["example_value"]
+    return type(example) is FakeTensor and (example.shape, example.dtype) == (wanted.shape, wanted.dtype)
 
 
-def _may_tell_apart(function: type[torch.autograd.Function]) -> bool:
-    for part in (function.forward, function.setup_context, function.backward):
-        code = getattr(inspect.unwrap(part), "__code__", None)
-        if code is None or _MARKS.intersection(code.co_names):
-            return True
-        for before, instruction in itertools.pairwise(dis.get_instructions(code)):
-            if instruction.opname == "IS_OP" and before.argval is not None:
-                return True
-    return False
+def _sum(graph: Graph, output: Node, one: Node | None, other: Node | None) -> Node | None:
+    if one is None or other is None:
+        return one or other
+    with graph.inserting_before(output):
+        total = graph.call_function(operator.add, (one, other))
+    examples = [node.meta["example_value"] for node in (one, other)]
+    with quiet(examples[0].fake_mode):
+        total.meta["example_value"] = operator.add(*examples)
+    return total

@@ -82,7 +82,10 @@ class Definition:
 
 
 class Trace:
-    """The state of one attempt. The parts of features that are off are absent."""
+    """The state of one attempt. The parts of features that are off are absent.
+
+    given: whether the traced frame is known to be what was passed to `torch.compile`.
+    """
 
     speculation: Speculation
     numpy: NumpyCounts
@@ -90,8 +93,9 @@ class Trace:
     shared: SharedTensors
     required: RequiredGradients
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, given: bool = False) -> None:
         self.attempt = attempt
+        self.given = given
         self.graph: PartialGraph | None = None
         self.answers: list[Answer] = []
         self.crowded: dict[Place, str] = {}  # places that have asked too many questions, and how many

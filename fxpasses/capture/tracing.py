@@ -3,7 +3,7 @@
 The handlers in Dynamo (`capture/interceptions.py`) are installed only while some thread traces a frame for this
 package's backend. They find the trace in the context of the running thread, and none in traces for other backends.
 
-Private name, checked on torch 2.11, 2.13 and 2.15: `OutputGraph.compile_subgraph_reason`.
+Private name, checked on torch 2.11, 2.13 and 2.15: `compile_subgraph_reason`, of an `OutputGraph` and of its graph.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ def traced(attempt: Attempt) -> Iterator[Trace]:
             # transformers' `logger.warning_once`, which some models call in every layer, would break the graph
             once: set[Any] = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
             stack.enter_context(_config.patch(ignore_logging_functions=_config.ignore_logging_functions | once))
+        given = False
         if Feature.STORES in attempt.features:
             from fxpasses.capture.stored_values import traces_what_was_given
 
-            attempt = attempt if traces_what_was_given() else attempt.without(Feature.STORES)
-        yield stack.enter_context(as_current(Trace(attempt)))
+            given = traces_what_was_given()
+            attempt = attempt if given else attempt.without(Feature.STORES)
+        yield stack.enter_context(as_current(Trace(attempt, given)))
 
 
 @contextmanager
@@ -152,9 +154,14 @@ def _store_conflict(trace: Trace, stores: Any, gm: GraphModule | None) -> str:
     return stores.conflict(gm) if gm is not None else next(iter(stores.conflicts), "")
 
 
+def is_whole(trace: Trace, gm: GraphModule) -> bool:
+    """Whether a complete graph is known to be all that was given to `torch.compile`."""
+    return trace.given and not _is_part_of_frame(gm)
+
+
 def _is_part_of_frame(output: Any) -> bool:
     """Whether the complete graph of Dynamo's `OutputGraph` ends at a graph break."""
-    reason = output.compile_subgraph_reason
+    reason = getattr(output, "compile_subgraph_reason", None)
     return reason is None or reason.graph_break
 
 

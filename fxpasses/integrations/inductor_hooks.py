@@ -29,19 +29,18 @@ from fxpasses.options import PREFIX, Options
 from fxpasses.partitioner import Partitioner
 from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.group_experts import GroupExperts
-from fxpasses.passes.hoist_writes import HoistWrites
 from fxpasses.passes.split_topk import SplitTopk
 from fxpasses.pipeline import Pass, run_passes
 from fxpasses.version import __version__
 
 _GIVEN: Mapping[str, Callable[[], Pass]] = {
-    "hoist_writes": HoistWrites,
     "group_experts": GroupExperts,
     "coalesce_reads": CoalesceReads,
     "split_topk": SplitTopk,
 }
 _OFFLOAD = "offload_activations"
 _REFUSED = {
+    "hoist_writes": "it has to know that the graph is all of the program, which no hook tells",
     "hoist_metadata": "its prologue runs once per batch, before the compiled code, and no hook runs there",
     "sparsify_attention": "its plans would be made in every layer, without the prologue of hoist_metadata",
     "omit_masks": "it leaves out what sparsify_attention makes superfluous",
@@ -60,8 +59,7 @@ _WITHOUT_EFFECT = {
 def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Options for `torch.compile(model, backend="inductor", options=...)`: the passes that Inductor's hooks can run.
 
-    These are `hoist_writes`, `group_experts` and `coalesce_reads`, and `split_topk` and `offload_activations` where
-    they are asked for.
+    These are `group_experts` and `coalesce_reads`, and `split_topk` and `offload_activations` where they are asked for.
 
     options: `fastpack.passes`, `fastpack.experts`, `fastpack.topk`, `fastpack.verify`, `fastpack.strict` and
     `fastpack.offload` with its own; other keys are Inductor's, and are in the result as they are. Defaults of the

@@ -20,31 +20,34 @@ In eager mode the recomputation repeats the write. In compiled code the recomput
 to which the end of the forward pass has written by then, and backward raises "modified by an inplace operation".
 A write that gives the same result when repeated can as well be made once, before the checkpoint, whose input is then
 the written value. *Find* the writes to inputs of the graph in checkpoints, *check* that the write is idempotent, that
-its checkpoint reads nothing of that memory before, and that nobody else writes to it in another way, and *move* it.
+no checkpoint reads the memory before, and that the graph, which has to be all that was given to `torch.compile`, does
+not write to it in another way, and *move* it. What other code writes to the memory between forward and backward is not
+seen: the recomputation has the values of forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from fxpasses.graph.aliases import storages, written_operands
-from fxpasses.graph.calls import is_in_place, operator_of
+from fxpasses.graph.aliases import AliasAnalysis, storages
+from fxpasses.graph.calls import argument, is_in_place, operator_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
 
+WHOLE_PROGRAM = "fxpasses.whole_program"  # in the `meta` of a graph that is all that was given to `torch.compile`
+
 # f(f(x)) = f(x), with constants for all other arguments.
 _IDEMPOTENT = frozenset(
-    {"abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "fill_", "floor_", "nan_to_num_", "relu_", "sign_",
-     "tril_", "triu_", "trunc_", "zero_"}
+    {"abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "fill_", "floor_", "relu_", "sign_", "tril_", "triu_",
+     "trunc_", "zero_"}
 )  # fmt: skip
 _SAME_MEMORY = ("_get_data_attr", "data", "detach")  # the first is what Dynamo makes of `.data`
 
@@ -61,10 +64,6 @@ class _Write:
     views: list[Node]
     placeholder: Node
 
-    @property
-    def effect(self) -> tuple[Any, ...]:
-        return operator_of(self.node), self.node.args[1:], dict(self.node.kwargs)
-
 
 class HoistWrites:
     """The pass."""
@@ -74,11 +73,16 @@ class HoistWrites:
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
-        regions = list(Region(gm).walk())
-        for region in regions:  # innermost first: what leaves one checkpoint may leave the next
+        regions = list(Region(gm).walk())  # innermost first: what leaves one checkpoint may leave the next
+        if not any(True for region in regions for _ in _writes_to_inputs(region)):
+            return report
+        analyses = {region: context.aliases(region.gm.graph, region.autocast) for region in regions}
+        for region in regions:
             for write in list(_writes_to_inputs(region)):
                 try:
-                    _check(write, regions)
+                    if not gm.meta.get(WHOLE_PROGRAM, False):
+                        raise Refused(Reason.INPUT_WRITTEN, "and the graph is not known to be all of the program")
+                    _check(write, analyses)
                     context.check_may_change(write.node)
                 except Refused as refused:
                     report.refusals.append(refused.of(write.node))
@@ -96,49 +100,90 @@ class HoistWrites:
 
 def _writes_to_inputs(region: Region) -> Iterator[_Write]:
     for node in region.gm.graph.nodes if region.parent is not None else ():
-        if not is_in_place(operator_of(node)) or not node.args or not isinstance(node.args[0], Node):
-            continue
-        views, written = [], node.args[0]
-        while operator_of(written) in _SAME_MEMORY and isinstance(written.args[0], Node):
-            views.append(written)
-            written = written.args[0]
-        operand = region.operands.get(written)
-        if isinstance(operand, Node) and operand.op in ("placeholder", "get_attr"):
-            yield _Write(region, node, views, written)
+        if is_in_place(operator_of(node)) and (write := _write(region, node)) is not None:
+            operand = region.operands[write.placeholder]
+            if isinstance(operand, Node) and operand.op in ("placeholder", "get_attr"):
+                yield write
 
 
-def _check(write: _Write, regions: Sequence[Region]) -> None:
+def _write(region: Region, node: Node) -> _Write | None:
+    """A node as a write to the whole of a placeholder; None if it is no such write."""
+    views: list[Node] = []
+    written = node.args[0] if node.args else None
+    while isinstance(written, Node) and operator_of(written) in _SAME_MEMORY:
+        views.append(written)
+        written = argument(written, "input", written.args[0] if written.args else None)
+    is_input = isinstance(written, Node) and written.op == "placeholder"
+    return _Write(region, node, views, written) if is_input else None  # type: ignore[arg-type]
+
+
+def _check(write: _Write, analyses: Mapping[Region, AliasAnalysis]) -> None:
     """Raise `Refused` unless nobody can tell the write from one before the checkpoint."""
     region, node, placeholder = write.region, write.node, write.placeholder
     if operator_of(node) not in _IDEMPOTENT or len(node.all_input_nodes) > 1:
-        raise Refused(Reason.UNKNOWN_OPERATOR, f"`{operator_of(node)}` is not known to be idempotent")
+        raise Refused(Reason.INPUT_WRITTEN, f"and `{operator_of(node)}` is not known to be idempotent")
     fake = placeholder.meta.get("example_value")
     if type(fake) is not FakeTensor and not isinstance(fake, torch.nn.Parameter):
-        raise Refused(Reason.UNSUPPORTED_VALUE, "it is no plain tensor")
+        raise Refused(Reason.INPUT_WRITTEN, "and it is no plain tensor")
     if not write.views and fake.requires_grad and not _is_without_gradients(node):
-        raise Refused(Reason.ACTIVATION, "autograd may record the write")
-    memory = set(storages(placeholder))
-    if not memory or any(memory.intersection(storages(p)) for p in region.placeholders() if p is not placeholder):
-        raise Refused(Reason.SHARED_MEMORY)
-    own = {*write.views, node}
-    for earlier in region.gm.graph.nodes:
+        raise Refused(Reason.INPUT_WRITTEN, "and autograd may record the write")
+    memory = storages(placeholder)
+    if any(set(memory).intersection(storages(p)) for p in region.placeholders() if p is not placeholder):
+        raise Refused(Reason.INPUT_WRITTEN, "and another operand of the checkpoint shares its memory")
+    for earlier in _users(region, analyses[region], memory):
         if earlier is node:
             break
-        if earlier not in own and any(memory.intersection(storages(operand)) for operand in earlier.all_input_nodes):
+        if earlier not in write.views:
             raise Refused(Reason.READ_BEFORE_WRITE, f"by `{earlier.name}`")
-    for other in regions:
-        for writer in other.gm.graph.nodes:
-            if writer.target is not CHECKPOINT and writer is not node and _writes(writer, other, memory):
-                if not _has_effect(writer, write.effect):
-                    raise Refused(Reason.WRITTEN_BY_LAYER, f"`{writer.name}` writes to it as well", writer)
+    for other, analysis in analyses.items():
+        held = {analysis.sets.number(storage) for storage in memory}
+        users = [user for user in _users(other, analysis, memory) if user is not node and user.target is not CHECKPOINT]
+        for user in users:
+            if analysis.written_by(user) & held and not _is_same(_write(other, user), write):
+                raise Refused(Reason.WRITTEN_BY_LAYER, f"`{user.name}` writes to it as well", user)
+        if users and _is_recomputed_before(other, write):
+            raise Refused(Reason.READ_BEFORE_WRITE, f"by `{users[0].name}`, in another checkpoint", users[0])
 
 
-def _writes(node: Node, region: Region, memory: set[int]) -> bool:
-    return any(memory.intersection(storages(operand)) for operand in written_operands(node, region.gm))
+def _users(region: Region, analysis: AliasAnalysis, memory: list[int]) -> list[Node]:
+    """The nodes of a graph that have operands in storages, in order."""
+    held = {analysis.sets.number(storage) for storage in memory}
+    nodes = region.gm.graph.nodes
+    return [node for node in nodes if any(analysis.sets.of(operand) & held for operand in node.all_input_nodes)]
 
 
-def _has_effect(node: Node, effect: tuple[Any, ...]) -> bool:
-    return (operator_of(node), node.args[1:], dict(node.kwargs)) == effect
+def _is_same(other: _Write | None, write: _Write) -> bool:
+    """Whether a write does the same to the same elements."""
+    effects, layouts = [], []
+    for each in (other, write):
+        if each is None:
+            return False
+        fake = each.placeholder.meta["example_value"]
+        effects.append((operator_of(each.node), each.node.args[1:], dict(each.node.kwargs)))
+        layouts.append((fake.dtype, fake.shape, fake.stride(), fake.storage_offset()))
+    return effects[0] == effects[1] and layouts[0] == layouts[1]
+
+
+def _is_recomputed_before(other: Region, write: _Write) -> bool:
+    """Whether a checkpoint, which uses the written memory, may run before that has the written value.
+
+    In eager mode its recomputation reads the written value, and here that of before.
+    """
+    above, below = _path(other), _path(write.region)
+    if len(above) == 1 or above[: len(below)] == below or below[: len(above)] == above:
+        return False  # the graph itself, or one inside the other
+    root, call, own = above[0], above[1].call, below[1].call
+    nodes = list(root.gm.graph.nodes)
+    if nodes.index(call) > nodes.index(own):
+        return False
+    memory = storages(write.placeholder)
+    earlier = [node for node in nodes[: nodes.index(call)] if set(memory).intersection(storages(node))]
+    return not any(_is_same(_write(root, node), write) for node in earlier)
+
+
+def _path(region: Region) -> list[Region]:
+    """The regions around a region, outermost first, and itself."""
+    return [*(_path(region.parent) if region.parent is not None else ()), region]
 
 
 def _is_without_gradients(node: Node) -> bool:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import assert_same
+from tests.support import assert_same, compiled
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -36,9 +35,37 @@ class Attention(torch.autograd.Function):
 
 
 class Compares(Attention):
+    """Tells that it was given one tensor twice."""
+
     @staticmethod
     def forward(ctx: Any, query_mask: Tensor, key_mask: Tensor, query: Tensor, key: Tensor, scale: float) -> Tensor:
         return Attention.forward(ctx, query_mask, key_mask, query, key, 5.0 if query is key else scale)
+
+
+class Cube(torch.autograd.Function):
+    """Of one tensor three times; the second has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b, c)
+        return a * b * c
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        a, b, c = ctx.saved_tensors
+        return grad * b * c, None, 2 * grad * a * b
+
+
+class Narrow(torch.autograd.Function):
+    """Returns gradients that autograd has to convert."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 3 * grad, grad.double()
 
 
 def masks_twice(x: Tensor, mask: Tensor) -> Tensor:
@@ -54,27 +81,47 @@ def an_intermediate(x: Tensor, mask: Tensor) -> Tensor:
     return Attention.apply(mask, mask.cos(), y, y, 0.5) + y.sum()
 
 
+def three_times(x: Tensor, mask: Tensor) -> Tensor:
+    return Cube.apply(x, x, x) * mask[:, None]
+
+
+def compared(x: Tensor, mask: Tensor) -> Tensor:
+    return Compares.apply(mask, mask, x, x, 0.5)
+
+
+def without_gradients(x: Tensor, mask: Tensor) -> Tensor:
+    with torch.no_grad():
+        return Compares.apply(mask, mask, x, x, 0.5)
+
+
 def in_checkpoints(x: Tensor, mask: Tensor) -> Tensor:
     for _ in range(2):
         x = checkpoint(lambda x: Attention.apply(mask, mask, x, x, 0.5) @ x, x, use_reentrant=False)
     return x
 
 
-@pytest.mark.parametrize("program", [masks_twice, all_twice, an_intermediate, in_checkpoints])
+@pytest.mark.parametrize(
+    "program",
+    [masks_twice, all_twice, an_intermediate, three_times, compared, without_gradients, in_checkpoints],
+)
 def test_one_graph(program: Any) -> None:
     record = assert_same(program, [(X, MASK), (X, MASK + 1)], "aot_eager", fullgraph=True, tolerance=1e-6)
     assert len(record.graphs) == 1
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="stock PyTorch captures it with a wrong gradient")
-def test_a_function_that_compares_its_operands_is_stocks() -> None:
-    def program(x: Tensor, mask: Tensor) -> Tensor:
-        return Compares.apply(mask, mask, x, x, 0.5)
+def test_gradients_that_autograd_converts_are_stocks() -> None:
+    assert_same(lambda x, mask: Narrow.apply(x, x), [(X, MASK)], "aot_eager")
 
-    counters.clear()
-    torch.compile(program, backend="aot_eager")(X, MASK)
-    breaks = sum(counters["graph_break"].values())
-    torch._dynamo.reset()
-    counters.clear()
-    assert_same(program, [(X, MASK)], "aot_eager")
-    assert sum(counters["graph_break"].values()) == breaks
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="stock PyTorch captures it with a wrong gradient")
+def test_a_subclass_is_stocks() -> None:
+    def run(program: Any) -> Tensor:
+        x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged, requires_grad=True)
+        program(x).values().sum().backward()
+        return x.grad.values()
+
+    def program(x: Tensor) -> Tensor:
+        return Cube.apply(x, x, x)
+
+    assert torch.equal(run(compiled(program, "aot_eager")), run(program))

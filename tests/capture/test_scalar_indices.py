@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import assert_same, host_reads, results
+from tests.support import assert_same, compiled, host_reads, results
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -47,16 +47,14 @@ def test_one_graph(program: Any) -> None:
 
 
 def test_nothing_is_read() -> None:
-    from tests.support import compiled
-
     program = compiled(assigned, "aot_eager", fullgraph=True)
     results(program, (X, PAIRS))
     assert host_reads(lambda: results(program, (X, PAIRS))) == 0
     assert host_reads(lambda: results(assigned, (X, PAIRS))) > 0
 
 
-def test_a_list_that_is_itself_the_index_is_stocks() -> None:
-    """It means `x[i, j]`, or an index of rows, as the version of PyTorch has it."""
+def test_a_tuple_that_is_itself_the_index_is_stocks() -> None:
+    """It means `x[i, j]`."""
 
     def program(x: Tensor, pairs: Tensor) -> Tensor:
         return x[tuple(pairs[1])].sin()

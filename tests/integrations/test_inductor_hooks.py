@@ -61,25 +61,16 @@ def test_a_loop_over_experts_is_grouped(program: Any, inputs: list[Tensor]) -> N
     assert [graph.outcome for graph in record.graphs] == ["rewritten"]
 
 
-def test_a_write_is_hoisted_out_of_a_checkpoint_and_a_topk_split() -> None:
-    def body(x: Tensor) -> Tensor:
-        weight.data.clamp_(-1, 1)
-        return x * weight
-
+def test_a_topk_is_split() -> None:
     def program(x: Tensor) -> Tensor:
-        return checkpoint(body, x, use_reentrant=False).topk(5).values.sum()
+        return x.topk(5).values
 
-    weight = torch.nn.Parameter(torch.linspace(-2, 2, 250_003))
-    x = torch.linspace(-1, 3, 250_003).expand(2, -1).clone().requires_grad_()
+    x = torch.linspace(-1, 3, 250_003).sin().expand(2, -1)
     options = fxpasses.inductor_options({"fastpack.strict": True, "fastpack.topk": "split"})
     with fxpasses.inspect.record() as record, torch._inductor.config.patch(force_disable_caches=True):
-        torch.compile(program, backend="inductor", options=options)(x).backward()
-    assert record.figures("hoist_writes") == {"writes": 1}
+        found = torch.compile(program, backend="inductor", options=options)(x)
     assert record.figures("split_topk") == {"topk": 1}
-    found = [parameter.grad.clone() for parameter in (x, weight)]
-    x.grad = weight.grad = None
-    program(x).backward()
-    torch.testing.assert_close(found, [x.grad, weight.grad])
+    assert torch.equal(found, program(x))
 
 
 def test_each_pass_has_a_hook_or_a_reason_why_not() -> None:
