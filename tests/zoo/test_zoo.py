@@ -36,8 +36,9 @@ def test_never_worse_than_without(key: str, known: dict[str, Architecture]) -> N
 
 
 def test_results_of_the_last_run_are_never_worse() -> None:
-    """Of `make zoo`, if it was run here."""
+    """Of `make zoo`, if it was run here. A compilation may take longer where stock leaves more to eager mode."""
     runs = results.runs(results.read())
     if not runs:
         pytest.skip("make zoo was not run")
-    assert {f"{run.architecture}, {run.arrangement}": words for run in runs if (words := run.violations())} == {}
+    found = [(run, word) for run in runs for word in run.violations() if results.LEAVES_MORE not in word]
+    assert [f"{run.architecture}, {run.arrangement}: {word}" for run, word in found] == []
