@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -154,14 +155,13 @@ def _users(region: Region, analysis: AliasAnalysis, memory: list[int]) -> list[N
 
 def _is_same(other: _Write | None, write: _Write) -> bool:
     """Whether a write does the same to the same elements."""
-    effects, layouts = [], []
-    for each in (other, write):
-        if each is None:
-            return False
-        fake = each.placeholder.meta["example_value"]
-        effects.append((operator_of(each.node), each.node.args[1:], dict(each.node.kwargs)))
-        layouts.append((fake.dtype, fake.shape, fake.stride(), fake.storage_offset()))
-    return effects[0] == effects[1] and layouts[0] == layouts[1]
+    return other is not None and _effect(other) == _effect(write)
+
+
+def _effect(write: _Write) -> tuple[Any, ...]:
+    node, fake = write.node, write.placeholder.meta["example_value"]
+    layout = fake.dtype, fake.shape, fake.stride(), fake.storage_offset()
+    return operator_of(node), node.args[1:], dict(node.kwargs), layout
 
 
 def _is_recomputed_before(other: Region, write: _Write) -> bool:
