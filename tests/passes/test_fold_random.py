@@ -68,6 +68,11 @@ _SETTINGS = {
 }
 
 
+def test_checkpoints_that_write_to_one_buffer():
+    kinds, all_of_them, none = ("counting", "counting", "attention"), frozenset({0, 1, 2}), frozenset[int]()
+    check(Plan(kinds, True, all_of_them, none, none, False, (), False), 0)
+
+
 @hypothesis.settings(max_examples=5, **_SETTINGS)
 @hypothesis.given(plans(), st.integers(0, 1000))
 def test_a_few_random_stacks(plan, seed):

@@ -104,11 +104,12 @@ class Legality:
                     self._check_written(segment.operands[places[0]], segment.nodes, node)
 
     def _check_written(self, operand: Node, inside: Iterable[Node], writer: Node) -> None:
-        """An input without gradient that nothing outside shares, such as a buffer, may be written."""
+        """An input without gradient that nothing outside uses, such as a buffer, may be written."""
         example = operand.meta.get("example_value")
         allowed = operand.op == "placeholder" and isinstance(example, torch.Tensor) and not example.requires_grad
         owners = {owner for number in self.memory.sets.of(operand) for owner in self.memory.sets.owners[number]}
-        if not allowed or not owners <= {operand, *inside}:
+        users = {user for owner in owners for user in owner.users}  # such as another checkpoint, which owns nothing
+        if not allowed or not owners | users <= {operand, *inside}:
             raise Refused(Reason.WRITTEN_ACROSS, f"`{writer.name}` writes to `{operand.name}`", writer)
 
     def check_rest(self, folded: Iterable[Kind]) -> None:
