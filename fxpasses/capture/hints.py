@@ -81,6 +81,12 @@ def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
     return NOT_HANDLED if truth is None else take(tx, instruction, truth)
 
 
+def indexes_tensor(builtin: Any, args: Any) -> bool:
+    """Whether a call of a builtin is `x[index]` or `x[index] = y` of a tensor."""
+    is_index = builtin.fn in (operator.getitem, operator.setitem)
+    return is_index and len(args) > 1 and isinstance(args[0], TensorVariable)
+
+
 def is_asked(tx: Any) -> bool:
     """Whether a jump tests a tensor or a number. (Dynamo turns `assert tensor` into an assertion in the graph.)"""
     is_assertion = tx.instructions[tx.instruction_pointer].opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")

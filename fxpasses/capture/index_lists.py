@@ -13,7 +13,6 @@ through which Dynamo accesses the elements.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.capture.hints import BUILTIN, TENSOR
+from fxpasses.capture.hints import BUILTIN, TENSOR, indexes_tensor
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.capture.speculation import is_unbacked_size, nodes_after
 from fxpasses.capture.trace import Trace
@@ -72,8 +71,7 @@ def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: A
     """`x[tokens]`, `x[None, tokens]`, `x[tokens] = y`, and `len(tokens)`."""
     if self.fn is len and len(args) == 1 and type(args[0]) is IndexList:
         return args[0].current(tx).call_method(tx, "size", [ConstantVariable.create(0)], {})
-    is_index = self.fn in (operator.getitem, operator.setitem) and len(args) > 1 and isinstance(args[0], TensorVariable)
-    if not is_index or not _has_list(args[1]):
+    if not indexes_tensor(self, args) or not _has_list(args[1]):
         return NOT_HANDLED
     return proceed(self, tx, [args[0], _with_tensors(tx, args[1]), *args[2:]], kwargs)
 

@@ -9,7 +9,6 @@ step). A list that is itself the index, `x[[i, j]]`, means something else, and i
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.capture.hints import BUILTIN, TENSOR
+from fxpasses.capture.hints import BUILTIN, TENSOR, indexes_tensor
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
 
 @handlers.at(method(BUILTIN, "call_function"), order=7, without=_WITHOUT)
 def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    is_index = self.fn in (operator.getitem, operator.setitem) and len(args) > 1 and isinstance(args[0], TensorVariable)
-    if not is_index or not _has_scalars(args[1]):
+    if not indexes_tensor(self, args) or not _has_scalars(args[1]):
         return NOT_HANDLED
     return proceed(self, tx, [args[0], _stacked(tx, args[1]), *args[2:]], kwargs)
 

@@ -131,14 +131,14 @@ def _check(write: _Write, analyses: Mapping[Region, AliasAnalysis]) -> None:
     memory = storages(placeholder)
     if any(set(memory).intersection(storages(p)) for p in region.placeholders() if p is not placeholder):
         raise Refused(Reason.INPUT_WRITTEN, "and another operand of the checkpoint shares its memory")
-    for earlier in _users(region, analyses[region], memory):
+    for earlier in _users(region, analyses[region], _sets(memory, analyses[region])):
         if earlier is node:
             break
         if earlier not in write.views:
             raise Refused(Reason.READ_BEFORE_WRITE, f"by `{earlier.name}`")
     for other, analysis in analyses.items():
-        held = {analysis.sets.number(storage) for storage in memory}
-        users = [user for user in _users(other, analysis, memory) if user is not node and user.target is not CHECKPOINT]
+        held = _sets(memory, analysis)
+        users = [user for user in _users(other, analysis, held) if user is not node and user.target is not CHECKPOINT]
         for user in users:
             if analysis.written_by(user) & held and not _is_same(_write(other, user), write):
                 raise Refused(Reason.WRITTEN_BY_LAYER, f"`{user.name}` writes to it as well", user)
@@ -146,9 +146,12 @@ def _check(write: _Write, analyses: Mapping[Region, AliasAnalysis]) -> None:
             raise Refused(Reason.READ_BEFORE_WRITE, f"by `{users[0].name}`, in another checkpoint", users[0])
 
 
-def _users(region: Region, analysis: AliasAnalysis, memory: list[int]) -> list[Node]:
-    """The nodes of a graph that have operands in storages, in order."""
-    held = {analysis.sets.number(storage) for storage in memory}
+def _sets(memory: list[int], analysis: AliasAnalysis) -> set[int]:
+    return {analysis.sets.number(storage) for storage in memory}
+
+
+def _users(region: Region, analysis: AliasAnalysis, held: set[int]) -> list[Node]:
+    """The nodes of a graph that have operands in alias sets, in order."""
     nodes = region.gm.graph.nodes
     return [node for node in nodes if any(analysis.sets.of(operand) & held for operand in node.all_input_nodes)]
 
@@ -188,14 +191,9 @@ def _path(region: Region) -> list[Region]:
 
 def _is_without_gradients(node: Node) -> bool:
     """Whether the body has switched gradients off before the node."""
-    modes = (earlier for earlier in _before(node) if operator_of(earlier) == "_set_grad_enabled")
-    return next((not earlier.args[0] for earlier in modes), False)
-
-
-def _before(node: Node) -> Iterator[Node]:
-    while node.prev.op != "root":
+    while node.op != "root" and operator_of(node) != "_set_grad_enabled":
         node = node.prev
-        yield node
+    return node.op != "root" and not node.args[0]
 
 
 def _move(write: _Write) -> None:

@@ -136,8 +136,8 @@ def test_the_graph_before_and_after():
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     gm.meta[WHOLE_PROGRAM] = True  # as the backend found out
     result = run_passes([HoistWrites()], gm, examples, Options(strict=True))
-    written, kept = (result.gm, result.gm.wrap_body_0)
-    names = [[node.name for node in each.graph.nodes if node.op.startswith("call")] for each in (written, kept)]
+    graphs = result.gm.graph, result.gm.wrap_body_0.graph
+    names = [[node.name for node in graph.nodes if node.op.startswith("call")] for graph in graphs]
     assert names == [["_get_data_attr", "clamp_", "tag_activation_checkpoint", "getitem"], ["matmul", "tanh"]]
     assert result.reports[0].summary == "1 idempotent write before its checkpoint"
 

@@ -89,11 +89,15 @@ def _several(found: Sequence[Run]) -> str:
         reason = REASONS.get(run.architecture) or REASONS.get(run.architecture.split("/")[1])
         reason = reason or ours.get("error", "")[:140] or "; ".join(ours.get("reasons", ())) or "–"
         graphs = [each.get("graphs", "fails") for each in (ours, stock)]
-        rows.append([run.architecture, run.arrangement, *graphs, reason.replace("|", "\\|")])
+        rows.append([run.architecture, run.arrangement, *graphs, _escaped(reason)])
     if not rows:
         return ""
     heads = ["architecture", "arrangement", "graphs", "with stock", "why"]
     return _table("More than one graph", heads, rows)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _one_graph(found: Sequence[Run]) -> str:
@@ -113,7 +117,7 @@ def _one_graph(found: Sequence[Run]) -> str:
 def _not_run(missing: dict[str, str]) -> str:
     if not missing:
         return ""
-    rows = [[name, why.replace("|", "\\|")[:140]] for name, why in sorted(missing.items())]
+    rows = [[name, _escaped(why)[:140]] for name, why in sorted(missing.items())]
     return _table("Cannot run, or not built tiny", ["architecture", "why"], rows)
 
 
