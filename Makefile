@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 
 # One process for each core, up to 4: each test has one thread. worksteal: test files take very different times.
-IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal
+IN_PARALLEL := -n auto --maxprocesses 4 --dist worksteal --durations 25
 
 # What the test suite needs besides torch and the package itself.
 COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm ninja pytest pytest-timeout pytest-xdist hypothesis \

@@ -8,7 +8,8 @@
 It runs on CPUs (gloo) or on one accelerator per process. The text is the source of Python's standard library, one token
 per byte. Every layer is checkpointed, and asks its batch what packed attention asks in many code bases: where the
 documents end, and how long the longest document is. Each rank has documents of its own, so the answers differ between
-ranks; tensor parallel ranks share a batch. The exit code is 1 if the losses of the two runs differ on any rank.
+ranks; tensor parallel ranks share a batch. The exit code is 1 if the losses of the two runs differ on any rank
+by more than rounding.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from fxpasses.data import bucket_lengths
 WIDTH, HEADS, EXPERTS, TOP_K, DOCUMENTS = 128, 4, 8, 2, 8
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero")
 MASKS = "aten::logical_and_"  # `block_causal_mask` calls it once, and nothing else calls it
-TOLERANCE = {"inductor": 1e-4, "aot_eager": 0.0, "eager": 0.0}  # relative, of losses
+TOLERANCE = 1e-4  # relative, of losses: DDP's buckets, attention by tiles and Inductor add up in other orders
 
 
 # The model: checkpointed layers that ask the batch themselves
@@ -260,9 +261,8 @@ def main() -> int:
     counters.clear()
     runs["fastpack"] = train(arguments, mesh, compiled)
     wanted, found = (run["losses"] for run in runs.values())
-    tolerance = TOLERANCE[arguments.lowering]
     wrong = [
-        step for step, pair in enumerate(zip(wanted, found, strict=True)) if not math.isclose(*pair, rel_tol=tolerance)
+        step for step, pair in enumerate(zip(wanted, found, strict=True)) if not math.isclose(*pair, rel_tol=TOLERANCE)
     ]
     if dist.get_rank() == 0:
         show(runs, arguments)

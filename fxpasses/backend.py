@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 from torch.fx import GraphModule
 
 from fxpasses import ddp_buckets, default_options, inspect, overrides
-from fxpasses.capture import guarding, leaves, passed_choices, recompiles, retracing, tracing
+from fxpasses.broken_kernels import building_anew
+from fxpasses.capture import collective_operands, guarding, leaves, passed_choices, recompiles, retracing, tracing
+from fxpasses.capture.attempt import Feature
 from fxpasses.capture.dynamo_names import asks_for_another_trace
+from fxpasses.capture.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
 from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
+from fxpasses.containment import contained, error_text, say
+from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.speculation import BRANCHES
 from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
+from fxpasses.lowering_recovery import recovering
 from fxpasses.lowering_segments import lower_segments
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
@@ -35,6 +43,7 @@ from fxpasses.passes.split_topk import SplitTopk
 from fxpasses.pipeline import Pass, Result, run_further, run_passes
 from fxpasses.prologue_program import Program
 from fxpasses.report import OnReport, Report
+from fxpasses.runtime.eager_frame import eager_frame
 from fxpasses.runtime.prologue import Prologue, with_prologue
 
 log = logging.getLogger(__name__)
@@ -52,6 +61,7 @@ PASSES: Mapping[str, Callable[[], Pass]] = {
 }
 
 
+@collective_operands.unknown()
 def fastpack_backend(
     gm: GraphModule,
     example_inputs: Sequence[Any],
@@ -67,40 +77,64 @@ def fastpack_backend(
     """
     settings = default_options.parse(options, mode)
     settings = replace(settings, passes=overrides.passes(settings.passes, known=ALL_PASSES))
-    observer = inspect.observe(gm, example_inputs, settings)
     trace = tracing.running()
+    try:
+        return _compiled(gm, example_inputs, settings, trace)
+    except _RETRACED:
+        raise
+    except Exception as error:  # of no pass and no lowering: what is needed for right results may be missing
+        if settings.strict or is_data_dependent(error):
+            raise
+        if trace.has(Feature.HINTS):
+            trace.note_error(Feature.HINTS, error)
+            raise FeatureRejected(Feature.HINTS, error_text(error)) from error
+        say("compiling a graph", error, "It runs uncompiled, as it was captured.")
+        return uncompiled(gm)
+
+
+def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Options, trace: Trace) -> Callable[..., Any]:
+    strict = settings.strict
+    observer = inspect.observe(gm, example_inputs, settings)
     assumed = tracing.report(trace)
     captured = Result(gm, list(example_inputs))
     if assumed is not None:
         observer.after_pass(assumed, captured, "")
     gm.meta[BRANCHES] = trace.speculated()
-    gm.meta[WHOLE_PROGRAM] = tracing.is_whole(trace, gm)
+    gm.meta[WHOLE_PROGRAM] = False
+    with contained("finding out whether a graph is the whole program", strict=strict):
+        gm.meta[WHOLE_PROGRAM] = tracing.is_whole(trace, gm)
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     result = run_passes(passes, gm, example_inputs, settings, observer.after_pass)
     folding = [FoldLayers()] if FoldLayers.name in settings.passes and settings.folds else []
     folded = run_further(folding, result, settings, observer.after_pass)
     trace.discharge(result.discharged)
-    recompiles.note_sizes(gm)
+    with contained("counting the sizes of a batch", strict=strict):
+        recompiles.note_sizes(gm)
     if settings.offload.tier != "off":
-        leaves.guard(gm, example_inputs)
+        with contained("guarding which inputs are leaves", "Leaves and activations share graphs.", strict):
+            leaves.guard(gm, example_inputs)
     if result.program is not None:
-        sources = input_sources(gm)
-        trace.companions += filter(None, (sources[position] for position in result.program.host_inputs))
+        with contained("finding what a prologue reads", "It makes a transfer of its own.", strict):
+            sources = input_sources(gm)
+            trace.companions += filter(None, (sources[position] for position in result.program.host_inputs))
     observer.lowering()
     try:
-        tracing.check(trace, gm)
+        tracing.check(trace, gm, result.gm)
         compiled, outcome = _compile([folded, result, captured], settings, trace, observer.after_partition)
     except Exception as error:
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
     observer.finish(outcome)
-    return passed_choices.noting(guarding.checked(compiled, gm, trace), gm, example_inputs)
+    compiled = guarding.checked(compiled, gm, trace)
+    with contained("noting the choices of a router", strict=strict):
+        return passed_choices.noting(compiled, gm, example_inputs)
+    return compiled
 
 
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which capture/ recognises its own traces
 
 
-_RETRACED = (*asks_for_another_trace(), retracing.CaptureRejected, tracing.FeatureRejected)
+_RETRACED: tuple[type[Exception], ...] = (*asks_for_another_trace(), Rejected)
 
 
 def _compile(
@@ -130,7 +164,7 @@ def _compile(
         elif attempt.gm is not gm:
             _warn("compiling a graph as rewritten", failed, "It is compiled as it was captured.")
     if retracing.may_trace_again(trace, failed, _has_unbacked_symbols(gm)):
-        raise retracing.CaptureRejected("the captured graph does not compile with data-dependent values") from failed
+        raise CaptureRejected("the captured graph does not compile with data-dependent values") from failed
     _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.")
     return uncompiled(gm), "uncompiled"
 
@@ -142,12 +176,14 @@ def _try_to_lower(
     for hints in (trace.paused, tracing.without_caches):
         try:
             with hints():
-                return _lower(attempt, gm, settings, on_report)
+                return building_anew(lambda: _lower(attempt, gm, settings, trace.code, on_report))
         except asks_for_another_trace():
             raise
         except Exception as error:
+            if trace.failure is not None:  # the frame is traced again, with a warning of its own
+                raise FeatureRejected(trace.failure.feature, error_text(trace.failure.error)) from error
             failed = error
-            if not retracing.is_data_dependent(error):
+            if not is_data_dependent(error):
                 break
     return failed
 
@@ -157,14 +193,37 @@ def _warn(what: str, error: Exception, instead: str) -> None:
     warnings.warn(f"fxpasses: {what} failed ({type(error).__name__}: {error}). {instead}", stacklevel=3)
 
 
-def _lower(result: Result, gm: GraphModule, settings: Options, on_report: OnReport) -> Callable[..., Any]:
+def _lower(
+    result: Result, gm: GraphModule, settings: Options, code: CodeType | None, on_report: OnReport
+) -> Callable[..., Any]:
+    captured = uncompiled(gm)
+    run = _lower_with_prologue(result, gm, captured, settings, code, on_report)
+    return run if settings.strict or settings.lowering == "eager" else recovering(run, captured, gm)
+
+
+def _lower_with_prologue(
+    result: Result,
+    gm: GraphModule,
+    captured: Callable[..., Any],
+    settings: Options,
+    code: CodeType | None,
+    on_report: OnReport,
+) -> Callable[..., Any]:
     if result.program is None:
         return _lower_main(result, settings, "", on_report)
     compiled = _compile_prologue(result.program, settings, on_report)
     sources = input_sources(gm)
     prologue = Prologue(result.program, sources, compiled=compiled)
     main = _lower_main(result, settings, prologue.key, on_report)
-    return with_prologue(main, prologue, uncompiled(gm), fakes=result.example_inputs[len(sources) :])
+    fakes = result.example_inputs[len(sources) :]
+    raising = functools.partial(_run_in_eager_mode, code, captured) if spans_ranks() else None
+    return with_prologue(main, prologue, captured, fakes, raising, settings.strict)
+
+
+def _run_in_eager_mode(code: CodeType | None, captured: Callable[..., Any], *inputs: Any) -> Any:
+    """Run the frame that runs a compiled graph as its program; as captured where that frame is not found."""
+    program = eager_frame(code)
+    return captured(*inputs) if program is None else program()
 
 
 def _lower_main(result: Result, settings: Options, salt: str, on_report: OnReport) -> Callable[..., Any]:

@@ -1,13 +1,12 @@
-"""`fxpasses.compile`: `torch.compile` with this backend, with the capture flags on for this model's traces alone."""
+"""`fxpasses.compile`: `torch.compile` with this backend, whose options are checked at once."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.fx import GraphModule
 
 from fxpasses import default_options
 from fxpasses.backend import fastpack_backend
@@ -28,10 +27,10 @@ def compile(
     """Compile a module or function with the passes of fxpasses.
 
     The arguments are those of `torch.compile`; `options` takes the keys `fastpack.*` (see `fxpasses.options.Options`)
-    and Inductor's, and what it leaves open comes from `fxpasses.set_default_options` and `FASTPACK_OPTIONS`. Unlike
-    `torch.compile(model, backend="fastpack")`, this changes no setting of Dynamo for the rest of the process. A copy of
-    the result (`copy.deepcopy`, `pickle`, `torch.save`) is compiled in the same way. Raises `ValueError` for unknown
-    options or wrong values, before the first call.
+    and Inductor's, and what it leaves open comes from `fxpasses.set_default_options` and `FASTPACK_OPTIONS`. A copy of
+    the result (`copy.deepcopy`, `pickle`, `torch.save`) is compiled in the same way. Unlike
+    `torch.compile(model, backend="fastpack")`, this raises `ValueError` for unknown options or wrong values before the
+    first call.
     """
     compiled = torch.compile(
         model, fullgraph=fullgraph, dynamic=dynamic, backend=backend_of(mode, options), disable=disable
@@ -50,26 +49,7 @@ def backend_of(mode: str | None, options: Mapping[str, Any] | None) -> Callable[
     It can be pickled, if the options can.
     """
     default_options.parse(options, mode)
-    return functools.partial(capturing_backend, mode=mode, options=dict(options or {}))
-
-
-def capturing_backend(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """`fastpack_backend`, for whose frames both capture flags are on, whatever the process has set.
-
-    The backend asks for the flags, and no wrapper around the model's calls, since copies of a compiled module keep
-    their backend but not their `forward`.
-    """
-    return fastpack_backend(gm, example_inputs, mode=mode, options=options)
-
-
-capturing_backend._is_fastpack = True  # type: ignore[attr-defined]
-capturing_backend._captures = True  # type: ignore[attr-defined]  # by which capture/retracing.py holds the flags
+    return functools.partial(fastpack_backend, mode=mode, options=dict(options or {}))
 
 
 def _scoped(function: Callable[..., Any]) -> Any:

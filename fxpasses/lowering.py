@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.compiler.config
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.outlining import WHOLE, Place
 from fxpasses.graph.regions import Region
+from fxpasses.lowering_backward import containing_backward
+from fxpasses.lowering_by_operator import backward_by_operator, forward_by_operator
 from fxpasses.options import Options
+from fxpasses.overwritten_inputs import SavingPartitioner, writes_in_place
 from fxpasses.report import OnReport, Report, in_each
-from fxpasses.runtime.grouped_decompositions import decompositions
+from fxpasses.runtime import grouped_decompositions, masked_writes
 from fxpasses.saved_order import may_save_objects
-from fxpasses.version import __version__
+from fxpasses.sizes_of_one import make_exact
+from fxpasses.version import code_digest
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -44,12 +49,16 @@ def lower(
     """
     if options.lowering == "eager":
         return uncompiled(gm)
+    make_exact(gm)
     hits = _cache_hits()
-    with _partitioners(gm, example_inputs, options, place) as (partition, partitioner):
+    with (
+        containing_backward(options.strict) as containment,
+        _partitioners(gm, example_inputs, options, place) as (partition, partitioner),
+    ):
         if options.lowering == "aot_eager":
             compiled = _aot_eager(gm, example_inputs, partition)
         else:
-            compiled = inductor(gm, example_inputs, options, salt, partition)
+            compiled = inductor(gm, example_inputs, options, salt, partition, containment.compile_inner)
     if partitioner is not None and partitioner.options is not None:
         for report in partitioner.reports:
             on_report(in_each(report, place.calls) if place.calls > 1 else report)
@@ -79,11 +88,13 @@ def _partitioners(
     Partitioners nest: the one that orders and offloads, the one that keeps collectives, the user's or PyTorch's.
     """
     inner = _users_partitioner(options)
+    if writes_in_place(gm):
+        inner = SavingPartitioner(inner)
     if spans_ranks():
         inner = _keeping_collectives(gm, inner)
     offloads = options.offload.tier != "off" and "offload_activations" in options.passes
     if not offloads and not may_save_objects(gm):
-        yield inner if spans_ranks() else None, None
+        yield inner, None
         return
     from fxpasses.partitioner import Partitioner
     from fxpasses.passes.offload.inputs import activations
@@ -109,7 +120,17 @@ def _as_in_eager_mode(gm: GraphModule, compiled: Compiled) -> Compiled:
     from fxpasses.collectives.in_checkpoints import with_checkpoints_around
     from fxpasses.collectives.requested_gradients import with_requested_gradients
 
-    return with_checkpoints_around(gm, with_requested_gradients(gm, compiled))
+    run = with_checkpoints_around(gm, with_requested_gradients(gm, compiled))
+    if run is compiled:
+        return compiled
+
+    def run_piece(*inputs: Any) -> Any:
+        # DDPOptimizer has AOTAutograd answer one call on fake tensors, which nothing else may take, or the next call,
+        # on a batch, would be answered so.
+        is_fake = any(isinstance(value, FakeTensor) for value in inputs)
+        return compiled(*inputs) if is_fake else run(*inputs)
+
+    return run_piece
 
 
 def _keeping_collectives(gm: GraphModule, inner: CustomPartitionerFn | None) -> CustomPartitionerFn:
@@ -121,32 +142,17 @@ def _keeping_collectives(gm: GraphModule, inner: CustomPartitionerFn | None) -> 
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn | None) -> Compiled:
-    """The backend "aot_eager", with a partitioner of ours, and `view`s of whatever strides kernels give."""
+    """The backend "aot_eager", with a partitioner of ours."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
     backend: Any = aot_autograd(
-        fw_compiler=_run_by_operator,
-        bw_compiler=_run_by_operator,
+        fw_compiler=forward_by_operator,
+        bw_compiler=backward_by_operator,
         partition_fn=partitioner or min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
     return backend(gm, list(example_inputs))
-
-
-def _run_by_operator(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    """Run a graph of AOTAutograd.
-
-    Some kernels' results have other strides than on fake tensors, such as that of `softplus_backward`, so a `view` that
-    was legal while tracing may not be. `reshape` copies then, which shows nowhere in a graph without writes.
-    """
-    from torch._dynamo.backends.debugging import boxed_nop
-
-    for node in gm.graph.nodes:
-        if str(node.target) == "aten.view.default":
-            node.target = torch.ops.aten.reshape.default
-    gm.recompile()
-    return boxed_nop(gm, list(example_inputs))
 
 
 def inductor(
@@ -155,9 +161,13 @@ def inductor(
     options: Options,
     salt: str,
     partitioner: CustomPartitionerFn | None = None,
+    compile_inner: Callable[..., Any] | None = None,
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiled:
-    """Compile with Inductor under the user's options and `fixed`, which takes precedence."""
+    """Compile with Inductor under the user's options and `fixed`, which takes precedence.
+
+    compile_inner: compiles one graph of AOTAutograd, instead of Inductor's own `compile_fx_inner`.
+    """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
@@ -166,16 +176,19 @@ def inductor(
     if partitioner is not None:
         patches["custom_partitioner_fn"] = partitioner
     config: Any = torch.compiler.config
-    # PyTorch's caches do not cover the code of this package's operators, whose gradients may change with its version.
-    tag = ":".join([config.cache_key_tag, "fxpasses", __version__, salt])
+    # PyTorch's caches do not cover this package's code: its operators' gradients, and how its numbers are generated.
+    tag = ":".join([config.cache_key_tag, "fxpasses", code_digest(), salt])
     compile_graph: Any = compile_fx
+    arguments = _decompositions(gm, patches)
+    if compile_inner is not None:
+        arguments["inner_compile"] = compile_inner
     with config.patch(cache_key_tag=tag):
-        return compile_graph(gm, list(example_inputs), config_patches=patches or None, **_decompositions(gm, patches))
+        return compile_graph(gm, list(example_inputs), config_patches=patches or None, **arguments)
 
 
 def _decompositions(gm: GraphModule, patches: Mapping[str, Any]) -> dict[str, Any]:
     """The argument of Inductor with its own decompositions, under these options, and ours, if any is wanted."""
-    own = decompositions(gm)
+    own = {**grouped_decompositions.decompositions(gm), **masked_writes.decompositions(gm)}
     if not own:
         return {}
     from torch._inductor.decomposition import select_decomp_table

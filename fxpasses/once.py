@@ -15,6 +15,13 @@ def warn_once(key: Hashable, text: str, stacklevel: int = 2) -> None:
         warnings.warn(f"fxpasses: {text}", stacklevel=stacklevel + 1)
 
 
+def is_new(key: Hashable) -> bool:
+    """Whether nothing was said of `key` before; from now on, something was."""
+    seen = key in _given
+    _given.add(key)
+    return not seen
+
+
 def forget(key: Hashable) -> None:
     """Allow one more warning for `key`."""
     _given.discard(key)

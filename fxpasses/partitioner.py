@@ -6,21 +6,17 @@ part of the caches' keys, and `torch._functorch.partitioners.min_cut_remateriali
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from fxpasses.graph.copying import copy_graph
 from fxpasses.graph.outlining import WHOLE, Place
@@ -31,7 +27,7 @@ from fxpasses.passes.offload_activations import NAME, OffloadActivations
 from fxpasses.pipeline import dropped
 from fxpasses.report import Report
 from fxpasses.saved_order import order_saved
-from fxpasses.version import __version__
+from fxpasses.version import code_digest
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +69,15 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def _offload(self, options: Offload, partition: Partition) -> None:
-        plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
+        plain: tuple[Graph, Graph] | None = None
         started = time.perf_counter()
         try:
+            plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
             report = OffloadActivations(options, replayed=_replayed(), place=self.place)(partition)
         except Exception as error:
             dropped(NAME, error, self.strict, "all activations where they are")
-            partition.forward.graph, partition.backward.graph = plain
+            if plain is not None:
+                partition.forward.graph, partition.backward.graph = plain
             return
         report.seconds = time.perf_counter() - started
         log.info("%s (%.3f s)", report, report.seconds)
@@ -91,23 +89,10 @@ class Partitioner(CustomPartitionerFn):
         if inner is None:
             return None
         options = repr(self.options), *astuple(self.place)
-        return ("fxpasses", __version__, _source(), *options, tuple(sorted(self.activations)), inner)
+        return ("fxpasses", code_digest(), *options, tuple(sorted(self.activations)), inner)
 
 
 def _replayed() -> bool:
     """Whether Inductor will run the graph that it compiles now as a CUDA graph."""
     inductor: Any = torch._inductor.config
     return bool(inductor.triton.cudagraphs)
-
-
-@functools.lru_cache
-def _source() -> str:
-    import fxpasses.passes.offload
-    import fxpasses.runtime.offload
-
-    digest = hashlib.sha256()
-    folders = [Path(inspect.getfile(package)).parent for package in (fxpasses.passes.offload, fxpasses.runtime.offload)]
-    files = [Path(__file__), Path(inspect.getfile(OffloadActivations)), Path(inspect.getfile(order_saved))]
-    for file in sorted([*files, *(file for folder in folders for file in folder.glob("*.py"))]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

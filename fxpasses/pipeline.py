@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses import overrides
+from fxpasses.containment import error_text, say
 from fxpasses.errors import PassError
 from fxpasses.graph.aliases import AliasAnalysis, storages_of
 from fxpasses.graph.collectives import sequence
@@ -19,6 +20,7 @@ from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.modes import Regions
 from fxpasses.graph.prologue import Draft
 from fxpasses.graph.refusals import Refused
+from fxpasses.graph.well_formed import check_well_formed
 from fxpasses.once import warn_once
 from fxpasses.options import Options
 from fxpasses.prologue_program import Program
@@ -73,7 +75,7 @@ class Context:
 class Pass(Protocol):
     """A rewrite of a torch-level graph, in place. A refusal is not an error; an exception is a defect of the pass.
 
-    exact: whether results stay equal bit for bit, or else up to the rounding of their dtype.
+    exact: whether results stay equal bit for bit, since the same calls run on the same sizes, or else within rounding.
     """
 
     name: str
@@ -97,18 +99,22 @@ class Result:
     discharged: frozenset[int] = frozenset()
 
 
+AfterPass = Callable[[Report, Result, str], None]
+
+
 def run_passes(
     passes: Sequence[Pass],
     original: GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    after_pass: Callable[[Report, Result, str], None] = lambda report, result, failure: None,
+    after_pass: AfterPass = lambda report, result, failure: None,
 ) -> Result:
     """Run `passes` in order, each on a copy. `original` is not changed.
 
-    A pass that raises is dropped with one warning, and the next one starts from its input; with `options.strict` the
-    error is raised as `PassError`. `after_pass(report, result, failure)` is called after each pass, with the current
-    graph, and with the error if the pass was dropped.
+    A pass that raises, or leaves a malformed graph, is dropped with one warning, and the next one starts from its
+    input. Where a pass cannot be given a copy, this one and those that follow are left out, with one warning. With
+    `options.strict` either error is raised as `PassError`. `after_pass(report, result, failure)` is called after each
+    pass, with the current graph, and with the error if the pass was dropped or left out.
     """
     return run_further(passes, Result(original, list(example_inputs)), options, after_pass)
 
@@ -117,38 +123,59 @@ def run_further(
     passes: Sequence[Pass],
     result: Result,
     options: Options,
-    after_pass: Callable[[Report, Result, str], None] = lambda report, result, failure: None,
+    after_pass: AfterPass = lambda report, result, failure: None,
 ) -> Result:
     """Run more passes, as `run_passes` does, on the result of the ones before."""
     for graph_pass in passes:
-        gm = copy_graph_module(result.gm)
-        context = _context(gm, result, options, graph_pass.name)
+        name = graph_pass.name
+        try:
+            gm = copy_graph_module(result.gm)
+            context = _context(gm, result, options, name)
+        except Exception as error:  # of no pass: the next one would be given the same graph
+            _tell(after_pass, Report(name), result, _left_out(error, options.strict), options.strict)
+            break
         if context is None:
             continue
-        started = time.perf_counter()
         try:
-            report = graph_pass(gm, context)
-            if report.changed:
-                gm.graph.lint()
-                gm.recompile()
-                if sequence(gm) != sequence(result.gm):
-                    raise PassError("it changes which collectives the graph issues, or their order")
-                if options.verify:
-                    _verify(graph_pass, result, gm, context)
+            report, result = _run(graph_pass, gm, context, result)
         except Exception as error:
-            after_pass(Report(graph_pass.name), result, dropped(graph_pass.name, error, options.strict))
+            _tell(after_pass, Report(name), result, dropped(name, error, options.strict), options.strict)
             continue
-        report.seconds = time.perf_counter() - started
-        report.asked = context.requested_changes
-        log.info("%s (%.3f s)", report, report.seconds)
         result.reports.append(report)
-        discharged = frozenset(context.discharged)
-        if report.changed:
-            result = Result(gm, context.example_inputs, context.program, result.reports, context.draft, discharged)
-        else:
-            result = replace(result, discharged=discharged)
-        after_pass(report, result, "")
+        log.info("%s (%.3f s)", report, report.seconds)
+        _tell(after_pass, report, result, "", options.strict)
     return result
+
+
+def _run(graph_pass: Pass, gm: GraphModule, context: Context, before: Result) -> tuple[Report, Result]:
+    """Run a pass on `gm`, a copy of the graph before it, and check what it made. Raises whatever goes wrong."""
+    started = time.perf_counter()
+    report = graph_pass(gm, context)
+    if report.changed:
+        check_well_formed(gm, before.gm)
+        gm.recompile()
+        if sequence(gm) != sequence(before.gm):
+            raise PassError("it changes which collectives the graph issues, or their order")
+        if context.options.verify:
+            _verify(graph_pass, before, gm, context)
+    report.seconds = time.perf_counter() - started
+    report.asked = context.requested_changes
+    discharged = frozenset(context.discharged)
+    if not report.changed:
+        return report, replace(before, discharged=discharged)
+    return report, Result(gm, context.example_inputs, context.program, before.reports, context.draft, discharged)
+
+
+def _tell(after_pass: AfterPass, report: Report, result: Result, failure: str, strict: bool) -> None:
+    """Call `after_pass`, whose failure is no reason to stop training."""
+    try:
+        after_pass(report, result, failure)
+    except Exception as error:
+        if strict:
+            raise
+        log.debug("recording the pass %s failed", report.pass_name, exc_info=error)
+        text = f"recording the pass {report.pass_name} failed ({type(error).__name__}: {error}). Training continues."
+        warn_once("recording a pass", text, 4)
 
 
 def _context(gm: GraphModule, result: Result, options: Options, name: str) -> Context | None:
@@ -178,6 +205,17 @@ def _verify(graph_pass: Pass, before: Result, after: GraphModule, context: Conte
     )
     if difference:
         raise PassError(f"its result differs from its input: {difference}")
+
+
+def _left_out(error: Exception, strict: bool) -> str:
+    """Report that passes cannot be run: by an error with `strict`, else by one warning. Returns a text for the failure.
+
+    The warning is the same for each pass and graph, unlike that of `dropped`.
+    """
+    if strict:
+        raise PassError(f"preparing a graph for a pass failed: {error}") from error
+    say("preparing a graph for a pass", error, "Training continues with the graph as it was.")
+    return error_text(error)
 
 
 def dropped(name: str, error: Exception, strict: bool, instead: str = "the graph as it was") -> str:

@@ -15,6 +15,7 @@ class Reason(enum.Enum):
     RANDOM = "depends on random numbers"
     INPUT_WRITTEN = "depends on an input that the graph writes to"
     WRITTEN_BY_LAYER = "a layer writes to it"
+    REPEATED_WRITE = "the checkpoint is left to eager mode, which repeats its writes"
     READ_BEFORE_WRITE = "it is read before it has its final value"
     ESCAPES = "it is returned from the graph together with something that shares its memory"
     HIGHER_ORDER = "it is in the body of a higher-order operator, or comes from one"

@@ -7,15 +7,18 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
-import torch._dynamo
+import torch._dynamo.guards
 import torch.distributed as dist
 
 from fxpasses import once
 from fxpasses.capture import flags
+from tests import rounding
+from tests.support import thorough
 
 # On a busy machine, threads that wait for each other take a hundred times as long as these tensors need.
 MAX_THREADS = 1
@@ -27,6 +30,8 @@ hypothesis.settings.load_profile("fxpasses")
 if torch.get_num_threads() > MAX_THREADS:
     torch.set_num_threads(MAX_THREADS)
 
+if rounding.BY_SIZES:
+    rounding.round_by_sizes()
 
 _APART = [Path(__file__).with_name(name) for name in ("device", "cuda_code")]
 
@@ -40,7 +45,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(collection_path in (path, *path.parents) for path in asked) else True
 
 
+# Of a test that compiles in each of its cases, so many are quick, evenly spaced; of the others, half are slow, and half
+# run with THOROUGH=1 alone. `each_quick` marks tests that are exempt.
+MOST_QUICK = 6
+_COMPILING = ("capture", "device", "distributed", "end_to_end", "passes")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    families: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.parent.name in _COMPILING:
+            if not item.get_closest_marker("slow") and not item.get_closest_marker("each_quick"):
+                families.setdefault((item.path, item.originalname), []).append(item)
+    for family in families.values():
+        step = -(-len(family) // MOST_QUICK)
+        for at, item in enumerate(item for at, item in enumerate(family) if at % step):
+            item.add_marker("slow")
+            if at % 2:
+                item.add_marker(thorough)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
@@ -56,6 +78,19 @@ def little_garbage() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def guards_are_not_timed() -> Iterator[None]:
+    """Dynamo times the guards of each graph that it compiles, with empty caches of the processor, which takes 30 ms."""
+
+    def check_once(root: Any, local_scope: Any, iterations: int) -> float:
+        root.check(local_scope)
+        return 0.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._dynamo.guards, "profile_guard_manager", check_once, raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

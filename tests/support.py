@@ -7,9 +7,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -27,9 +29,16 @@ THOROUGH = os.environ.get("THOROUGH", "0") != "0"
 ASSIGNS_SLICES = torch.__version__ >= "2.12"
 
 
+thorough = pytest.mark.skipif(not THOROUGH, reason="takes long; THOROUGH=1 runs it")
+
+
 def each(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Cases of a parametrized test, of which each `step`-th is quick; the others are their twins."""
-    return [pytest.param(case, marks=pytest.mark.slow if at % step else ()) for at, case in enumerate(cases)]
+    """Cases of a parametrized test, of which each `step`-th is quick; of its twins, half are slow, half thorough."""
+
+    def marks(at: int) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow, thorough][: 0 if at % step == 0 else 1 if at % (2 * step) < step else 2]
+
+    return [pytest.param(case, marks=marks(at)) for at, case in enumerate(cases)]
 
 
 def captured(program: Any, *inputs: Any) -> GraphModule:
@@ -81,6 +90,23 @@ def assert_same(
 def reports_of(record: Record, pass_name: str = "hoist_metadata") -> list[Report]:
     """A pass's reports, one for each graph."""
     return [report for graph in record.graphs for report in graph.reports if report.pass_name == pass_name]
+
+
+def instructions(program: Callable[..., Any], batches: Iterable[Sequence[Any]]) -> int:
+    """How many instructions Dynamo traces for the batches: what compiling takes, on any machine."""
+    traced: list[None] = []
+    step = InstructionTranslatorBase.step
+    with mock.patch.object(InstructionTranslatorBase, "step", lambda self: (traced.append(None), step(self))[1]):
+        for batch in batches:
+            program(*batch)
+    return len(traced)
+
+
+def instructions_of_stock(program: Any, batches: Iterable[Sequence[Any]]) -> int:
+    """The same under stock PyTorch, whose capture flags are off."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=False, capture_dynamic_output_shape_ops=False):
+        return instructions(torch.compile(program, backend="eager"), batches)
 
 
 def events(step: Callable[[], Any]) -> Counter[str]:

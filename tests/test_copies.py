@@ -49,8 +49,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("made", COPIES.values(), ids=COPIES.keys())
 @pytest.mark.parametrize("after_a_call", [False, True], ids=["before a call", "after a call"])
-def test_a_copy_is_one_graph(made: Callable[[Any], Any], after_a_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags._process, "enabled", False)  # no other test's use of the entry point helps
+def test_a_copy_is_one_graph(made: Callable[[Any], Any], after_a_call: bool) -> None:
     model, batch = Reader(), (torch.randn(8, 4), torch.tensor([3, 4]))
     compiled = fxpasses.compile(model, options={"fastpack.lowering": "eager"})
     with torch._dynamo.config.patch(dict.fromkeys(flags.FLAGS, False)):

@@ -21,8 +21,8 @@ MAY_IMPORT = {
 }
 # Plain data, errors and words: they import one another alone.
 BASE = {
-    "cuda_graphs", "default_options", "errors", "once", "options", "overrides", "prologue_program", "report", "units",
-    "version",
+    "containment", "cuda_graphs", "default_options", "errors", "once", "options", "overrides", "prologue_program",
+    "report", "units", "version",
 }  # fmt: skip
 
 

@@ -7,10 +7,13 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from fxpasses import pipeline
 from fxpasses.errors import PassError
+from fxpasses.graph.regions import CHECKPOINT
 from fxpasses.options import Options
-from fxpasses.pipeline import run_passes
+from fxpasses.pipeline import run_further, run_passes
 from fxpasses.report import Report
 from tests.support import captured
 
@@ -91,6 +94,81 @@ def test_verify_on_a_program_that_is_hoisted():
         return x * lengths.max().item()
 
     assert_same(program, [(torch.randn(4, requires_grad=True), torch.tensor([1, 2]))], verify=True)
+
+
+class Malforms:
+    """Uses a value in a checkpoint before it is computed."""
+
+    name = "malforms"
+    exact = True
+
+    def __call__(self, gm, context):
+        (call,) = gm.graph.find_nodes(op="call_function", target=CHECKPOINT)
+        body = getattr(gm, call.args[0].target)
+        add, *_ = body.graph.find_nodes(op="call_function", target=operator.add)
+        add.append(add.args[0])
+        return Report(self.name, changed=True)
+
+
+class Multiplies:
+    """A pass after it, which does its work: `a + b` becomes `a + 2 b` outside of checkpoints."""
+
+    name = "multiplies"
+    exact = False
+
+    def __call__(self, gm, context):
+        (add,) = gm.graph.find_nodes(op="call_function", target=operator.add)
+        with gm.graph.inserting_before(add):
+            twice = gm.graph.call_function(operator.mul, (add.args[1], 2))
+        add.args = (add.args[0], twice)
+        return Report(self.name, changed=True)
+
+
+def test_a_pass_that_leaves_a_malformed_body_is_dropped_and_the_next_one_runs():
+    def layer(a):
+        return torch.tanh(a) + 1
+
+    def program(a, b):
+        return checkpoint(layer, a, use_reentrant=False) + b
+
+    inputs = torch.randn(3, requires_grad=True), torch.randn(3)
+    gm = captured(program, *inputs)
+    with pytest.warns(UserWarning, match="the pass malforms failed") as caught:
+        result = run_passes([Malforms(), Multiplies()], gm, inputs, Options())
+    assert len(caught) == 1
+    assert [report.pass_name for report in result.reports] == ["multiplies"]
+    a, b = inputs
+    torch.testing.assert_close(result.gm(*inputs)[0], layer(a) + 2 * b)
+    with pytest.raises(PassError, match=r"malforms failed.*body.*before it has been defined"):
+        run_passes([Malforms()], gm, inputs, Options(strict=True))
+
+
+@pytest.mark.parametrize("step", ["copy_graph_module", "_context"])
+def test_a_graph_that_cannot_be_prepared_for_passes_is_left_as_it_is_with_one_warning(step, graph, monkeypatch):
+    gm, inputs = graph
+    told = []
+
+    def broken(*_):
+        raise KeyError("on purpose")
+
+    monkeypatch.setattr(pipeline, step, broken)
+    with pytest.warns(UserWarning, match="preparing a graph for a pass failed") as said:
+        result = run_passes([AddsOne(), Proves(0)], gm, inputs, Options(), lambda *args: told.append(args))
+        assert run_further([AddsOne()], result, Options()).gm is gm
+    assert len(said) == 1 and [(report.pass_name, failure) for report, _, failure in told] == [
+        ("adds_one", "KeyError: 'on purpose'")
+    ]
+    with pytest.raises(PassError, match="preparing a graph for a pass failed: 'on purpose'"):
+        run_passes([AddsOne()], gm, inputs, Options(strict=True))
+
+
+def test_a_record_that_fails_stops_nothing(graph):
+    def after_pass(report, result, failure):
+        raise RuntimeError("on purpose")
+
+    with pytest.warns(UserWarning, match="recording the pass proves failed.*on purpose"):
+        result = run_passes([Proves(0)], *graph, Options(), after_pass)
+    assert result.discharged == {0}
 
 
 class Proves:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fxpasses.capture.dispatch_state import as_in_new_thread
 from fxpasses.graph import effects
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.routing import Routing, writes_integers
@@ -112,7 +112,7 @@ class AssumedValues:
         if not values or any(value is None for value in values.values()):
             return None
         try:
-            with _disable_current_modes():
+            with as_in_new_thread():
                 value = effects.call(node, *torch.fx.map_arg((node.args, node.kwargs), lambda operand: values[operand]))
         except Exception:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -28,7 +28,7 @@ from fxpasses.graph.provenance import in_program
 class Assumption:
     """A condition over symbols that must hold for a batch, and its text: `lengths.max() > 512`.
 
-    places: all that asked for it; `where` is the first, as text.
+    places: all that asked for it; `where` is the first, as text. is_tacit: whether only PyTorch takes it for granted.
     """
 
     condition: Any
@@ -36,9 +36,17 @@ class Assumption:
     where: str
     names: Mapping[Any, str]  # of the condition's symbols, as in the text
     places: frozenset[Place] = frozenset()
+    is_tacit: bool = False
 
     def __str__(self) -> str:
         return f"{self.text}, at {self.where}" if self.where else self.text
+
+    @property
+    def fixes_number(self) -> bool:
+        """Whether it holds for one number alone, so that each batch may break it in its own way: no flag does."""
+        if not isinstance(self.condition, sympy.Eq):
+            return False
+        return any(side.is_Integer and side not in (0, 1) for side in self.condition.args)
 
 
 def assumptions_of(trace: Trace) -> list[Assumption]:
@@ -48,9 +56,11 @@ def assumptions_of(trace: Trace) -> list[Assumption]:
     canonical = _Canonical(trace.graph)
     found: dict[Any, list[Answer]] = {}
     for answer in trace.answers:
+        if answer.states_consistency:
+            answer = replace(answer, condition=_unless_broadcast(answer.condition), is_tacit=True)
         for part in sympy.And.make_args(trace.defined(answer.condition)):
             condition = canonical(part)
-            if not answer.states_consistency and condition != sympy.true:
+            if condition != sympy.true:
                 found.setdefault(condition, []).append(answer)
     kept = _without_implied(found)
     return [
@@ -60,9 +70,15 @@ def assumptions_of(trace: Trace) -> list[Assumption]:
             found[c][0].where,
             {s: canonical.name(s) for s in c.free_symbols},
             frozenset(answer.place for answer in found[c]),
+            all(answer.is_tacit for answer in found[c]),
         )
         for c in kept
     ]
+
+
+def _unless_broadcast(equal: sympy.Eq) -> Any:
+    """Two sizes are equal, or an operator fails, for neither is 1, which it would broadcast."""
+    return sympy.Or(equal, sympy.And(*(sympy.Ne(side, 1) for side in equal.args)))
 
 
 class _Canonical:

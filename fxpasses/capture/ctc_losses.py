@@ -25,9 +25,9 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.capture.attempt import Feature
+from fxpasses.capture.failures import FeatureRejected
 from fxpasses.capture.hints import TORCH_FUNCTION
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.capture.tracing import FeatureRejected
 from fxpasses.runtime import ctc
 
 if TYPE_CHECKING:

@@ -6,6 +6,9 @@
 - `SpeculationLog.clear()` forgets where earlier attempts broke the graph.
 - `GuardOnDataDependentSymNode` and `PendingUnbackedSymbolNotFound` are the errors of an unbacked symbol.
 - `config._make_closure_patcher(**values)` sets values on a hot path.
+- `InstructionTranslator.current_tx()` interprets the traced frame; `exn_tab_entry` of its `current_instruction` has the
+  handler of an exception.
+- An error that leaves `trace_frame` may say by its `frame_exec_strategy` what happens to later calls of the frame.
 - `TracingContext.extract_stack()` is the user's stack at the traced instruction.
 """
 
@@ -15,6 +18,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 
 CHECKED = ("2.11.0", "2.13.0", "2.15.0")
+_CLEANUPS = ("COPY", "WITH_EXCEPT_START")  # behind the handler of `with`, and of a handler
 TRACE_FRAME_PARAMETERS = ("code", "compiler_fn", "one_graph", "speculation_log")
 
 
@@ -45,7 +50,8 @@ def find(name: str) -> Any:
 class DynamoNames:
     """restart, skip: the exceptions by which Dynamo ends an attempt, to start another one or none.
 
-    unsupported: the error after which it does not compile the frame.
+    unsupported: the error after which it does not compile the frame. runtime_error: an operator's, on fake tensors.
+    this_call_alone: what `frame_exec_strategy` of an error says if a frame's next call is traced again.
     """
 
     convert_frame: ModuleType
@@ -53,6 +59,8 @@ class DynamoNames:
     restart: Any
     skip: type[Exception]
     unsupported: type[Exception]
+    runtime_error: type[Exception]
+    this_call_alone: Any
     data_dependent: tuple[type[Exception], ...]
 
     @classmethod
@@ -63,6 +71,7 @@ class DynamoNames:
             if parameter not in inspect.signature(trace_frame).parameters:
                 raise MissingName(f"parameter {parameter!r} of torch._dynamo.convert_frame.trace_frame")
         find("torch._dynamo.symbolic_convert.SpeculationLog.clear")
+        default = find("torch._dynamo.types.FrameAction.DEFAULT")
         shapes = "torch.fx.experimental.symbolic_shapes"
         return cls(
             convert_frame=find("torch._dynamo.convert_frame"),
@@ -70,6 +79,8 @@ class DynamoNames:
             restart=find("torch._dynamo.exc.RestartAnalysis"),
             skip=find("torch._dynamo.exc.SkipFrame"),
             unsupported=find("torch._dynamo.exc.Unsupported"),
+            runtime_error=find("torch._dynamo.exc.TorchRuntimeError"),
+            this_call_alone=find("torch._dynamo.types.FrameExecStrategy")(default, default),
             data_dependent=(
                 find(f"{shapes}.GuardOnDataDependentSymNode"),
                 find(f"{shapes}.PendingUnbackedSymbolNotFound"),
@@ -115,10 +126,42 @@ def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[]
     return find("torch._dynamo.guards._get_closure_vars"), find("torch._dynamo.source.ShapeEnvSource")
 
 
+def guard_names() -> Mapping[str, object]:
+    """What the sources of guards call, besides the frame's locals `L` and globals `G`; raises `MissingName`."""
+    return check_guard_names()[0]()
+
+
 def user_place() -> tuple[str, int]:
     """The file and line of the traced instruction; ("", 0) if unknown."""
     frames = torch._guards.TracingContext.extract_stack()
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+
+
+def is_in_try() -> bool:
+    """Whether the program may catch an error of the traced instruction, in its frame or in one that calls it."""
+    translator = getattr(find("torch._dynamo.symbolic_convert"), "InstructionTranslator", None)
+    try:
+        tx = translator.current_tx()  # type: ignore[union-attr]
+    except AttributeError:
+        return False
+    while tx is not None:
+        if _is_covered(tx):
+            return True
+        tx = getattr(tx, "parent", None)
+    return False
+
+
+def _is_covered(tx: Any) -> bool:
+    """Whether a frame's instruction stands in a `try`, and not only in `with`."""
+    instruction, seen = tx.current_instruction, 0
+    while (entry := getattr(instruction, "exn_tab_entry", None)) is not None and seen < 16:
+        handler = entry.target
+        following = tx.instructions[tx.indexof[handler] + 1].opname
+        if following not in _CLEANUPS and handler.opname == "PUSH_EXC_INFO":
+            return True
+        instruction, seen = handler, seen + 1
+    blocks = getattr(tx, "block_stack", ())  # Python 3.10
+    return sys.version_info < (3, 11) and any(block.with_context is None for block in blocks)
 
 
 def user_line() -> str:

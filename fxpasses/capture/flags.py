@@ -1,5 +1,8 @@
 """The two flags of Dynamo that capture `.item()` and `nonzero` in the graph, and the scopes in which they are on.
 
+Without them these break the graph before any backend sees it. They are on while a frame is traced for this package's
+backend, and at no other time: another backend's frame, also one inside of ours, finds what the process has set.
+
 `torch._dynamo.config` has one value per process in torch 2.11, and one per context (`contextvars`) in 2.13 and 2.15, so
 that a new thread starts with the defaults. `THREAD_LOCAL` says which, and is determined by a probe. With one value per
 process, activations are counted under a lock: a thread that leaves its scope does not switch the flags off for another
@@ -14,8 +17,8 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch._dynamo.config as config
@@ -38,16 +41,26 @@ class Values(NamedTuple):
 ON = Values(True, True)
 
 
-def enable_for_process() -> None:
-    """Switch both flags on until the process ends, unless `FXPASSES_KEEP_DYNAMO_CONFIG=1` is in the environment.
+def wanted() -> Values:
+    """The values with which a trace for this package's backend starts: both on.
 
-    With values per context, this sets those of the caller's context, and `wanted` returns them in the other threads.
+    With `FXPASSES_KEEP_DYNAMO_CONFIG=1` in the environment, those that the process has set.
     """
-    if os.environ.get(KEEP_CONFIG) == "1":
+    return _read() if keeps_config() else ON
+
+
+def keeps_config() -> bool:
+    return os.environ.get(KEEP_CONFIG) == "1"
+
+
+def enable_for_process() -> None:
+    """Switch both flags on until the process ends: for a torch in which no trace can be intercepted.
+
+    With values per context, this sets those of the caller's context. `FXPASSES_KEEP_DYNAMO_CONFIG=1` prevents it.
+    """
+    if keeps_config():
         log.debug("%s=1: the capture flags of Dynamo stay %s", KEEP_CONFIG, _read())
         return
-    _process.enabled = True
-    _switched_here.set(True)
     if THREAD_LOCAL:
         _switch_to[ON]()
     else:
@@ -55,26 +68,32 @@ def enable_for_process() -> None:
     log.debug("switched on in torch._dynamo.config: %s", ", ".join(FLAGS))
 
 
-def wanted() -> Values:
-    """The values with which a trace for this package's backend starts: those of this context, or of the process.
-
-    In the context in which `enable_for_process` ran, the user's later changes take precedence.
-    """
-    if THREAD_LOCAL and _process.enabled and not _switched_here.get():
-        return ON
-    return _read()
-
-
 def scoped() -> AbstractContextManager[None]:
     """Both flags on inside, restored after. Reentrant; several threads may be inside at once.
 
-    Entered on every call of a compiled model: takes 3 to 4 µs in all, measured with torch 2.11, 2.13 and 2.15.
+    Takes 3 to 4 µs in all, measured with torch 2.11, 2.13 and 2.15.
     """
     return _Activation(_switch_to[ON] if THREAD_LOCAL else _shared.enter)
 
 
-def held_at(values: Values) -> AbstractContextManager[None]:
+@contextmanager
+def held_at(values: Values) -> Iterator[None]:
     """The flags at `values` inside, whatever scopes are active; for one trace, under Dynamo's compile lock."""
+    token = _outside.set(_outside.get() or _read())
+    try:
+        with _holding(values):
+            yield
+    finally:
+        _outside.reset(token)
+
+
+def as_outside() -> AbstractContextManager[None]:
+    """The flags as they are outside all traces for this package's backend; for another backend's trace in one."""
+    values = _outside.get()
+    return nullcontext() if values is None else _holding(values)
+
+
+def _holding(values: Values) -> AbstractContextManager[None]:
     return _Activation(_switch_to[values] if THREAD_LOCAL else functools.partial(_shared.enter, values))
 
 
@@ -153,17 +172,11 @@ class _Shared:
             self._applied, self._restore = wanted, _switch_to[wanted]() if wanted is not None else _nothing
 
 
-class _Process:
-    """Module state, because the flags are state of the process."""
-
-    enabled = False
-
-
 _switch_to = {
     values: config_switch(dict(zip(FLAGS, values, strict=True)))
     for values in (Values(*pair) for pair in itertools.product((False, True), repeat=2))
 }
 THREAD_LOCAL = _config_is_thread_local()
-_process = _Process()
 _shared = _Shared()
-_switched_here: contextvars.ContextVar[bool] = contextvars.ContextVar("fxpasses_flags_switched_here", default=False)
+# Inside `held_at`: what the process has set.
+_outside: contextvars.ContextVar[Values | None] = contextvars.ContextVar("fxpasses_flags_outside", default=None)

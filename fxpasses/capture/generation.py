@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from fxpasses.capture.dynamo_names import find
+from fxpasses.containment import contained
 
 _MODULE, _FUNCTION = "transformers.generation.utils", "generate"
 _MOST = 4  # half of Dynamo's limit
@@ -46,13 +47,16 @@ def install(chosen: Callable[[Any], bool]) -> None:
 
     @functools.wraps(original)
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not self._one_graph
-            and not torch.is_grad_enabled()
-            and _MODULE in sys.modules
-            and chosen(self._torchdynamo_orig_backend)
-            and _is_apart(frame.f_code, graphs_of)
-        ):
+        is_apart = False
+        with contained("keeping generation apart", "It is compiled as any other call."):
+            is_apart = (
+                not self._one_graph
+                and not torch.is_grad_enabled()
+                and _MODULE in sys.modules
+                and chosen(self._torchdynamo_orig_backend)
+                and _is_apart(frame.f_code, graphs_of)
+            )
+        if is_apart:
             return types.ConvertFrameReturn(
                 frame_exec_strategy=types.FrameExecStrategy(skip, skip), apply_to_code=False
             )

@@ -110,12 +110,12 @@ def length(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs
 
 
 @handlers.at(CONDITIONAL_JUMP, order=1, without="`if outputs:` breaks the graph")
-def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     """`if outputs:` is true."""
-    if type(tx.stack[-1]) is not GrownList or not instruction.opname.startswith("POP_JUMP"):
+    if type(tx.stack[-1]) is not GrownList or not inst.opname.startswith("POP_JUMP"):
         return NOT_HANDLED
     tx.stack[-1].ask(trace.speculation)
-    return take(tx, instruction, True)
+    return take(tx, inst, True)
 
 
 def _grown(variable: Any, speculation: Speculation) -> GrownList:

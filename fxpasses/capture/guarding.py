@@ -7,10 +7,11 @@ graphs. If this torch has no such guards, the graph raises `AssumptionError` for
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +20,18 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxpasses.capture.assumptions import Assumption, assumptions_of
-from fxpasses.capture.dynamo_names import MissingName, add_guard, check_guard_names
+from fxpasses.capture.attempt import Feature
+from fxpasses.capture.checks import Check
+from fxpasses.capture.dynamo_names import MissingName, add_guard, check_guard_names, guard_names
 from fxpasses.capture.trace import Trace
-from fxpasses.errors import AssumptionError
+from fxpasses.errors import AssumptionError, MetadataError
 from fxpasses.graph.provenance import source
 from fxpasses.graph.symbols import symbol
 from fxpasses.runtime.dispatch_modes import unseen
-from fxpasses.runtime.prologue import Prologue
+from fxpasses.runtime.prologue import OperatorFailed, Prologue
 from fxpasses.runtime.transfers import to_host
+
+log = logging.getLogger(__name__)
 
 _MOST_VERDICTS = 256
 
@@ -46,7 +51,8 @@ def guard(output: Any, trace: Trace) -> BatchGuard | None:
     if not found:
         return None
     batch_guard = BatchGuard(found, trace)
-    add_guard(output.guards, batch_guard, batch_guard.sources, batch_guard.text)
+    check = Check(batch_guard, Feature.HINTS, trace.code)
+    add_guard(output.guards, check, batch_guard.sources, batch_guard.text)
     return batch_guard
 
 
@@ -104,7 +110,7 @@ class Numbers(PythonReferenceAnalysis):
 
 
 class BatchGuard:
-    """Checks the assumptions of a graph for a batch. failed: those that the last batch broke.
+    """Checks the assumptions of a graph for a batch.
 
     sources: Dynamo's source expressions of its arguments: `roots` inputs of the graph, then `sizes`, then the tensors
     that the graph's own prologue reads, which are copied to the host in the same transfer.
@@ -116,7 +122,6 @@ class BatchGuard:
         free = sorted({found for a in assumptions for found in a.condition.free_symbols}, key=str)
         self.assumptions = assumptions
         self.text = "; ".join(map(str, assumptions))
-        self.failed: list[Assumption] = []
         self.sizes = [found for found in free if graph.is_size(found)]
         self._symbols = [found for found in free if not graph.is_size(found)]
         program, roots = graph.program([graph.extra(found) for found in self._symbols])
@@ -125,20 +130,46 @@ class BatchGuard:
         self.sources += [graph.size_source(found) for found in self.sizes]
         self.sources += [name for name in dict.fromkeys(trace.companions) if name not in self.sources]
         self._prologue = Prologue(program, self.sources[: self.roots], autocast=trace.autocast)  # found by prefetching
+        self._is_released = False
         self._verdicts: dict[tuple[Any, ...], list[Assumption]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> bool:
-        """For Dynamo, which treats an error as False: the new trace then raises the program's own error."""
+        """Whether the assumptions hold; not if an operator of the program fails, whose error the new trace raises.
+
+        `lengths[2]` of a batch of two: the program does not ask for it, because it has read the size before.
+        """
+        if self._is_released:
+            return False
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         with unseen():
             to_host([tensor for tensor in tensors if not tensor.is_floating_point()], self._prologue.cache)
-        self.failed = self.broken(inputs)
-        return not self.failed
+        try:
+            return not self.broken(inputs)
+        except (OperatorFailed, MetadataError) as error:
+            log.debug("a batch does not have the numbers of %s", self.text, exc_info=error)
+            return False
+
+    def broken_in(self, names: Mapping[str, Any]) -> list[Assumption] | None:
+        """The assumptions that do not hold in a frame, whose locals and globals are `names` of `sources`.
+
+        All of them if the batch does not have their numbers; None if the frame does not have the inputs.
+        """
+        try:
+            inputs = [eval(source, {**guard_names(), **names}) for source in self.sources]
+        except Exception as error:
+            log.debug("a frame does not have the inputs of %s", self.text, exc_info=error)
+            return None
+        try:
+            return self.broken(inputs)
+        except Exception as error:
+            log.debug("a batch does not have the numbers of %s", self.text, exc_info=error)
+            return list(self.assumptions)
 
     def release(self) -> None:
         """Free what computes the numbers, once no graph is left that is guarded: the guard holds for no batch then."""
         self.__dict__.pop("_prologue", None)
+        self._is_released = True
 
     def numbers(self, inputs: Sequence[Any]) -> dict[Any, Any]:
         """The values of all symbols, for inputs in the order of `sources`."""

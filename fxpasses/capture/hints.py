@@ -23,9 +23,11 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx import Proxy
 
+from fxpasses.capture.dynamo_names import DynamoNames
 from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, TRANSLATOR, Handlers, Proceed, Site, method
 from fxpasses.capture.trace import Trace
-from fxpasses.graph.symbols import is_unbacked
+from fxpasses.graph.collectives import is_collective
+from fxpasses.graph.symbols import free_symbols, is_unbacked
 
 try:
     from torch._dynamo.variables import object_protocol as protocol
@@ -58,10 +60,12 @@ def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, *args: Any,
     trace.catch_up()
     trace.operators += 1
     try:
-        return proceed(tracer, node, *args, **kwargs)
+        with trace.sizes.running(node):
+            return proceed(tracer, node, *args, **kwargs)
     finally:
         trace.operators -= 1
         trace.has_read |= node.op == "call_method" and node.target == "item"
+        trace.has_communicated |= node.op == "call_function" and is_collective(node.target)
 
 
 @handlers.at(
@@ -74,11 +78,11 @@ def divide(trace: Trace, proceed: Proceed, a: Any, b: Any) -> Any:
 
 
 @handlers.at(CONDITIONAL_JUMP, order=3, without="`if tensor:` breaks the graph")
-def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     if not is_asked(tx) or not isinstance(tx.stack[-1], TensorVariable):
         return NOT_HANDLED
     truth = _truth(trace, tx, tx.stack[-1])
-    return NOT_HANDLED if truth is None else take(tx, instruction, truth)
+    return NOT_HANDLED if truth is None else take(tx, inst, truth)
 
 
 def indexes_tensor(builtin: Any, args: Any) -> bool:
@@ -103,11 +107,11 @@ def take(tx: Any, instruction: Any, truth: bool) -> None:
 
 
 @handlers.at(method(BUILTIN, "call_bool"), order=1, without="`bool(tensor)` breaks the graph")
-def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, argument: Any) -> Any:
+def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> Any:
     """`bool(n)` is True or False, as in Python, and not a symbol, which is neither."""
-    if isinstance(argument, TensorVariable):
-        return _constant(_truth(trace, tx, argument))
-    return _constant(_answer(trace, tx, argument)) if isinstance(argument, SymNodeVariable) else NOT_HANDLED
+    if isinstance(arg, TensorVariable):
+        return _constant(_truth(trace, tx, arg))
+    return _constant(_answer(trace, tx, arg)) if isinstance(arg, SymNodeVariable) else NOT_HANDLED
 
 
 @handlers.at(
@@ -179,10 +183,10 @@ def bounds(trace: Trace, proceed: Proceed, self: Any, items: Any, tx: Any = None
     Site(f"{PROTOCOL}.generic_richcompare_bool", lambda: [(protocol, "generic_richcompare_bool")] * bool(protocol)),
     without="`[n, 4] == [tensor, 4]` fails, as under stock PyTorch with its capture flags",
 )
-def equal_items(trace: Trace, proceed: Proceed, tx: Any, one: Any, other: Any, *args: Any) -> Any:
+def equal_items(trace: Trace, proceed: Proceed, tx: Any, v: Any, w: Any, *args: Any) -> Any:
     """`x.size() == [n, 4]` where n is a tensor: lists ask for the truth of each comparison, which is a number's."""
-    numbers = [_as_number(trace, tx, item) for item in (one, other)]
-    same = all(number is item.realize() for number, item in zip(numbers, (one, other), strict=True))
+    numbers = [_as_number(trace, tx, item) for item in (v, w)]
+    same = all(number is item.realize() for number, item in zip(numbers, (v, w), strict=True))
     return NOT_HANDLED if same else proceed(tx, *numbers, *args)
 
 
@@ -240,18 +244,24 @@ def _numbers(trace: Trace, tx: Any, tensor: Any) -> Any:
     Dynamo would unbind the tensor, which creates symbols that nothing binds. Here the batch tells the size, and each
     element is read.
     """
-    if not _are_metadata(trace, (tensor,)):
-        return NOT_HANDLED
     example = tensor.as_proxy().node.meta["example_value"]
+    if trace.attempt.flags is not None and example.ndim == 1 and _is_computed(example.shape[0]):
+        text = "Each batch may have another number of them, and would be a graph of its own"
+        raise DynamoNames.find().unsupported(f"`.tolist()` of a computed number of elements\n  Explanation: {text}.")
     if example.ndim != 1 or example.dtype.is_floating_point or not is_unbacked(example.shape[0]):
         return NOT_HANDLED
-    if not trace.can_answer(example.shape[0]):
+    if not _are_metadata(trace, (tensor,)) or not trace.can_answer(example.shape[0]):
         return NOT_HANDLED
     size: Any = tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
     count = size.as_python_constant() if size.is_python_constant() else size.evaluate_expr(tx.output)
     places = [ConstantVariable.create(place) for place in range(count)]
     items = [tensor.call_method(tx, "__getitem__", [p], {}).call_method(tx, "item", [], {}) for p in places]
     return ListVariable(items, mutation_type=ValueMutationNew())
+
+
+def _is_computed(size: Any) -> bool:
+    """Whether a size is computed from several numbers that the frame is given: of two images' sides, say."""
+    return isinstance(size, torch.SymInt) and not is_unbacked(size) and len(free_symbols(size)) > 1
 
 
 def _are_metadata(trace: Trace, values: Any) -> bool:

@@ -12,24 +12,36 @@ running trace has its feature (`capture/attempt.py`), and none runs unless this 
 backend. All are installed while some frame is traced, and removed after.
 
 If this torch lacks a private name, the handler that needs it is off, with one warning that says what does not work
-(`without`); if the rest of the feature would be wrong without the handler (no `without`), the feature is off.
+(`without`); if the rest of the feature would be wrong without the handler (no `without`), the feature is off. A method
+with other parameters counts as missing: the handler's own, after `trace` and `proceed`, have to be the method's, by
+position and by name. The first may have another name, and so may those before a `/`; `*args` and `**kwargs`
+of a handler stand for any further ones.
+
+Private name, checked on torch 2.13, besides those of the sites: `BuiltinVariable.call_function_handler_cache`, by which
+Dynamo keeps bound methods from one trace to the next. While handlers are installed, it is a dict of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import importlib
+import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import Parameter
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxpasses.capture.attempt import Feature
 from fxpasses.capture.dynamo_names import CHECKED, MissingName, find
+from fxpasses.capture.failures import mark_as_passed
 from fxpasses.once import warn_once
 
 if TYPE_CHECKING:
@@ -40,6 +52,7 @@ TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
 
 # The module of each feature's handlers, and the effect of its absence.
 FEATURES = {
+    Feature.FLOATS: ("float_arithmetic", "numbers computed in floating point may be rounded otherwise than by Python"),
     Feature.HINTS: ("hints", "code that asks the batch for a number breaks the graph"),
     Feature.CHUNKS: ("chunk_ranges", "`range(0, n, 64)` is compiled anew for each n"),
     Feature.SLICES: ("slice_sizes", "slices whose bounds depend on the batch may break the graph"),
@@ -50,18 +63,21 @@ FEATURES = {
     Feature.OUT: ("out_arguments", "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph"),
     Feature.ROPE: ("rope_indices", "`get_rope_index` of vision-language models breaks the graph"),
     Feature.CTC: ("ctc_losses", "`F.ctc_loss` with lengths in tensors breaks the graph"),
+    Feature.PADDED: ("padded_sequences", "`pad_sequence` compiles for each order of the lengths"),
     Feature.STRIDES: ("strides_in_backward", "`.stride()` in the backward of a function may break the graph"),
     Feature.RANDOM: ("random_numbers", "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0"),
     Feature.WARNINGS: ("shown_once", "`warnings.warn(...)` breaks the graph"),
     Feature.BUFFERS: ("unmoved_buffers", "`self.buffer = self.buffer.to(x.device)` breaks the graph"),
     Feature.SCALARS: ("scalar_indices", "tuples of integer tensors in an index fail"),
     Feature.OPERANDS: ("repeated_operands", "one tensor for two operands of an autograd function breaks the graph"),
+    Feature.FUNCTIONS: ("function_numbers", "an autograd function that reads a number ends the capture of the model"),
     Feature.PLANS: ("block_plans", "BigBird's random blocks, drawn from a constant seed, break the graph"),
     Feature.SPECULATION: ("speculation_handlers", "loops that skip experts without tokens break the graph"),
     Feature.NUMPY: ("numpy_counts", "loops over counts that went through NumPy break the graph"),
     Feature.LISTS: ("grown_lists", "lists that grow only for experts with tokens break the graph"),
     Feature.INDICES: ("index_lists", "an expert's tokens as a list of indices break the graph"),
     Feature.HOOKS: ("repeated_hooks", "a model whose checkpointing is switched off and on compiles again each time"),
+    Feature.WRITES: ("checkpoint_writes", "what checkpointed layers write to buffers is written once"),
 }
 
 # The trace of the frame that this thread traces for this package's backend; None while it traces none.
@@ -80,12 +96,18 @@ class Site:
     places: Callable[[], Iterable[Place]]
 
 
-def method(owner: str, *names: str) -> Site:
-    """A method of a class, or a function of a module. names: its names in various versions of torch, newest first."""
+def method(owner: str, *names: str, imported_by: tuple[str, ...] = ()) -> Site:
+    """A method of a class, or a function of a module. names: its names in various versions of torch, newest first.
+
+    imported_by: modules that have the function under its own name, once they are loaded.
+    """
 
     def places() -> Iterator[Place]:
         found = resolve(owner)
         yield found, next((name for name in names if hasattr(found, name)), names[0])
+        for module in map(sys.modules.get, imported_by):
+            if module is not None and hasattr(module, names[0]):
+                yield module, names[0]
 
     return Site(f"{owner}.{names[0]}", places)
 
@@ -159,6 +181,11 @@ def table() -> list[Row]:
     return [_row(feature, handler) for feature in FEATURES for handler in _handlers_of(feature)]
 
 
+def effect_of(feature: Feature) -> str:
+    """What does not work where a feature is off."""
+    return FEATURES[feature][1]
+
+
 def off_in(rows: Iterable[Row]) -> frozenset[Feature]:
     """The features that must be off, because they lack a necessary handler."""
     lost = {row.feature for row in rows if not row.places and not row.handler.without}
@@ -181,11 +208,33 @@ def _row(feature: Feature, handler: Handler) -> Row:
     try:
         places = tuple(handler.site.places())
         for place in places:
-            _get(*place)
+            _check_parameters(handler, _get(*place))
         return Row(feature, handler, places)
     except Exception:  # an unknown torch may have anything there
         consequence = handler.without or FEATURES[feature][1]
         return Row(feature, handler, missing=f"{MissingName(handler.site.name)}: {consequence}")
+
+
+@functools.cache  # a table is made for each frame
+def _check_parameters(handler: Handler, replaced: Callable[..., Any]) -> None:
+    """Raise `TypeError` if a method takes other arguments than the handler that would run before it."""
+    own = list(inspect.signature(handler.function).parameters.values())[2:]
+    given = list(inspect.signature(replaced).parameters.values())
+    if {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= {each.kind for each in given}:
+        return  # a wrapper, which tells nothing
+    kinds = {each.kind for each in own}
+    expected = [each for each in own if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    by_keyword = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+    needed = {
+        Parameter.VAR_KEYWORD if each.kind in by_keyword else Parameter.VAR_POSITIONAL
+        for each in given[len(expected) :]
+    }
+    same = len(given) >= len(expected) and all(
+        there.name == here.name or here.kind is Parameter.POSITIONAL_ONLY
+        for there, here in list(zip(given, expected, strict=False))[1:]
+    )
+    if not same or not needed <= kinds:
+        raise TypeError(f"{handler.site.name} takes {inspect.signature(replaced)}")
 
 
 class Installation:
@@ -195,13 +244,19 @@ class Installation:
         self._lock = threading.Lock()
         self._users = 0
         self._undo: list[Callable[[], None]] = []
+        self._functions: list[tuple[str, Any, Any]] = []  # of modules: name, dispatcher and original
+        self._loaded: frozenset[str] = frozenset()  # modules
         self._off: frozenset[Feature] = frozenset()
 
     def enter(self) -> frozenset[Feature]:
         """Install the handlers if they are not; returns the features that must be off."""
         with self._lock:
             if self._users == 0:
-                self._install(table())
+                try:
+                    self._install(table())
+                except Exception:
+                    self._remove()
+                    raise
             self._users += 1
             return self._off
 
@@ -220,13 +275,25 @@ class Installation:
         for row in sorted(rows, key=lambda row: row.handler.order):
             for owner, name in row.places if row.feature not in self._off else ():
                 asked.setdefault((id(owner), name), (owner, name, []))[2].append(row)
+        self._loaded = frozenset(sys.modules)
+        for owner, name in _kept_methods():  # those kept so far are Dynamo's own, without the handlers
+            self._undo.append(_put(owner, name, {}))
         for owner, name, found in asked.values():
             handlers = [(row.feature, row.handler.function) for row in found]
-            self._undo.append(_put(owner, name, _dispatcher(_get(owner, name), handlers)))
+            original = _get(owner, name)
+            dispatcher = _dispatcher(original, handlers)
+            self._undo.append(_put(owner, name, dispatcher))
+            if isinstance(owner, ModuleType):
+                self._functions.append((name, dispatcher, original))
 
     def _remove(self) -> None:
         while self._undo:
             self._undo.pop()()
+        for loaded in sys.modules.keys() - self._loaded:  # meanwhile: they may have imported a dispatcher
+            for name, dispatcher, original in self._functions:
+                if getattr(sys.modules[loaded], "__dict__", {}).get(name) is dispatcher:
+                    setattr(sys.modules[loaded], name, original)
+        self._functions.clear()
 
 
 def _dispatcher(original: Callable[..., Any], handlers: list[tuple[Feature, Callable[..., Any]]]) -> Callable[..., Any]:
@@ -235,16 +302,32 @@ def _dispatcher(original: Callable[..., Any], handlers: list[tuple[Feature, Call
             feature, function = handlers[place]
             place += 1
             if feature in trace.attempt.features:
-                answer = function(trace, functools.partial(proceed, trace, place), *args, **kwargs)
+                try:
+                    answer = function(trace, functools.partial(proceed, trace, place), *args, **kwargs)
+                except Exception as error:
+                    trace.note_error(feature, error)
+                    raise
                 if answer is not NOT_HANDLED:
                     return answer
-        return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            mark_as_passed(error)
+            raise
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         trace = current.get()
         return original(*args, **kwargs) if trace is None else proceed(trace, 0, *args, **kwargs)
 
     return dispatch
+
+
+def _kept_methods() -> Iterator[Place]:
+    """Where Dynamo keeps bound methods, in a dict."""
+    with contextlib.suppress(MissingName):
+        builtin = find("torch._dynamo.variables.builtin.BuiltinVariable")
+        if hasattr(builtin, "call_function_handler_cache"):
+            yield builtin, "call_function_handler_cache"
 
 
 def _get(owner: Any, name: Any) -> Any:

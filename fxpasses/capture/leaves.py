@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule
 
+from fxpasses.capture.checks import Check
 from fxpasses.capture.dynamo_names import MissingName, add_guard
 from fxpasses.graph.provenance import input_sources
 
@@ -36,7 +37,7 @@ def guard(gm: GraphModule, examples: Sequence[object]) -> None:
 
     text = "; ".join(f"{source}.is_leaf is {leaf}" for source, leaf in found.items())
     try:
-        add_guard(context.guards_context.dynamo_guards, are_as_before, list(found), text)
+        add_guard(context.guards_context.dynamo_guards, Check(are_as_before, None, None), list(found), text)
     except MissingName as missing:
         log.debug("leaves and activations share graphs: %s", missing)
 

@@ -8,16 +8,16 @@ computes values from the real inputs, each once, because value numbering identif
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch._dynamo.source import RandomValueSource
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fxpasses.capture.dispatch_state import as_in_new_thread
 from fxpasses.capture.passed_choices import is_passed
 from fxpasses.graph.metadata_analysis import Walk
 from fxpasses.graph.prologue import Draft, Extra
@@ -42,11 +42,13 @@ class NotKnown(Exception):
 
 
 class PartialGraph:
-    """output: Dynamo's `OutputGraph`. autocast: the state around the frame."""
+    """output: Dynamo's `OutputGraph`. autocast: the state around the frame. on_failure: gets an error of the walk."""
 
-    def __init__(self, output: Any, autocast: Any) -> None:
+    def __init__(self, output: Any, autocast: Any, on_failure: Callable[[Exception], None]) -> None:
         self.output = output
+        self._on_failure = on_failure
         self._autocast = autocast
+        self._inference = torch.is_inference_mode_enabled()
         self._values: dict[Extra, Any] = {}
         self.is_walking = False
         self._over = False
@@ -78,6 +80,17 @@ class PartialGraph:
         if extra not in self._values:
             self._values[extra] = self._compute(extra)
         return self._values[extra]
+
+    def compute(self, symbols: Iterable[Any]) -> None:
+        """Compute the values of those symbols that are metadata in one run."""
+        self.walk_on()
+        found = {self.walk.numbers[s] for s in symbols if s in self.walk.numbers}
+        extras = sorted(found - self._values.keys(), key=str)
+        try:
+            values = self._run(extras) if extras else []
+        except NotKnown:
+            return  # each is tried by itself
+        self._values.update((e, int(v) if isinstance(v, bool) else v) for e, v in zip(extras, values, strict=True))
 
     def tensors(self, nodes: list[Node]) -> list[torch.Tensor] | None:
         """The values of tensors of metadata for the inputs being traced; None if one is not known."""
@@ -123,6 +136,10 @@ class PartialGraph:
         roots = [entry.node for entry in table.entries if entry.kind == "root" and entry.number in needed]
         return replace(draft, inputs=tuple(roots)).program(), roots
 
+    def outside(self) -> AbstractContextManager[None]:
+        """The state in which the frame was called, for operators of ours, wherever the frame's trace is now."""
+        return as_in_new_thread(self._autocast, self._inference, self.output.fake_mode)
+
     def _compute(self, extra: Extra) -> int | float:
         (value,) = self._run([extra])
         return int(value) if isinstance(value, bool) else value
@@ -130,7 +147,7 @@ class PartialGraph:
     def _run(self, extras: list[Extra]) -> list[Any]:
         try:
             program, roots = self.program(extras)
-            with outside_of_modes():
+            with self.outside():
                 inputs = [_real(node) for node in roots]
                 return list(Prologue(program, autocast=self._autocast)(inputs))
         except Exception as error:  # an error of the user's program recurs when the program runs
@@ -144,11 +161,12 @@ class PartialGraph:
             return
         self.is_walking = True
         try:
-            with outside_of_modes():
+            with self.outside():
                 self._catch_up()
-        except Exception as error:  # a defect here must not stop a training run: the trace continues without hints
+        except Exception as error:  # what is known may no longer hold, so the frame is traced again without hints
             log.debug("the walk over Dynamo's graph failed", exc_info=error)
             self._over = True
+            self._on_failure(error)
         finally:
             self.is_walking = False
 
@@ -211,13 +229,16 @@ class _PartialWalk(Walk):
         elif isinstance(value, Scalar):
             number = integer_behind(example) if isinstance(example, torch.SymBool) else example
             found = symbol(number) if not isinstance(number, torch.SymFloat) else number.node.expr
-            if found is not None:
-                self.numbers.setdefault(found, Extra(Ref(value.number)))
+            for name in (found, _unbacked_as_created(number)):
+                if name is not None:
+                    self.numbers.setdefault(name, Extra(Ref(value.number)))
         elif isinstance(value, Tensor) and isinstance(example, torch.Tensor):
             for dimension, size in enumerate(example.shape):
-                if symbol(size) is not None and is_unbacked(size):
-                    ref = Ref(value.number, value.memory.version)
-                    self.numbers.setdefault(symbol(size), Extra(ref, dimension=dimension))
+                found = symbol(size) if is_unbacked(size) else None
+                for name in (found, _unbacked_as_created(size)):
+                    if name is not None:
+                        ref = Ref(value.number, value.memory.version)
+                        self.numbers.setdefault(name, Extra(ref, dimension=dimension))
 
     def _stand_in(self, node: Node, autocast: tuple[Any, ...]) -> Value:
         """`x[mask]` for an activation x: a value of the same size with made-up contents."""
@@ -244,6 +265,12 @@ class _PartialWalk(Walk):
         for node in [node for node, value in self.values.items() if memory in _memories(value)]:
             del self.values[node]
             self.obstacles[node] = reason, text
+
+
+def _unbacked_as_created(size: Any) -> Any:
+    """The unbacked symbol of a size, even if it was found to equal something since; else None."""
+    found = symbol_as_created(size) if isinstance(size, torch.SymInt) else None
+    return found if getattr(found, "is_Symbol", False) and size.node.hint is None else None
 
 
 def _memories(value: Value) -> tuple[Allocation, ...]:
@@ -306,13 +333,6 @@ class _Modules:
             return self._modules[name]
         except KeyError:
             raise AttributeError(name) from None
-
-
-@contextmanager
-def outside_of_modes() -> Iterator[None]:
-    """Most queries come from inside fake mode, some while autograd is traced: neither may see our operators."""
-    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
-        yield
 
 
 def _real(placeholder: Node) -> Any:

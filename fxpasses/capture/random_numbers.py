@@ -30,9 +30,9 @@ handlers = Handlers()
 
 
 @handlers.at(opcodes("COMPARE_OP"), order=3)
-def compare(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+def compare(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     left, right = tx.stack[-2:]
-    asked = instruction.argval
+    asked = inst.argval
     least, number = _least(tx, left), right
     if least is None:
         least, number, asked = _least(tx, right), left, _MIRRORED.get(asked, "")

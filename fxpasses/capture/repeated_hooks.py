@@ -22,6 +22,8 @@ from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables import NNModuleHooksDictVariable
 from torch._dynamo.variables.base import VariableTracker
 
+from fxpasses.capture.attempt import Feature
+from fxpasses.capture.checks import Check
 from fxpasses.capture.dynamo_names import guard_on
 from fxpasses.capture.idempotent_hooks import distinct
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
@@ -67,7 +69,8 @@ def _guard(trace: Trace, tx: Any, module: Any, hooks: Any, with_kwargs: Any, exp
             return _compared(distinct(hooks, with_kwargs)) == expected
 
         text = f"the hooks of {in_program(module.name)} do the same"
-        guard = trace.hook_guards[hooks.name] = guard_on(are_equal, [hooks.name, with_kwargs.name], text)
+        check = Check(are_equal, Feature.HOOKS, trace.code)
+        guard = trace.hook_guards[hooks.name] = guard_on(check, [hooks.name, with_kwargs.name], text)
     tx.output.guards.add(guard)
 
 

@@ -37,29 +37,36 @@ _FUNCTION = "torch._dynamo.variables.higher_order_ops.AutogradFunctionApplyVaria
 
 @handlers.at(method(_FUNCTION, "rewire_bwd_graph_outputs"), without="one tensor for two operands breaks the graph")
 def match_gradients(
-    trace: Trace, proceed: Proceed, self: Any, taken: Any, returned: Any, graph: Graph, lifted: Any, operands: Any
+    trace: Trace,
+    proceed: Proceed,
+    self: Any,
+    fwd_freevars: Any,
+    bwd_out: Any,
+    bwd_graph: Graph,
+    bwd_freevars: Any,
+    orig_fwd_args: Any,
 ) -> Any:
-    """taken: the free variables of `forward`. returned: by `backward`, whose graph and free variables follow."""
-    operands = [operand.realize() for operand in operands]
+    """fwd_freevars: the free variables of `forward`. bwd_out: what `backward` returns."""
+    operands = [operand.realize() for operand in orig_fwd_args]
     repeated = _repeated(operands)
-    if not repeated or not isinstance(returned, BaseListVariable):
+    if not repeated or not isinstance(bwd_out, BaseListVariable):
         return NOT_HANDLED
-    proxies = [gradient.as_proxy() if gradient.is_tensor() else None for gradient in returned.items]
-    gradients = [lifted.get(proxy, proxy).node if proxy is not None else None for proxy in proxies]
+    proxies = [gradient.as_proxy() if gradient.is_tensor() else None for gradient in bwd_out.items]
+    gradients = [bwd_freevars.get(proxy, proxy).node if proxy is not None else None for proxy in proxies]
     again = {operand.proxy.node for operand in repeated.values()}
     for gradient, operand in zip(gradients, operands, strict=False):
         if type(operand) is TensorVariable and operand.proxy.node in again and not _is_of(gradient, operand):
             return NOT_HANDLED
     none = ConstantVariable.create(None)
     once = [none if number in repeated else operand for number, operand in enumerate(operands)]
-    result = proceed(self, taken, returned, graph, lifted, once)
-    output = graph.output_node()
+    result = proceed(self, fwd_freevars, bwd_out, bwd_graph, bwd_freevars, once)
+    output = bwd_graph.output_node()
     found: Any = list(output.args[0])  # type: ignore[arg-type]
-    places = [proxy.node for proxy in taken]
+    places = [proxy.node for proxy in fwd_freevars]
     for number, operand in repeated.items():
         if operand.proxy.node in places:
             place = places.index(operand.proxy.node)
-            found[place] = _sum(graph, output, found[place], gradients[number])
+            found[place] = _sum(bwd_graph, output, found[place], gradients[number])
     output.args = (tuple(found),)
     return result
 

@@ -69,8 +69,8 @@ def require(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args:
 
 
 @handlers.at(opcodes("STORE_ATTR"), without="`x.requires_grad = True` on an intermediate breaks the graph")
-def assign(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
-    if instruction.argval != "requires_grad":
+def assign(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    if inst.argval != "requires_grad":
         return NOT_HANDLED
     value, tensor = (variable.realize() for variable in tx.stack[-2:])
     if not tensor.is_tensor() or not _is_true(value):

@@ -20,29 +20,37 @@ backend are concerned.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
 
 import torch._dynamo.config as _config
-from torch._dynamo.exc import TorchDynamoException
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpasses import ddp_buckets, default_options
-from fxpasses.capture import flags, generation, tracing, variants
+from fxpasses.capture import checks, flags, generation, tracing, variants
 from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
+from fxpasses.capture.failures import (
+    FailedFeatures,
+    FeatureRejected,
+    comes_of_capture,
+    is_data_dependent,
+    is_ours,
+    mark_as_passed,
+)
 from fxpasses.capture.flags import Values
+from fxpasses.capture.interceptions import effect_of
+from fxpasses.capture.size_defaults import UnknownDefault, WrongDefault
 from fxpasses.capture.trace import Trace
-from fxpasses.capture.tracing import FeatureRejected
 from fxpasses.capture.unproved import Unproved
+from fxpasses.containment import contained, error_text, say
+from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.provenance import forget_leftovers
 from fxpasses.once import warn_once
 from fxpasses.options import PREFIX
@@ -50,14 +58,13 @@ from fxpasses.options import PREFIX
 log = logging.getLogger(__name__)
 
 MARKER = "_is_fastpack"
-CAPTURES = "_captures"  # of a backend for whose frames the flags are on, whatever the process has set
 _MAX_WRAPPERS = 16
+_MOST_BROKEN = 2  # frames of a program; an inner one may be traced whole where an outer one is not
+
+# The attempt at a frame that is traced as for any other backend.
+_STOCK = Attempt(Values(False, False))
 
 _installing = threading.Lock()
-
-
-class CaptureRejected(RuntimeError):
-    """Raised by the backend for a graph with unbacked symbols that it cannot compile: retrace with fewer flags."""
 
 
 def may_trace_again(trace: Trace, error: BaseException, has_unbacked_symbols: bool) -> bool:
@@ -65,48 +72,17 @@ def may_trace_again(trace: Trace, error: BaseException, has_unbacked_symbols: bo
     return trace.attempt.with_fewer_flags() is not None and (has_unbacked_symbols or is_data_dependent(error))
 
 
-def is_data_dependent(error: BaseException) -> bool:
-    """Whether an unbacked symbol caused `error`: it is such an error, wraps one or was raised while handling one."""
-    try:
-        kinds = (*DynamoNames.find().data_dependent, CaptureRejected)
-    except MissingName:
-        return False
-    pending: list[Any] = [error]
-    seen: set[int] = set()
-    while pending:
-        error = pending.pop()
-        if not isinstance(error, BaseException) or id(error) in seen:
-            continue
-        if isinstance(error, kinds):
-            return True
-        seen.add(id(error))
-        # `BackendCompilerFailed` keeps what the backend raised as `inner_exception`.
-        pending += [error.__cause__, error.__context__, getattr(error, "inner_exception", None)]
-    return False
-
-
-def comes_of_capture(error: BaseException) -> bool:
-    """Whether tracing with fewer flags may avoid `error`: it is data-dependent, or an internal error of Dynamo.
-
-    Dynamo wraps errors of the program and the backend; an unwrapped error is its own.
-    """
-    if is_data_dependent(error):
-        return True
-    if isinstance(error, TorchDynamoException) or error.__traceback__ is None:
-        return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).startswith(("torch._dynamo.", "torch.fx.", "torch.utils._sympy."))
-
-
 def install() -> bool:
     """Intercept Dynamo's traces for this package's backend. False, after one warning, if torch lacks a private name."""
     with _installing:
         try:
             names = DynamoNames.find()
-        except MissingName as missing:
+        except Exception as missing:
+            text = missing if isinstance(missing, MissingName) else error_text(missing)
             warnings.warn(
-                f"fxpasses: {missing}. Code that needs the value of a captured `.item()` may raise "
-                "GuardOnDataDependentSymNode; FXPASSES_KEEP_DYNAMO_CONFIG=1 in the environment avoids it.",
+                f"fxpasses: {text}. Dynamo's capture flags are on for the whole process, and code that needs the "
+                "value of a captured `.item()` may raise GuardOnDataDependentSymNode; FXPASSES_KEEP_DYNAMO_CONFIG=1 in "
+                "the environment avoids both.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -115,10 +91,9 @@ def install() -> bool:
             names.convert_frame.trace_frame = _TraceFrameInAttempts(names)  # type: ignore[attr-defined]
         try:
             generation.install(_keeps_generation_apart)
-        except MissingName as missing:
-            warn_once(
-                str(missing), f"{missing}: models that generate while they train may pass Dynamo's limit of graphs"
-            )
+        except Exception as missing:
+            text = missing if isinstance(missing, MissingName) else error_text(missing)
+            warn_once(str(text), f"{text}: models that generate while they train may pass Dynamo's limit of graphs")
         return True
 
 
@@ -193,71 +168,165 @@ class _TraceFrameInAttempts:
         # keeps from one attempt to the next.
         self._next: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unproved = Unproved()
+        self._failed = FailedFeatures()
+        # By program: how many frames had to be traced with fewer flags, since questions get no answer any more. The
+        # frames that they call are traced as far as the same place.
+        self._broken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = self._signature.bind(*args, **kwargs)
-        frame = bound.arguments
-        if not is_fastpack(frame["compiler_fn"]):
-            with tracing.as_current(None):
+        bound = self._of_this_backend(args, kwargs)
+        if bound is None or self._next.get(bound.arguments["speculation_log"]) is _STOCK:
+            with tracing.as_current(None), flags.as_outside():
                 return self.original(*args, **kwargs)
-        optimizer = ddp_buckets.optimizer_among(_unwrapped(frame["compiler_fn"]))
-        if optimizer is not None:
-            frame["compiler_fn"] = optimizer.backend_compile_fn
-        with ddp_buckets.moved_inside(optimizer):
-            return self._trace(frame, bound.args, bound.kwargs)
+        frame = bound.arguments
+        strict = False
+        try:
+            strict = bool(option(frame["compiler_fn"], "strict"))
+            optimizer = ddp_buckets.optimizer_among(_unwrapped(frame["compiler_fn"]))
+            if optimizer is not None:
+                frame["compiler_fn"] = optimizer.backend_compile_fn
+            with ddp_buckets.moved_inside(optimizer):
+                return self._trace(frame, bound.args, bound.kwargs, strict)
+        except Exception as error:  # around the trace: nothing of it is left
+            if strict or not is_ours(error):
+                raise
+            say("tracing for this backend", error, "Dynamo traces the frame as for any other backend.")
+            raise self._restarting(frame["speculation_log"], frame["code"], _STOCK, error) from error
 
-    def _trace(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_this_backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
+        """The arguments of a trace for this package's backend; None for another's."""
+        with contained("finding out whose a frame is", "Dynamo traces it as for any other backend."):
+            bound = self._signature.bind(*args, **kwargs)
+            return bound if is_fastpack(bound.arguments["compiler_fn"]) else None
+        return None
+
+    def _first(self, frame: Mapping[str, Any], strict: bool) -> Attempt:
+        backend = frame["compiler_fn"]
+        program = _program(backend)
+        attempt = tracing.first_attempt(
+            frame,
+            None if frame["one_graph"] else flags.wanted(),
+            option(backend, "capture") != "off",
+            self._unproved.given_up(program),
+            strict,
+        )
+        if attempt.refused and self._broken.get(program, 0) >= _MOST_BROKEN:
+            attempt = attempt.with_fewer_flags() or attempt
+        lost = self._failed.of(program) | checks.failed_in(frame["code"])
+        return (Feature.HINTS in lost and attempt.without_flags()) or attempt.without(*lost)
+
+    def _trace(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool) -> Any:
         """One attempt. If it fails and another one may succeed, have Dynamo start that."""
         forget_leftovers()
         code, speculation_log = frame["code"], frame["speculation_log"]
-        attempt = self._next.get(speculation_log)
-        captures = any(getattr(function, CAPTURES, False) for function in _unwrapped(frame["compiler_fn"]))
-        if attempt is None:
-            flags_wanted = None if frame["one_graph"] else flags.ON if captures else flags.wanted()
-            given_up = self._unproved.given_up(_program(frame["compiler_fn"]))
-            wanted = option(frame["compiler_fn"], "capture") != "off"
-            attempt = tracing.first_attempt(code, flags_wanted, wanted, given_up)
-        values = attempt.flags or (flags.ON if captures else None)
-        held = flags.held_at(values) if values is not None else contextlib.nullcontext()
-        with held, tracing.traced(attempt) as trace:
+        attempt = self._next.get(speculation_log) or self._first(frame, strict)
+        with flags.held_at(attempt.flags or flags.wanted()), tracing.traced(attempt) as trace:
+            trace.code = code
             try:
-                result = self.original(*args, **kwargs)
+                try:
+                    result = self.original(*args, **kwargs)
+                except Exception as error:
+                    mark_as_passed(error)
+                    raise
+                finally:
+                    trace.is_over = True
                 tracing.check(trace)
             except Exception as error:
+                trace.note_error(Feature.HINTS, error)
                 following = self._after(trace, error)
-                if trace.crowded:  # also if Dynamo itself traces the frame again, up to a graph break
-                    variants.give_up(code, trace.crowded)
-                    attempt = self._next[speculation_log] = attempt.refusing(trace.crowded)
-                    following = following and following.refusing(trace.crowded)
-                if following is not None and trace.unproved():
-                    self._unproved.note(_program(frame["compiler_fn"]), trace.speculation.unproved_in())
-                if self._is_given_up(trace, error, following):
-                    tracing.warn_given_up(trace, code, _first_line(error))
+                if trace.failure is not None:
+                    raise self._after_failure(trace, frame, error) from trace.failure.error
+                with contained("counting what a frame asks", strict=strict):
+                    following = self._noting(trace, frame, error, following)
+                if following is None and self._is_raised_by_program(error, frame):
+                    raise self._left_to_eager_mode(error) from error
                 if following is None:
                     raise
                 raise self._restarting(speculation_log, code, following, error) from error
-            try:
-                tracing.finish(trace, result.output_graph, code)
-            except Exception as error:  # a graph whose assumptions cannot be guarded must not run
-                tracing.warn_given_up(trace, code, _first_line(error))
-                log.debug("the guard could not be made", exc_info=error)
-                following = trace.attempt.without(Feature.HINTS)
-                raise self._restarting(speculation_log, code, following, error) from error
+            tracing.finish(trace, result.output_graph, code)
+            if trace.failure is not None:  # Dynamo may have caught the error and gone on
+                raise self._after_failure(trace, frame, None, result) from trace.failure.error
             return result
 
+    def _after_failure(
+        self, trace: Trace, frame: Mapping[str, Any], error: Exception | None, result: Any = None
+    ) -> Exception:
+        """What to raise after an attempt in which a feature failed: a restart without it, or the error itself.
+
+        error: what ended the attempt; None if it came to a result.
+        """
+        assert trace.failure is not None
+        feature, cause = trace.failure
+        following = trace.attempt.after_failure(feature)
+        if trace.attempt.strict or following is None:
+            return cause
+        self._failed.note(_program(frame["compiler_fn"]), feature)
+        say(f"the capture's feature {feature.value!r}", cause, f"Programs are traced without it: {effect_of(feature)}.")
+        return self._restarting(frame["speculation_log"], frame["code"], following, error or cause, result)
+
+    def _noting(
+        self, trace: Trace, frame: Mapping[str, Any], error: Exception, following: Attempt | None
+    ) -> Attempt | None:
+        """Note for later frames what an attempt has shown, and warn; returns the attempt that follows."""
+        code, speculation_log = frame["code"], frame["speculation_log"]
+        if trace.crowded:  # also if Dynamo itself traces the frame again, up to a graph break
+            variants.give_up(code, trace.crowded)
+            self._next[speculation_log] = trace.attempt.refusing(trace.crowded)
+            following = following and following.refusing(trace.crowded)
+        if trace.left:  # Dynamo itself traces the frame again, up to the checkpoint
+            self._next[speculation_log] = (self._next.get(speculation_log) or trace.attempt).leaving(trace.left)
+            following = following and following.leaving(trace.left)
+        if following is not None and trace.attempt.refused and following.flags != trace.attempt.flags:
+            program = _program(frame["compiler_fn"])
+            self._broken[program] = self._broken.get(program, 0) + 1
+        if following is not None and trace.unproved():
+            self._unproved.note(_program(frame["compiler_fn"]), trace.speculation.unproved_in())
+        if self._is_given_up(trace, error, following) and not trace.left:  # of which the user knows
+            tracing.warn_given_up(trace, code, error, error_text(_backend_error(error)))
+        return following
+
     def _after(self, trace: Trace, error: Exception) -> Attempt | None:
-        """The attempt after an error; None if another attempt would fail in the same way."""
+        """The attempt after an error; None if another attempt would fail in the same way, or if a feature failed."""
+        try:
+            return self._following(trace, error) if trace.failure is None else None
+        except Exception as own:
+            trace.note_error(Feature.HINTS, own)
+            return None
+
+    def _following(self, trace: Trace, error: Exception) -> Attempt | None:
         if isinstance(error, (self._names.restart, self._names.skip)):
             return None
         rejected, unproved = _backend_error(error), trace.unproved()
+        if isinstance(rejected, WrongDefault):
+            return trace.attempt.answering(rejected.questions) if rejected.questions else trace.attempt.without_flags()
         if isinstance(rejected, FeatureRejected) and rejected.feature is not Feature.SPECULATION:
             return trace.attempt.without(rejected.feature)
+        if isinstance(rejected, UnknownDefault):
+            return trace.attempt.with_fewer_flags()
         if unproved:  # first without counts in NumPy arrays, if there are any
             uses_numbers = any(branch.kind == "numbers" for branch in trace.speculated())
             return trace.attempt.without(Feature.NUMPY if uses_numbers else Feature.SPECULATION)
         if isinstance(error, self._names.unsupported) and trace.attempt.refused:  # the break may have no other place
             return trace.attempt.without_flags()
-        return trace.attempt.with_fewer_flags() if comes_of_capture(error) else None
+        if isinstance(error, self._names.runtime_error):  # an operator failed on fake tensors
+            wrong = trace.sizes.wrong()
+            return trace.attempt.answering(wrong) if wrong else trace.attempt.without_flags()
+        if not comes_of_capture(error):
+            return None
+        if trace.has_function_numbers and trace.has(Feature.INSIDE):
+            return trace.attempt.without(Feature.INSIDE)
+        return trace.attempt.with_fewer_flags()
+
+    def _is_raised_by_program(self, error: Exception, frame: Mapping[str, Any]) -> bool:
+        """Whether an operator has raised for this batch, while other ranks wait for the collectives before it."""
+        return spans_ranks() and not frame["one_graph"] and isinstance(error, (self._names.runtime_error, IndexError))
+
+    def _left_to_eager_mode(self, error: Exception) -> Exception:
+        """What to raise so that Dynamo runs this call of a frame, and no other, in eager mode, which raises in turn."""
+        left: Any = self._names.unsupported(f"an operator failed while it was traced: {error_text(error)}")
+        left.frame_exec_strategy = self._names.this_call_alone
+        left._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)
+        return left
 
     def _is_given_up(self, trace: Trace, error: Exception, following: Attempt | None) -> bool:
         """Whether the frame's reads stay uncaptured after an error, and it runs all the same."""
@@ -267,21 +336,19 @@ class _TraceFrameInAttempts:
             return following.flags == Values(False, False)
         return isinstance(error, (self._names.skip, self._names.unsupported)) or _config.suppress_errors
 
-    def _restarting(self, speculation_log: Any, code: CodeType, following: Attempt, error: Exception) -> Exception:
-        log.info("%s is traced again as %s: %s", tracing.described(code), following, _first_line(error))
+    def _restarting(
+        self, speculation_log: Any, code: CodeType, following: Attempt, error: Exception, result: Any = None
+    ) -> Exception:
+        reason = error_text(_backend_error(error))
+        log.info("%s is traced again as %s: %s", tracing.described(code), following, reason)
         speculation_log.clear()  # it records positions in a trace that the next one does not repeat
         self._next[speculation_log] = following
-        restart = self._names.restart(restart_reason=f"data-dependent error with capture flags: {_first_line(error)}")
+        restart = self._names.restart(restart_reason=f"data-dependent error with capture flags: {reason}")
         # Dynamo frees the failed attempt's graph through this attribute.
-        restart._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)
+        restart._torch_dynamo_tracer_output = result or getattr(error, "_torch_dynamo_tracer_output", None)
         return restart
 
 
 def _backend_error(error: BaseException) -> BaseException:
     """The error of the backend, if Dynamo has wrapped it, else `error`."""
     return getattr(error, "inner_exception", None) or error
-
-
-def _first_line(error: BaseException) -> str:
-    error = _backend_error(error)
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

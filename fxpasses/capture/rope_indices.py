@@ -23,8 +23,9 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
 from fxpasses.capture.bound_methods import BoundMethod
+from fxpasses.capture.dispatch_state import as_in_new_thread
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.capture.partial_graph import outside_of_modes
+from fxpasses.runtime.prologue import autocast_state
 from fxpasses.runtime.rope_index import Call, register
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _dtypes(
     """The dtypes of the results for the traced batch; None if it raises, or they have other sizes than expected."""
     copies = {name: value.clone() for name, value in values.items()}
     try:
-        with outside_of_modes(), torch.no_grad():
+        with as_in_new_thread(autocast_state()), torch.no_grad():
             positions, deltas = function(model, **copies, **constants)
         rows, columns = values["input_ids"].shape
     except Exception:  # an error of the user's program recurs when Dynamo has traced it

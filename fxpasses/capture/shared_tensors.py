@@ -126,7 +126,7 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: An
 
 
 @handlers.at(_slots("mp_subscript_impl", "sq_contains"), without="keys and values that layers share break the graph")
-def read_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any) -> Any:
+def read_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, /) -> Any:
     return _read(trace, tx, self, key)
 
 
@@ -144,10 +144,10 @@ def store_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, val
 
 
 @handlers.at(method("torch._dynamo.side_effects.SideEffects", "mutation"), order=3)
-def change(trace: Trace, proceed: Proceed, self: Any, variable: Any) -> Any:
+def change(trace: Trace, proceed: Proceed, self: Any, var: Any) -> Any:
     """Changes other than a store of an item: `clear`, `pop`, `update`."""
-    if _is_of_frame(variable):
-        trace.shared.changed(variable.mutation_type, _ALL)
+    if _is_of_frame(var):
+        trace.shared.changed(var.mutation_type, _ALL)
     return NOT_HANDLED
 
 

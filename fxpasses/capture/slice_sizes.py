@@ -8,6 +8,9 @@ AOTAutograd runs the node again it expects another new symbol, and raises `possi
 constant`, under stock PyTorch with its capture flags as well. Such a node loses its binding here; the sizes of all that
 follow are computed anew.
 
+PyTorch asserts that `x.masked_select(mask)` has no more elements than `x`, which a larger mask broadcasts: here it is
+broadcast before.
+
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch._subclasses.fake_impls.op_implementations_dict`, whose
 functions run an operator on fake tensors, given the fake mode, the operator and its arguments;
 `symbolic_shapes.rebind_unbacked`, which AOTAutograd calls with the result of each node that it runs again; and
@@ -31,6 +34,8 @@ from fxpasses.capture.trace import Definition, Trace
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import expression, is_unbacked, symbol
 
+_IMPORTED_BY = ("torch._inductor.fx_utils", "torch._inductor.ir")
+
 handlers = Handlers()
 
 
@@ -53,15 +58,32 @@ def slice_tensor(trace: Trace, proceed: Proceed, mode: Any, func: Any, *args: An
 
 
 @handlers.at(
-    method("torch.fx.experimental.symbolic_shapes", "rebind_unbacked"),
+    Site(
+        "implementation of masked_select",
+        lambda: [(fake_impls.op_implementations_dict, torch.ops.aten.masked_select.default)],
+    ),
+    without="`x.masked_select(mask)` fails where the mask has more elements",
+)
+def masked_select(trace: Trace, proceed: Proceed, mode: Any, func: Any, *tensors: Any) -> Any:
+    x, mask = tensors
+    if trace.graph is None or trace.graph.output.shape_env is not mode.shape_env:
+        return NOT_HANDLED
+    if [*map(expression, x.shape)] == [*map(expression, mask.shape)]:  # asks nothing
+        return NOT_HANDLED
+    with mode:
+        return proceed(mode, func, torch.broadcast_tensors(x, mask)[0], mask)
+
+
+@handlers.at(
+    method("torch.fx.experimental.symbolic_shapes", "rebind_unbacked", imported_by=_IMPORTED_BY),
     without="a slice whose size is learned after it was taken may not compile",
 )
-def rebind(trace: Trace, proceed: Proceed, shape_env: Any, node: Node, result: Any) -> Any:
-    bindings = node.meta.get("unbacked_bindings") or {}
-    if operator_of(node) == "getitem" or node.target is torch.ops.aten.slice.Tensor:
+def rebind(trace: Trace, proceed: Proceed, shape_env: Any, n: Node, result: Any) -> Any:
+    bindings = n.meta.get("unbacked_bindings") or {}
+    if operator_of(n) in ("getitem", "autograd_function_apply") or n.target is torch.ops.aten.slice.Tensor:
         known = [bound for bound, path in bindings.items() if _is_known(bound, pytree.key_get(result, path))]
         if known:
-            node.meta["unbacked_bindings"] = {b: path for b, path in bindings.items() if b not in known}
+            n.meta["unbacked_bindings"] = {b: path for b, path in bindings.items() if b not in known}
     return NOT_HANDLED
 
 

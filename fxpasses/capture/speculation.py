@@ -53,6 +53,7 @@ from fxpasses.capture.assumed_values import (
     list_of_hits,
 )
 from fxpasses.capture.dynamo_names import user_line
+from fxpasses.capture.failures import Unprovable
 from fxpasses.capture.liveness import follow, live_at
 from fxpasses.capture.unproved import Function, function_of
 from fxpasses.graph.routing import Routing
@@ -62,10 +63,6 @@ from fxpasses.graph.symbols import is_unbacked
 _clock = itertools.count()
 _COUNTS = (0, 1, 2, 3, 10**9)
 _PLAIN = (bool, int, float, complex, str, bytes)  # compared by `repr`, because 0.0 == -0.0
-
-
-class Unprovable(Exception):
-    """No pass could discharge a branch, whose effects are not all in the graph: the frame is traced again."""
 
 
 class _Known:

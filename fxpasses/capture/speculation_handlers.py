@@ -63,9 +63,9 @@ def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
 
 
 @handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=2)
-def change(trace: Trace, proceed: Proceed, effects: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-    """A change of an object; stores to cells are stores to attributes."""
-    trace.speculation.changed(born(variable))
+def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
+    """A change of an object, the first argument; stores to cells are stores to attributes."""
+    trace.speculation.changed(born(args[0]))
     return NOT_HANDLED
 
 
@@ -88,26 +88,26 @@ def make(
 
 
 @handlers.at(CONDITIONAL_JUMP, order=2, without="`if tok.numel() > 0:` breaks the graph")
-def jump(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
-    if not instruction.opname.startswith("POP_JUMP") or not is_asked(tx):
+def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    if not inst.opname.startswith("POP_JUMP") or not is_asked(tx):
         return NOT_HANDLED
-    truth = trace.speculation.truth(tx, instruction, tx.stack[-1], "IF_TRUE" in instruction.opname)
-    return NOT_HANDLED if truth is None else take(tx, instruction, truth)
+    truth = trace.speculation.truth(tx, inst, tx.stack[-1], "IF_TRUE" in inst.opname)
+    return NOT_HANDLED if truth is None else take(tx, inst, truth)
 
 
 @handlers.at(method(BUILTIN, "call_bool"), order=2, without="`bool(mask.any())` breaks the graph")
-def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, argument: Any) -> Any:
+def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> Any:
     """The jump decides the truth of a tensor that says whether an expert has tokens."""
     if (
-        isinstance(argument, TensorVariable)
-        and is_routing(trace.speculation.values.routing, argument.as_proxy().node) is not None
+        isinstance(arg, TensorVariable)
+        and is_routing(trace.speculation.values.routing, arg.as_proxy().node) is not None
     ):
-        return argument.call_method(tx, "item", [], {})
+        return arg.call_method(tx, "item", [], {})
     return NOT_HANDLED
 
 
 @handlers.at(opcodes("GET_ITER"))
-def get_iter(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     value = tx.stack[-1]
     if isinstance(value, TensorVariable):
         every = trace.speculation.all_experts(tx, value)
@@ -120,9 +120,9 @@ def get_iter(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
 
 
 @handlers.at(opcodes("FOR_ITER"))
-def for_iter(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+def for_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     place = tx.instruction_pointer - 1
-    result = proceed(tx, instruction)
+    result = proceed(tx, inst)
     trace.speculation.begin_round(tx, place)
     return result
 
@@ -131,7 +131,7 @@ def for_iter(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
 
 
 @handlers.at(opcodes("COMPARE_OP"), without="`ids == e` breaks the graph where e is a tensor")
-def compare(trace: Trace, proceed: Proceed, tx: Any, instruction: Any) -> Any:
+def compare(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     """`ids == e`, with a number in place of a known tensor of one element."""
     if trace.speculation.values.of(tx.stack[-2]) is None:
         tx.push(_number_or(trace.speculation, tx.pop()))

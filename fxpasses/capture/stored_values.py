@@ -161,8 +161,8 @@ def store(
 
 
 @handlers.at(method(_EFFECTS, "mutation"))
-def change(trace: Trace, proceed: Proceed, self: Any, variable: Any) -> Any:
-    trace.stores.changed(variable, outer_body(self.output_graph_weakref().current_tx))
+def change(trace: Trace, proceed: Proceed, self: Any, var: Any) -> Any:
+    trace.stores.changed(var, outer_body(self.output_graph_weakref().current_tx))
     return NOT_HANDLED
 
 
@@ -172,7 +172,7 @@ def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
 
 
 @handlers.at(method(_EFFECTS, "load_attr"))
-def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, **kwargs: Any) -> Any:
+def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Torch 2.15 reads an attribute that the trace has stored from here, and not from the object."""
     if type(item) not in _OBJECTS:
         return NOT_HANDLED

@@ -20,14 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 
-from fxpasses.capture.attempt import Attempt, Feature, Place
+from fxpasses.capture.attempt import Attempt, Feature, Left, Place
 from fxpasses.capture.dynamo_names import in_short, user_place
+from fxpasses.capture.failures import Failure, is_ours
 from fxpasses.capture.partial_graph import NotKnown, PartialGraph
+from fxpasses.capture.size_defaults import SizeDefaults
 from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.runtime.prologue import autocast_state
 
@@ -45,12 +48,15 @@ _MOST_QUESTIONS = 8  # of one place: as many as Dynamo keeps graphs of a frame, 
 class Answer:
     """The batch's answer to a question about symbols, as a condition that holds.
 
-    is_number: whether the question was for a number, and not for a truth.
+    is_number: whether the question was for a number, and not for a truth. is_choice: whether it is known that eager
+    mode runs a batch with another answer. is_tacit: whether PyTorch takes the answer for granted.
     """
 
     condition: Any
     place: Place
     is_number: bool = False
+    is_choice: bool = False
+    is_tacit: bool = False
 
     @property
     def inside_operator(self) -> bool:
@@ -68,7 +74,7 @@ class Answer:
 
         A size of 1 is broadcast, and an operator that asks for a number (`x.unbind()`) takes any.
         """
-        if self.is_number or not self.inside_operator:
+        if self.is_number or self.is_choice or not self.inside_operator:
             return False
         return isinstance(self.condition, sympy.Eq) and not {0, 1}.intersection(self.condition.args)
 
@@ -96,6 +102,9 @@ class Trace:
     def __init__(self, attempt: Attempt, given: bool = False) -> None:
         self.attempt = attempt
         self.given = given
+        self.code: CodeType | None = None  # of the frame
+        self.failure: Failure | None = None  # the first error of this package's own
+        self.is_over = False  # Dynamo has traced the frame, or given up: what is left of its graph may be no graph
         self.graph: PartialGraph | None = None
         self.answers: list[Answer] = []
         self.crowded: dict[Place, str] = {}  # places that have asked too many questions, and how many
@@ -108,9 +117,15 @@ class Trace:
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.numpy_state: Any = None  # of NumPy's generator, once the program has seeded it
         self.without_cudnn = 0  # the depth of statements that switch cuDNN off
+        self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
+        self.has_function_numbers = False  # whether an autograd function reads a number that is captured
+        self.has_repeatable_writes = False  # in a captured checkpoint, for a pass to move
+        self.has_communicated = False  # whether the program has issued a collective
         self.has_read = False  # whether a number was read since the last walk
         self.autocast = autocast_state()
         self._answering = True
+        self._choosing = False  # whether the question that is being answered is a choice
+        self.sizes = SizeDefaults(self)
         if self.has(Feature.SPECULATION):  # each of these modules imports private names that torch may lack
             from fxpasses.capture.speculation import Speculation
 
@@ -135,15 +150,26 @@ class Trace:
     def has(self, feature: Feature) -> bool:
         return feature in self.attempt.features
 
+    def note_error(self, feature: Feature, error: Exception) -> None:
+        """Note an error that passes through code of a feature; if it is this package's, the feature has failed."""
+        if self.failure is None and is_ours(error):
+            self.failure = Failure(feature, error)
+
+    def _note_failed_walk(self, error: Exception) -> None:
+        if not self.is_over:
+            self.note_error(Feature.HINTS, error)
+
     def attach(self, output: Any) -> None:
         """Attach Dynamo's `OutputGraph`, which exists once the frame's first instruction is traced."""
         if self.graph is None:
-            self.graph = PartialGraph(output, self.autocast)
+            self.graph = PartialGraph(output, self.autocast, self._note_failed_walk)
             output.shape_env.real_tensor_prop_unbacked_vals = _Values(self)
             output.shape_env._log_real_tensor_propagation = self.note
+            self.sizes.attach(output.shape_env)
 
     def close(self) -> None:
         """Called when the graph is complete: the knowledge about it is final."""
+        self.sizes.close()
         if self.graph is not None:
             self.graph.close()
         if self.has(Feature.NUMPY):
@@ -156,6 +182,7 @@ class Trace:
             shape_env = self.graph.output.shape_env
             shape_env.real_tensor_prop_unbacked_vals = {}
             del shape_env._log_real_tensor_propagation
+            self.sizes.detach()
             self.graph = None
 
     def catch_up(self) -> None:
@@ -204,6 +231,11 @@ class Trace:
             return None
         return None if value is sympy.nan else value  # which sympy does not compare
 
+    def compute(self, symbols: Iterable[Any]) -> None:
+        """Compute the values of symbols at once, which takes less time than one by one."""
+        if self.graph is not None and self._answering:
+            self.graph.compute(symbols)
+
     def number(self, expression: Any) -> Any:
         """The value of an expression over symbols and sizes, or None."""
         graph = self.graph
@@ -228,16 +260,43 @@ class Trace:
 
     def note(self, question: Any, answer: Any) -> None:
         """Record that the batch's answer to `question`, an expression, is `answer`, a number or a truth value."""
+        try:
+            self._note(question, answer)
+        except Exception as error:
+            self.note_error(Feature.HINTS, error)
+            raise
+
+    def _note(self, question: Any, answer: Any) -> None:
         if answer == sympy.true:
             condition = question
         elif answer == sympy.false:
             condition = sympy.Not(question)
         else:
             condition = sympy.Eq(question, answer)
-        found = Answer(condition, self._place(), is_number=answer not in (sympy.true, sympy.false))
+        is_number, is_choice = answer not in (sympy.true, sympy.false), self._choosing or self.sizes.is_caught
+        found = Answer(condition, self.place(), is_number, is_choice)
         self.answers.append(found)
         if not found.is_number and not found.inside_operator:
             self._count(found, question, answer == sympy.true)
+
+    def note_choice(self, question: Any, answer: bool, place: Place) -> None:
+        """Record what was taken for granted at a place, and of which the shape environment knows nothing."""
+        condition = question if answer else sympy.Not(question)
+        self.answers.append(Answer(condition, place, is_choice=True, is_tacit=True))
+
+    @contextmanager
+    def choosing(self) -> Iterator[None]:
+        """Answers inside are choices."""
+        self._choosing = True
+        try:
+            yield
+        finally:
+            self._choosing = False
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether an operator that runs is the program's, and not one that the walk runs again."""
+        return self._answering and self.graph is not None and not self.graph.is_walking
 
     def _count(self, answer: Answer, question: Any, truth: bool) -> None:
         truths = self._truths.setdefault(answer.place, {})
@@ -246,14 +305,14 @@ class Trace:
             text = f"{answer.where} asks for {len(truths)} numbers of one batch, and their answers differ"
             self.crowded.setdefault(answer.place, text)
 
-    def _place(self) -> Place:
+    def place(self) -> Place:
         """The place of the question that is being asked."""
         walking = self.graph is not None and self.graph.is_walking  # the walk runs operators again
         return (*user_place(), self.operators > 0 or walking)
 
     def _is_refused(self) -> bool:
         refused = self.attempt.refused.union(self.crowded) if self.crowded else self.attempt.refused
-        return bool(refused) and self._place() in refused
+        return bool(refused) and self.place() in refused
 
 
 class _Values(dict[Any, Any]):
@@ -276,5 +335,9 @@ class _Values(dict[Any, Any]):
         return value
 
     def get(self, symbol: Any, default: Any = None) -> Any:
-        value = self._trace.value(symbol) if isinstance(symbol, sympy.Symbol) else None
+        try:
+            value = self._trace.value(symbol) if isinstance(symbol, sympy.Symbol) else None
+        except Exception as error:
+            self._trace.note_error(Feature.HINTS, error)
+            raise
         return default if value is None else value

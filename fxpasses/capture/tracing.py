@@ -9,63 +9,86 @@ Private name, checked on torch 2.11, 2.13 and 2.15: `compile_subgraph_reason`, o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
 import torch._dynamo.config as _config
 from torch.fx import GraphModule
 
-from fxpasses.capture import guarding, variants
+from fxpasses.capture import collective_operands, guarding, variants
 from fxpasses.capture.assumptions import assumptions_of
-from fxpasses.capture.attempt import Attempt, Feature
+from fxpasses.capture.attempt import Attempt, Feature, Place
+from fxpasses.capture.dynamo_names import in_short
+from fxpasses.capture.failures import Failure, FeatureRejected
 from fxpasses.capture.flags import Values
 from fxpasses.capture.interceptions import Installation, current
 from fxpasses.capture.trace import Trace
 from fxpasses.capture.unproved import Function
+from fxpasses.containment import contained, error_text, say
+from fxpasses.graph.checkpoint_writes import remaining
+from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import CHECKPOINT
 from fxpasses.once import warn_once
-from fxpasses.report import Report
+from fxpasses.report import Reason, Refusal, Report
 
 log = logging.getLogger(__name__)
 
 
-class FeatureRejected(RuntimeError):
-    """Raised for a graph with an undischarged obligation of one feature: trace without the feature."""
-
-    def __init__(self, feature: Feature, text: str) -> None:
-        super().__init__(text)
-        self.feature = feature
-
-
 def first_attempt(
-    code: CodeType, flags: Values | None, captures: bool, given_up: frozenset[Function] = frozenset()
+    frame: Mapping[str, Any],
+    flags: Values | None,
+    captures: bool,
+    given_up: frozenset[Function],
+    strict: bool,
 ) -> Attempt:
-    """The first attempt at a frame. captures: whether the user enables more than the flags. given_up: see `Attempt`."""
-    refused = variants.begin(code, described(code))
+    """The first attempt at a frame, given by the arguments of `trace_frame`.
+
+    captures: whether the user enables more than the flags. given_up: see `Attempt`.
+    """
+    code, names = frame["code"], {"L": frame.get("locals"), "G": frame.get("globals")}
+    refused: frozenset[Place] = frozenset()
+    with contained("counting the graphs of a frame", strict=strict):
+        refused = variants.begin(code, described(code), names)
     if not captures or (flags is not None and not flags.scalar_outputs):
-        return Attempt(flags)
-    return Attempt(flags, frozenset(Feature), refused, given_up)
+        return Attempt(flags, frozenset({Feature.FLOATS}), strict=strict)
+    if flags is None:  # under `fullgraph=True` a break would be an error
+        refused = frozenset()
+    return Attempt(flags, frozenset(Feature), refused, given_up, strict=strict)
 
 
 @contextmanager
 def traced(attempt: Attempt) -> Iterator[Trace]:
     """Run with a new trace; features whose private names this torch lacks are off in its attempt."""
     with ExitStack() as stack:
-        if attempt.features:
-            attempt = attempt.without(*_installation.enter())
-            stack.callback(_installation.leave)
-            # transformers' `logger.warning_once`, which some models call in every layer, would break the graph
-            once: set[Any] = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
-            stack.enter_context(_config.patch(ignore_logging_functions=_config.ignore_logging_functions | once))
-        given = False
-        if Feature.STORES in attempt.features:
-            from fxpasses.capture.stored_values import traces_what_was_given
+        stack.enter_context(collective_operands.unknown())
+        try:
+            trace = _started(attempt, stack)
+        except Exception as error:
+            if attempt.strict:
+                raise
+            say("the capture", error, "Frames are traced with Dynamo's flags alone.")
+            trace = Trace(replace(attempt, features=frozenset()))
+        yield stack.enter_context(as_current(trace))
 
-            given = traces_what_was_given()
-            attempt = attempt if given else attempt.without(Feature.STORES)
-        yield stack.enter_context(as_current(Trace(attempt, given)))
+
+def _started(attempt: Attempt, stack: ExitStack) -> Trace:
+    """A new trace, with what it needs in Dynamo until `stack` is closed."""
+    given = False
+    if attempt.features:
+        attempt = attempt.without(*_installation.enter())
+        stack.callback(_installation.leave)
+        # transformers' `logger.warning_once`, which some models call in every layer, would break the graph
+        once: set[Any] = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
+        stack.enter_context(_config.patch(ignore_logging_functions=_config.ignore_logging_functions | once))
+    if Feature.STORES in attempt.features:
+        from fxpasses.capture.stored_values import traces_what_was_given
+
+        given = traces_what_was_given()
+        attempt = attempt if given else attempt.without(Feature.STORES)
+    return Trace(attempt, given)
 
 
 @contextmanager
@@ -76,7 +99,8 @@ def as_current(trace: Trace | None) -> Iterator[Any]:
         yield trace
     finally:
         if trace is not None:
-            trace.end()
+            with contained("the end of a trace", "It may keep a batch in memory."):
+                trace.end()
         current.reset(token)
 
 
@@ -90,32 +114,56 @@ def described(code: CodeType) -> str:
 
 
 def finish(trace: Trace, output: Any, code: CodeType) -> None:
-    """Guard the assumptions of a finished trace about the batch, and show the warnings of its program."""
-    batch_guard = guarding.guard(output, trace)
-    if batch_guard is not None:
-        log.info("%s assumes %s", code.co_name, batch_guard.text)
-        variants.add(code, batch_guard)
+    """Guard the assumptions of a finished trace about the batch, and show the warnings of its program.
+
+    An error is noted as a failure of the trace: a graph whose assumptions cannot be guarded must not run.
+    """
+    try:
+        batch_guard = guarding.guard(output, trace)
+        if batch_guard is not None:
+            log.info("%s assumes %s", code.co_name, batch_guard.text)
+            variants.add(code, batch_guard)
+    except Exception as error:
+        trace.failure = trace.failure or Failure(Feature.HINTS, error)
+        return
     for show in trace.warnings:
         show()
 
 
-def warn_given_up(trace: Trace, code: CodeType, reason: str) -> None:
-    """Warn once for a frame that its capture was given up, if the failed trace had read numbers of the batch."""
-    if many := trace.numbers_found():
-        numbers = f"{many} {'numbers' if many > 1 else 'number'}"
-        text = (
-            f"capture was given up for {described(code)}, which reads {numbers} of its batch: {reason}. The reads stay"
-        )
-        text += " in every layer, as under stock PyTorch. TORCH_LOGS=graph_breaks shows the place."
-        warn_once(("given up", code), text)
+def warn_given_up(trace: Trace, code: CodeType, error: BaseException, reason: str) -> None:
+    """Warn once for a frame that its capture was given up, if it had read numbers of the batch or communicated."""
+    many = trace.numbers_found()
+    if many:
+        what = f"reads {many} {'numbers' if many > 1 else 'number'} of its batch"
+        effect = "The reads stay in every layer, as under stock PyTorch."
+    elif trace.has_communicated:
+        what, reason = "issues collectives", reason + _place_of(error)
+        effect = "It runs as under stock PyTorch, in eager mode or in several graphs."
+    else:
+        return
+    text = f"capture was given up for {described(code)}, which {what}: {reason}. {effect}"
+    warn_once(("given up", code), f"{text} TORCH_LOGS=graph_breaks shows the place.")
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of the program that Dynamo could not trace; `real_stack` of its errors was checked on torch 2.13."""
+    stack: Any = getattr(error, "real_stack", None)
+    return f", at {in_short(stack[-1].filename, stack[-1].lineno or 0)}" if stack else ""
 
 
 def report(trace: Trace) -> Report | None:
-    """A report of a trace's assumptions about its batch; None if there are none."""
+    """A report of a trace's assumptions about its batch, and of checkpoints left to eager mode; None without any.
+
+    Raises `FeatureRejected` if the trace has failed.
+    """
     trace.close()
-    found = assumptions_of(trace)
+    if trace.failure is not None:
+        raise FeatureRejected(trace.failure.feature, error_text(trace.failure.error))
+    found = [assumption for assumption in assumptions_of(trace) if not assumption.is_tacit]
+    left = sorted(trace.attempt.left, key=lambda checkpoint: checkpoint.where)
+    refusals = [Refusal(c.write, Reason.REPEATED_WRITE, c.text, c.where) for c in left]
     if not found:
-        return None
+        return Report("capture", refusals=refusals) if refusals else None
     many = f"{len(found)} assumptions" if len(found) > 1 else "1 assumption"
     what = "compiles another graph" if guarding.can_guard() else "raises AssumptionError"
     return Report(
@@ -123,13 +171,15 @@ def report(trace: Trace) -> Report | None:
         summary=f"{many} on the batch; a batch that breaks one {what}",
         changes=[f"assumed: {assumption}" for assumption in found],
         figures={"assumptions": len(found)},
+        refusals=refusals,
     )
 
 
-def check(trace: Trace, gm: GraphModule | None = None) -> None:
-    """Raise `FeatureRejected` for an unproved branch, a visible store in a checkpoint, or a gradient that is lost.
+def check(trace: Trace, gm: GraphModule | None = None, rewritten: GraphModule | None = None) -> None:
+    """Raise `FeatureRejected` for an unproved branch, a visible store in a checkpoint, or a gradient that is lost;
+    `WrongDefault` or `UnknownDefault` for a graph that fails for the traced batch, or may.
 
-    gm: the graph, once it is complete.
+    gm: the graph, once it is complete. rewritten: what passes have made of it.
     """
     if unproved := trace.unproved():
         text = f"the branch at {unproved[0].where} is not known to have no effect without tokens"
@@ -140,6 +190,11 @@ def check(trace: Trace, gm: GraphModule | None = None) -> None:
         raise FeatureRejected(Feature.SHARED, conflict)
     if gm is not None and trace.has(Feature.GRADIENTS) and (conflict := trace.required.conflict(gm)):
         raise FeatureRejected(Feature.GRADIENTS, conflict)
+    if rewritten is not None and trace.has_repeatable_writes:
+        write = remaining(rewritten, trace.graph.output.fake_mode if trace.graph is not None else None)
+        if write is not None:
+            raise FeatureRejected(Feature.MOVED, f"`{write.name}` at {where(write)} stays in a checkpoint")
+    trace.sizes.check(rewritten)
 
 
 def _store_conflict(trace: Trace, stores: Any, gm: GraphModule | None) -> str:

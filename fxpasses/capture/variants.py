@@ -1,15 +1,24 @@
-"""Which guards made a frame's variants, and which questions are given up because batches keep differing in the answer.
+"""How many variants of a frame batches may make, and which questions are given up because they keep differing.
 
-Dynamo keeps 8 graphs of a frame (`recompile_limit`); then the frame runs uncompiled. A loop such as
-`for i in range(lengths.max().item())` alone would use them up. So from a frame's 6th variant on, the question whose
-guard failed most often is given up: from then on it gets no answer, at any of the places that asked it, in this frame
-and in those that Dynamo makes of the rest after a graph break. It breaks the graph there, as under stock PyTorch.
+Dynamo keeps 8 graphs of a frame (`recompile_limit`); then the frame runs uncompiled, and each of them took as long to
+compile as the first. A question that is given up gets no answer from then on, at any of the places that asked it, in
+this frame and in those that Dynamo makes of the rest after a graph break. It breaks the graph there, as under stock
+PyTorch.
+
+Before a frame is compiled once more, the guards of its variants look at the batch at hand. An answer that none of them
+has is a new one. Some questions have more answers than there can be graphs: those that fix a number (`for i in
+range(n)`, the number of an image's windows), and a branch that is taken for each of three numbers or more. They are
+given up
+
+- at the 2nd answer, where more than 4 numbers changed: no two batches agree in as many;
+- at the 3rd answer, where they are about 2 numbers or more;
+- like all others, from the frame's 6th variant on: those that had most answers.
 
 Where one place asks many questions of a single batch, their trace says so at once (`Trace.crowded`), and they are given
 up in the same way.
 
-A variant counts against a question only if that question's guard failed: the size of another input, or a hook that was
-added, says nothing about the batch's answers. Where such guards make 6 variants, one warning names the last of them.
+Only a batch's answers count: the size of another input, or a hook that was added, says nothing about them. Where such
+guards make 6 variants, one warning names the last of them.
 
 The state is that of the process, as Dynamo's caches are, and `torch._dynamo.reset` ends it. Dynamo does not free a
 guard that is a Python function, neither after a reset nor with the code of its frame (seen on torch 2.13), so the
@@ -17,8 +26,8 @@ guards of frames that are gone give up what they hold.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch._dynamo.utils.guard_failures`, to which Dynamo adds, before
 it compiles a frame once more, the guard that failed in each of the frame's graphs, the newest graph first; without it,
-no question is given up, and Dynamo's own limit applies. `torch._dynamo.convert_frame.input_codes`, the frames that
-Dynamo has met since the last reset.
+no question is given up but at its 2nd or 3rd answer. `torch._dynamo.convert_frame.input_codes`, the frames that Dynamo
+has met since the last reset.
 """
 
 from __future__ import annotations
@@ -28,7 +37,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -42,7 +51,10 @@ if TYPE_CHECKING:
     from fxpasses.capture.assumptions import Assumption
     from fxpasses.capture.guarding import BatchGuard
 
-_MOST = 6
+_MOST = 6  # variants
+_MANY = 4  # numbers that a batch changes: with more, the next batch is expected to change them as well
+_NAMED = 3  # guards, in a warning
+_BRANCHES = 3  # at one place: eight combinations of their answers
 
 
 @dataclass
@@ -50,20 +62,23 @@ class _Frame:
     """What is known of a frame's variants.
 
     seen: how many of Dynamo's guard failures were looked at. variants: with the one that is being compiled. differed:
-    how many of them batches made. counts: how many of them each question made.
+    how many of them batches made. answers: how many further answers each question had.
     """
 
     seen: int = 0
     variants: int = 1
     differed: int = 0
     guards: list[weakref.ref[BatchGuard]] = field(default_factory=list)
-    counts: Counter[Place] = field(default_factory=Counter)
+    answers: Counter[Place] = field(default_factory=Counter)
     broken: dict[Place, Assumption] = field(default_factory=dict)  # as they failed last
     given_up: set[Place] = field(default_factory=set)
 
 
-def begin(code: CodeType, described: str) -> frozenset[Place]:
-    """See which guards failed, so that a frame is traced; returns the places whose questions get no answer."""
+def begin(code: CodeType, described: str, names: Mapping[str, Any]) -> frozenset[Place]:
+    """See which answers of the batch at hand are new; returns the places whose questions get no answer.
+
+    names: those that Dynamo's sources use, `L` and `G` for the frame's locals and globals.
+    """
     failures = _failures()
     for known in list(_frames):
         if known not in _met() or (known is code and _is_first_variant()):  # since `torch._dynamo.reset`
@@ -73,13 +88,17 @@ def begin(code: CodeType, described: str) -> frozenset[Place]:
     reasons = so_far[frame.seen :]
     frame.seen = len(so_far)
     frame.variants = len(reasons) + 1
-    guards = [guard for found in frame.guards if (guard := found()) is not None]  # the others' graphs are gone
-    broken = [a for guard in guards if any(guard.text in reason for reason in reasons) for a in guard.failed]
-    frame.differed += bool(broken)
-    frame.broken |= {place: assumption for assumption in broken for place in assumption.places}
-    frame.counts.update({place for assumption in broken for place in assumption.places})
-    if broken and frame.variants >= _MOST:
-        _give_up_worst(frame, described)
+    guards = [guard for known in frame.guards if (guard := known()) is not None]  # the others' graphs are gone
+    found = [_Variant(g.assumptions, broken) for g in guards if (broken := g.broken_in(names)) is not None]
+    new = _new_answers(found)
+    frame.differed += bool(new)
+    frame.answers.update(new.keys())
+    frame.broken |= new
+    if places := _too_many(frame, found, _without_bound(found).intersection(new)):
+        _give_up(frame, places, described)
+    elif new and frame.variants >= _MOST:
+        most = max((frame.answers[place] for place in frame.answers if place not in frame.given_up), default=0)
+        _give_up(frame, {place for place, count in frame.answers.items() if count == most}, described)
     elif frame.variants == _MOST:
         _warn_of_guard(described, reasons[0])
     return frozenset().union(*(frame.given_up for frame in _frames.values()))
@@ -100,18 +119,60 @@ def give_up(code: CodeType, crowded: Mapping[Place, str]) -> None:
         warn_once(place, f"{text}: each batch would be a program of its own. The graph breaks there.")
 
 
-def _give_up_worst(frame: _Frame, described: str) -> None:
-    """Give up the question that made the most variants."""
-    counts = {place: count for place, count in frame.counts.items() if place not in frame.given_up}
-    most = max(counts.values(), default=0)
-    worst = {place for place, count in counts.items() if count == most}
-    frame.given_up |= worst
-    if worst:
-        named = "; ".join(dict.fromkeys(str(frame.broken[place]) for place in sorted(worst)))
+@dataclass(frozen=True)
+class _Variant:
+    """What a variant assumes, and what of it the batch at hand breaks."""
+
+    assumed: list[Assumption]
+    broken: list[Assumption]
+
+    def numbers(self, places: Set[Place], broken: bool = False) -> int:
+        """How many numbers the assumptions of some places are about."""
+        found = [a for a in (self.broken if broken else self.assumed) if places & a.places]
+        return len({number for assumption in found for number in assumption.condition.free_symbols})
+
+
+def _new_answers(variants: list[_Variant]) -> dict[Place, Assumption]:
+    """The places whose answers no variant has, each with the last of the assumptions that the batch breaks."""
+    broken = {place: assumption for one in variants for assumption in one.broken for place in assumption.places}
+    for one in variants:
+        here = {place for assumption in one.broken for place in assumption.places}
+        for place in {place for assumption in one.assumed for place in assumption.places} - here:
+            broken.pop(place, None)
+    return broken
+
+
+def _without_bound(variants: list[_Variant]) -> set[Place]:
+    """The places whose questions have more answers than there can be graphs."""
+    found: set[Place] = set()
+    for one in variants:
+        asked = Counter(place for assumption in one.assumed for place in assumption.places)
+        found |= {place for place, count in asked.items() if count >= _BRANCHES}
+        found |= {place for assumption in one.assumed if assumption.fixes_number for place in assumption.places}
+    return found
+
+
+def _too_many(frame: _Frame, variants: list[_Variant], changed: Set[Place]) -> set[Place]:
+    """Which of the questions without a bound, whose answers are new, had too many."""
+    nearest = min((count for one in variants if (count := one.numbers(changed, broken=True))), default=0)
+    if nearest > _MANY:
+        return set(changed)
+    guarded = max((one.numbers(changed) for one in variants), default=0)
+    return {place for place in changed if guarded > 1 and frame.answers[place] > 1}
+
+
+def _give_up(frame: _Frame, places: set[Place], described: str) -> None:
+    places -= frame.given_up
+    frame.given_up |= places
+    if places:
+        named = list(dict.fromkeys(str(frame.broken[place]) for place in sorted(places)))
+        rest = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         times = f"{frame.variants} times" + f", {frame.differed} of them" * (frame.differed < frame.variants - 1)
         text = f"{described} was compiled {times} because batches differ in their answers to the program's questions;"
-        text += f" the guard that failed is {named}. From now on that question breaks the graph, as without fxpasses."
-        warnings.warn(f"fxpasses: {text}", stacklevel=2)
+        text += (
+            f" the guard that failed is {'; '.join(named[:_NAMED])}{rest}. From now on that question breaks the graph,"
+        )
+        warnings.warn(f"fxpasses: {text} as without fxpasses.", stacklevel=2)
 
 
 def _warn_of_guard(described: str, reason: str) -> None:

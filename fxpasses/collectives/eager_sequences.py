@@ -8,7 +8,8 @@ Autograd determines them, so it runs here, without data and without other ranks.
     backward:  (reduce_scatter)', again all_gather, (all_gather)'
 
 Private names, checked on torch 2.13: `torch.fx.experimental.symbolic_shapes.PropagateUnbackedSymInts`, the interpreter
-that AOTAutograd traces with, and `ShapeEnv.ignore_fresh_unbacked_symbols`.
+that AOTAutograd traces with, `ShapeEnv.ignore_fresh_unbacked_symbols`, and
+`torch._C._autograd._saved_tensors_hooks_set_tracing`, which keeps checkpoints' hooks from running.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def eager_sequences(
     requested: the positions of the outputs that backward starts from; None for all. in_checkpoint: whether a checkpoint
     runs the graph.
 
-    Raises the errors of the run, and `OrderChanged` if two calls run one body. Call it before the graph is lowered:
-    AOTAutograd disables checkpoints' hooks while it compiles.
+    Raises the errors of the run, and `OrderChanged` if two calls run one body.
     """
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     fakes = [example for example in map(_local, examples) if isinstance(example, torch._subclasses.FakeTensor)]
@@ -80,18 +80,29 @@ def _as_in_eager_mode(fake_mode: Any) -> Iterator[None]:
     """Record gradients, run backward in this thread, and hide new symbols from Dynamo.
 
     Hooks that do nothing hide the run from a checkpoint around the graph: only the innermost hooks on saved tensors are
-    called.
+    called. DDPOptimizer and AOTAutograd have none called while they compile; then no checkpoint would recompute.
     """
     ignore: Any = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
     with (
         _disable_current_modes(),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
+        _hooks_called(),
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         fake_mode,
         ignore(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _hooks_called() -> Iterator[None]:
+    set_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing
+    prior = set_tracing(False)
+    try:
+        yield
+    finally:
+        set_tracing(prior)
 
 
 class _Log(TorchDispatchMode):

@@ -123,6 +123,13 @@ class NodeBuilder:
                 self.graph.erase_node(node)
             raise
 
+    def after(self, place: Node) -> Any:
+        """Insert after a node, before all that may depend on it."""
+        following = place.next
+        while following.op == "placeholder":
+            following = following.next
+        return self.graph.inserting_before(following)
+
     def _note(self, node: Node, origin: Node) -> None:
         self._emitted[node] = None
         node.meta = {key: value for key, value in origin.meta.items() if key in _PROVENANCE}

@@ -47,6 +47,12 @@ def is_collective(target: Any) -> bool:
     return callable(target) and (getattr(target, "__module__", None) or "").startswith("torch.distributed.")
 
 
+def is_all_to_all(target: Any) -> bool:
+    """Whether a node with this target sends rows of its first operand to each rank, in the splits of its third."""
+    operator = namespace(target)
+    return operator is not None and operator[0] in _NAMESPACES and operator[1] == "all_to_all_single"
+
+
 def may_communicate(target: Any) -> bool:
     """Whether an operator may communicate: it is a collective, or not PyTorch's own."""
     operator = namespace(target)

@@ -27,8 +27,16 @@ def describe(table: ValueTable, operand: Any) -> str:
 
 
 def _describe(table: ValueTable, operand: Any, depth: int) -> str:
+    if isinstance(operand, (list, tuple)):
+        parts = [_describe(table, item, depth) for item in operand]
+        return (
+            f"[{', '.join(parts)}]" if isinstance(operand, list) else f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+        )
+    if isinstance(operand, slice):
+        bounds = [operand.start, operand.stop, *[operand.step] * (operand.step is not None)]
+        return ":".join("" if bound is None else _describe(table, bound, depth) for bound in bounds)
     if not isinstance(operand, Ref):
-        return ":" if operand == slice(None) else str(operand)
+        return str(operand)
     if depth == 0:
         return "…"
     text = _expression(table, table.entries[operand.number], depth)
@@ -48,8 +56,14 @@ def _expression(table: ValueTable, entry: Entry, depth: int) -> str:
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     if name in ("item", "sym_int", "int") and len(parts) == 1:
         return parts[0]
+    if name in ("sym_max", "sym_min"):
+        return f"{name.removeprefix('sym_')}({', '.join(parts)})"
+    if name == "sym_sum" and len(entry.args) == 1 and isinstance(entry.args[0], (list, tuple)):
+        return f"({' + '.join(_describe(table, item, depth - 1) for item in entry.args[0])})"
     if name in _OPERATORS and len(parts) == 2:
         return f"({parts[0]} {_OPERATORS[name]} {parts[1]})"
+    if name == "neg" and len(parts) == 1:
+        return f"-{parts[0]}"
     if name == "getitem" and len(parts) == 2:
         return f"{parts[0]}[{parts[1]}]"
     if entry.node.op == "call_method":

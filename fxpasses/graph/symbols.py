@@ -3,8 +3,8 @@
 Private names, checked on torch 2.11, 2.13 and 2.15: `free_symbols`, `free_unbacked_symbols` and `constrain_unify` of
 `torch.fx.experimental.symbolic_shapes`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the
 attributes `SymInt.node.expr` and `SymInt.node._expr`; `ShapeEnv.backed_var_to_val` and
-`ShapeEnv.real_tensor_prop_unbacked_vals`, dicts from symbols to values; `ShapeEnv._replacements_version_counter`, which
-2.13 has.
+`ShapeEnv.real_tensor_prop_unbacked_vals`, dicts from symbols to values; the numbers `ShapeEnv._version_counter`, and
+`ShapeEnv._replacements_version_counter`, which 2.13 has.
 """
 
 from __future__ import annotations
@@ -135,9 +135,10 @@ def declare_equal(first: Any, second: Any) -> None:
 
 
 def _forget_expressions(shape_env: Any) -> None:
-    """Invalidate cached expressions, which `constrain_unify` does not do, by advancing the version counter."""
-    if hasattr(shape_env, "_replacements_version_counter"):
-        shape_env._replacements_version_counter += 1
+    """Invalidate cached expressions and replacements, which `constrain_unify` does not do: advance the counters."""
+    for counter in ("_version_counter", "_replacements_version_counter"):
+        if hasattr(shape_env, counter):
+            setattr(shape_env, counter, getattr(shape_env, counter) + 1)
 
 
 def scalar_tensor(number: torch.SymFloat) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from fxpasses.containment import contained
 from fxpasses.report import Reason, Report
 
 VARIABLE = "FXPASSES_SUMMARY"
@@ -55,21 +56,22 @@ def start_if_asked() -> None:
     """Keep a history from now on, and print it when the process ends, if the environment asks for it."""
     global _history
     if os.environ.get(VARIABLE) == "1" and _history is None:
-        from fxpasses.inspect import dynamo_history
+        with contained("the summary at the end of the run"):
+            from fxpasses.inspect import dynamo_history
 
-        _history = History()
-        dynamo_history.keep_more()
-        atexit.register(_print)
+            dynamo_history.keep_more()
+            atexit.register(_print)
+            _history = History()
 
 
 def _print() -> None:
     from fxpasses.inspect.rank import process_rank
 
-    if _history is not None and process_rank() in (None, 0):
-        try:
+    try:
+        if _history is not None and process_rank() in (None, 0):
             print(text(_history), file=sys.stderr, flush=True)
-        except Exception as error:  # a process that ends well must not end with our traceback
-            print(f"fxpasses: the summary failed ({type(error).__name__}: {error})", file=sys.stderr)
+    except Exception as error:  # a process that ends well must not end with our traceback
+        print(f"fxpasses: the summary failed ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 class Entry:

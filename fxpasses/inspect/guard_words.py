@@ -33,6 +33,7 @@ _OBJECTS = "A Python object that the model reads changes from call to call: set 
 
 # The first pattern that is found in a guard says what it is about; groups go into the text.
 _KINDS: tuple[tuple[str, str, str], ...] = (
+    (r"^(\w+(?:Error|Exception)\b.*)", "a batch that lacks what a guard reads ({0})", _OBJECTS),
     (r"___fxpasses_batch\(.*?\)\s*#\s*(.+)", "an answer of the batch, no longer {0}", _ANSWERS),
     (r"_(?:forward|backward)\w*_hooks|_hooks", "the hooks of a module", _HOOKS),
     (r"past_key_values|use_cache|[Cc]ache\b", "the cache of keys and values", _GENERATION),

@@ -125,12 +125,7 @@ class Observer:
 def observe(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Observer:
     """An observer of the compilation of `gm`. It never raises."""
     found: list[Any] = []
-    if (entry := end_of_run.entry(gm, _compile_id(gm))) is not None:
-        found.append(entry)
-    if _open or os.environ.get(FOLDER) or _structured_trace_is_on():
-        recorder = _Recorder()
-        recorder.capture(gm, example_inputs, options)
-        found.append(recorder)
+    _observe(found, gm, example_inputs, options)
     return _All(found) if found else Observer()
 
 
@@ -141,20 +136,20 @@ class _All(Observer):
         self.observers = observers
 
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
-        for observer in self.observers:
-            observer.after_pass(report, result, failure)
+        self._tell("after_pass", report, result, failure)
 
     def after_partition(self, report: Report) -> None:
-        for observer in self.observers:
-            observer.after_partition(report)
+        self._tell("after_partition", report)
 
     def lowering(self) -> None:
-        for observer in self.observers:
-            observer.lowering()
+        self._tell("lowering")
 
     def finish(self, outcome: str) -> None:
+        self._tell("finish", outcome)
+
+    def _tell(self, event: str, *about: Any) -> None:
         for observer in self.observers:
-            observer.finish(outcome)
+            _observing(getattr(observer, event))(*about)
 
 
 def _observing(method: Callable[..., None]) -> Callable[..., None]:
@@ -172,6 +167,16 @@ def _observing(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
+@_observing
+def _observe(found: list[Any], gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    """Append the observers of the compilation of `gm`."""
+    if (entry := end_of_run.entry(gm, _compile_id(gm))) is not None:
+        found.append(entry)
+    if _open or os.environ.get(FOLDER) or _structured_trace_is_on():
+        found.append(recorder := _Recorder())
+        recorder.capture(gm, example_inputs, options)
+
+
 class _Recorder(Observer):
     def __init__(self) -> None:
         from fxpasses.inspect.partition import Listener
@@ -180,7 +185,6 @@ class _Recorder(Observer):
         self.started = 0.0
         self.listener = Listener()
 
-    @_observing
     def capture(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
         from fxpasses.graph.capturability import capturability
         from fxpasses.inspect import snapshot
@@ -199,7 +203,6 @@ class _Recorder(Observer):
                 node.data = data
         graph.stages.append(Stage(CAPTURED, regions, cuda_graph=capturability(gm)))
 
-    @_observing
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
         from fxpasses.graph.capturability import capturability
         from fxpasses.graph.outlining import is_folded
@@ -215,17 +218,14 @@ class _Recorder(Observer):
                 stage.regions += regions
         self.graph.stages.append(stage)
 
-    @_observing
     def after_partition(self, report: Report) -> None:
         # Without regions: these graphs are not versions of the captured graph, so a diff with it would be meaningless.
         self.graph.stages.append(Stage(report.pass_name, report=report, seconds=report.seconds, partitioned=True))
 
-    @_observing
     def lowering(self) -> None:
         self.started = time.perf_counter()
         self.listener.start()
 
-    @_observing
     def finish(self, outcome: str) -> None:
         from fxpasses.inspect import trace
 

@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from fxpasses.compiling import backend_of
+from fxpasses.containment import contained
 from fxpasses.data import bucket_lengths
 from fxpasses.once import warn_once
 from fxpasses.runtime.prefetching import keep_host_copies
@@ -62,12 +63,14 @@ class FastpackCallback(TrainerCallback):
                     "it so. Drop torch_compile and torch_compile_backend from its arguments.",
                 )
         elif model is not None:
-            for module in _to_compile(model):
-                if module._compiled_call_impl is None:  # not in a second call of `train`
-                    module.compile(backend=self.backend, dynamic=self.dynamic)
-        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
-        if loader is not None and not isinstance(getattr(loader, "collate_fn", None), _Collate):
-            loader.collate_fn = _Collate(loader.collate_fn, self.buckets, self.host_copies)
+            with contained("compiling the model of a Trainer", "It trains uncompiled."):
+                for module in _to_compile(model):
+                    if module._compiled_call_impl is None:  # not in a second call of `train`
+                        module.compile(backend=self.backend, dynamic=self.dynamic)
+        with contained("wrapping the collator of a Trainer"):
+            loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
+            if loader is not None and not isinstance(getattr(loader, "collate_fn", None), _Collate):
+                loader.collate_fn = _Collate(loader.collate_fn, self.buckets, self.host_copies)
 
 
 def _to_compile(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -37,6 +37,7 @@ from torch.fx import GraphModule, Node
 
 from fxpasses.graph.aliases import AliasAnalysis, storages
 from fxpasses.graph.calls import argument, is_in_place, operator_of
+from fxpasses.graph.checkpoint_writes import is_idempotent
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
@@ -45,11 +46,6 @@ from fxpasses.report import Reason, Report
 
 WHOLE_PROGRAM = "fxpasses.whole_program"  # in the `meta` of a graph that is all that was given to `torch.compile`
 
-# f(f(x)) = f(x), with constants for all other arguments.
-_IDEMPOTENT = frozenset(
-    {"abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "fill_", "floor_", "relu_", "sign_", "tril_", "triu_",
-     "trunc_", "zero_"}
-)  # fmt: skip
 _SAME_MEMORY = ("_get_data_attr", "data", "detach")  # the first is what Dynamo makes of `.data`
 
 
@@ -121,7 +117,7 @@ def _write(region: Region, node: Node) -> _Write | None:
 def _check(write: _Write, analyses: Mapping[Region, AliasAnalysis]) -> None:
     """Raise `Refused` unless nobody can tell the write from one before the checkpoint."""
     region, node, placeholder = write.region, write.node, write.placeholder
-    if operator_of(node) not in _IDEMPOTENT or len(node.all_input_nodes) > 1:
+    if not is_idempotent(node):
         raise Refused(Reason.INPUT_WRITTEN, f"and `{operator_of(node)}` is not known to be idempotent")
     fake = placeholder.meta.get("example_value")
     if type(fake) is not FakeTensor and not isinstance(fake, torch.nn.Parameter):

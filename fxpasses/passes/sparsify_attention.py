@@ -17,7 +17,6 @@ when the batch is: where they are small, the operator runs `scaled_dot_product_a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -224,8 +223,7 @@ def _form(attention: Attention, key: Operand) -> str:
     """Which spelling the operator replaces: its argument `form`."""
     if attention.fused:
         return "fused" if key is attention.key else "repeated"
-    fill = attention.mask.fill
-    return "filled" if fill is not None and math.isfinite(fill) else "written"
+    return "written" if attention.mask.fill is None else "filled"
 
 
 def _dimensions(operand: Operand) -> tuple[Any, ...]:

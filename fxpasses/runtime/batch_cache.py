@@ -1,14 +1,26 @@
-"""Results that live as long as the batch that they were computed from."""
+"""Results that live as long as the batch that they were computed from, within a bound.
+
+A batch's tensors go after the step. What a prologue computes from a model's buffer and from sizes alone, such as a bias
+by relative positions, would stay for each size that ever came; so would what is computed from batches that a program
+keeps in a list. So only the results that were used last are kept: up to a number of bytes, not counting what a step may
+need again (the two last results of each program: one is of the batch that a loader computes ahead).
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+MOST_BYTES = 64 << 20  # of results, and of the copies by which their tensors are known
+MOST_ENTRIES = 1024
+_OF_A_STEP = 2  # entries of each program that do not count against these bounds,
+_USES = 1024  # unless the cache was used so often since
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,39 +47,58 @@ class State:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Entry:
+    """used: the number of uses of the cache up to the last one of this entry."""
+
+    what: Hashable
     state: State
     references: tuple[weakref.ref[torch.Tensor], ...]
     result: Any
+    nbytes: int
+    used: int = 0
 
 
 class BatchCache:
-    """Maps (what, the identity and state of some tensors) to a result, which goes when one of the tensors dies.
+    """Maps (what, sizes, the identity and state of some tensors) to a result, which goes when one of the tensors dies.
 
     The cache refers to tensors weakly, and results must not hold them or views of them. After a write in place an entry
     is not found, and the next one replaces it. Threads may share a cache; two that miss at once both compute, and one
     result stays.
+
+    most_bytes, most_entries: beyond these, the entries go that were not used for the longest time, without the last
+    ones of each `what`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MOST_BYTES, most_entries: int = MOST_ENTRIES) -> None:
+        self.most_bytes = most_bytes
+        self.most_entries = most_entries
         self._lock = threading.RLock()  # a finalizer may run in the middle of any of the methods
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Hashable, _Entry] = {}  # those used last are last
+        self._uses = 0
 
-    def get(self, what: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
-        """The result for `what` and `tensors` in their present state, or None."""
+    def get(self, what: Hashable, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...] = ()) -> Any:
+        """The result for `what`, `sizes` and `tensors` in their present state, or None."""
+        key = (what, sizes, *map(id, tensors))
         with self._lock:
-            entry = self._entries.get((what, *map(id, tensors)))
+            entry = self._entries.get(key)
         if entry is None or not _is_cacheable(tensors):
             return None
         alive = all(reference() is tensor for reference, tensor in zip(entry.references, tensors, strict=True))
-        return entry.result if alive and entry.state.is_of(tensors) else None
+        if not alive or not entry.state.is_of(tensors):
+            return None
+        with self._lock:
+            if self._entries.get(key) is entry:
+                self._use(key, entry)
+        return entry.result
 
-    def put(self, what: Hashable, tensors: Sequence[torch.Tensor], state: State, result: Any) -> None:
-        """Keep `result`, computed from `tensors` when they held `state`."""
+    def put(
+        self, what: Hashable, tensors: Sequence[torch.Tensor], state: State, result: Any, sizes: tuple[int, ...] = ()
+    ) -> None:
+        """Keep `result`, computed from `sizes` and from `tensors` when they held `state`."""
         if not _is_cacheable(tensors):
             return
-        key = (what, *map(id, tensors))
+        key = (what, sizes, *map(id, tensors))
         entries, lock = self._entries, self._lock
 
         def forget(reference: weakref.ref[torch.Tensor]) -> None:
@@ -77,8 +108,10 @@ class BatchCache:
                     del entries[key]
 
         references = tuple(weakref.ref(tensor, forget) for tensor in tensors)
+        entry = _Entry(what, state, references, result, nbytes_of((result, state.values)))
         with self._lock:
-            self._entries[key] = _Entry(state, references, result)
+            self._use(key, entry)
+            self._evict()
 
     def clear(self) -> None:
         with self._lock:
@@ -86,6 +119,40 @@ class BatchCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all entries."""
+        with self._lock:
+            return sum(entry.nbytes for entry in self._entries.copy().values())
+
+    def _use(self, key: Hashable, entry: _Entry) -> None:
+        self._uses += 1
+        entry.used = self._uses
+        self._entries.pop(key, None)
+        self._entries[key] = entry
+
+    def _evict(self) -> None:
+        of_a_step: Counter[Hashable] = Counter()
+        nbytes = count = 0
+        for key in reversed(list(self._entries)):
+            entry = self._entries.get(key)
+            if entry is None:  # gone meanwhile, with a tensor
+                continue
+            of_a_step[entry.what] += 1
+            if of_a_step[entry.what] > _OF_A_STEP or self._uses - entry.used >= _USES:
+                nbytes, count = nbytes + entry.nbytes, count + 1
+                if nbytes > self.most_bytes or count > self.most_entries:
+                    self._entries.pop(key, None)
+
+
+def nbytes_of(value: Any) -> int:
+    """The memory of a result, or of a tuple of results: of tensors, and of what says so of itself; others have none."""
+    parts = value if isinstance(value, tuple) else (value,)
+    storages = {part.untyped_storage() for part in parts if isinstance(part, torch.Tensor)}
+    others = [part for part in parts if not isinstance(part, torch.Tensor)]
+    own = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(own.values()) + sum(nbytes_of(o) if isinstance(o, tuple) else getattr(o, "nbytes", 0) for o in others)
 
 
 def _is_cacheable(tensors: Sequence[torch.Tensor]) -> bool:

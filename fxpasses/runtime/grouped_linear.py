@@ -14,8 +14,8 @@ Rows [N, K] are sorted by group; offsets [E], int32 or int64, are the ends of th
 | `offsets_on_host(offsets)` | none: a copy on the CPU, for the other operators | none |
 | `gather_rows(rows, index)` | none: `rows[index]`, sorted or not | `index_add`, last row first |
 
-On the CPU each group makes the call that a loop over the experts would make, forward and backward, so results and
-gradients equal the loop's bit for bit. On devices with a grouped kernel they equal them up to rounding.
+On the CPU each group makes the call that a loop over the experts would make, on as many rows, forward and backward, so
+results and gradients equal the loop's bit for bit. On devices with a grouped kernel they equal them up to rounding.
 `grouped_ways.py` says which implementation runs, and `grouped_kernels.py` when the host waits for the device.
 """  # noqa: E501 - a table row is one line
 

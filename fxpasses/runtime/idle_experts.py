@@ -28,9 +28,7 @@ def skip_idle_experts(optimizer: torch.optim.Optimizer) -> Any:
 
     Before each step, `grad` becomes `None` where it is negative zero everywhere. That takes one pass over all gradients
     and one number for each parameter that the host reads, in one copy for each device; a second, where gradients are
-    zero. Gradients that a closure computes in the step, sharded (`DTensor`) and sparse ones stay as they are, and so do
-    those of an expert that is the last with tokens in a loop over some of the experts alone, where pairs of other
-    experts count as its own, with a weight of zero.
+    zero. Gradients that a closure computes in the step, sharded (`DTensor`) and sparse ones stay as they are.
 
     Returns a handle whose `remove()` ends it.
     """

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from fxpasses.runtime.batch_cache import BatchCache, State
+from fxpasses.runtime.batch_cache import BatchCache, State, nbytes_of
 from fxpasses.runtime.prologue import Inputs, Prologue
+
+_ENTRY = 256  # bytes, roughly, of an entry besides its tensors
 
 
 class KeptResults:
     """Results by prologue and by the contents of the tensors that they depend on.
 
-    most_bytes: of the tensors in the results; beyond it, those go that were not used for the longest time.
+    most_bytes: of the results; beyond it, those go that were not used for the longest time.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -34,7 +36,7 @@ class KeptResults:
                 return None
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device};".encode())
             digest.update(_bytes(host))
-        return (prologue.what(inputs), digest.digest())
+        return (prologue.key, prologue.sizes(inputs), digest.digest())
 
     def give(self, contents: Hashable, prologue: Prologue, inputs: Inputs) -> bool:
         """Let the prologue have its results for `inputs`, if they are kept."""
@@ -46,8 +48,7 @@ class KeptResults:
         return True
 
     def put(self, contents: Hashable, results: tuple[Any, ...]) -> None:
-        storages = {t.untyped_storage() for t in results if isinstance(t, torch.Tensor)}
-        size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        size = nbytes_of(results) + _ENTRY
         if size > self.most_bytes or contents in self._results:
             return
         self._results[contents] = results, size

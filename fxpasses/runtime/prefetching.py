@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fxpasses.containment import contained
 from fxpasses.runtime.batch_cache import State, batch_cache
 from fxpasses.runtime.kept_results import KeptResults, known_on_host
 from fxpasses.runtime.prologue import Prologue, live_prologues
@@ -41,6 +42,12 @@ def start_prologues(
     stream. kept: results of earlier batches, to take them from and to add them to. Returns the number of prologues
     started.
     """
+    with contained("prefetching a batch", "Prologues run when the batch is used."):
+        return _start_first(model, ways, whole, kept)
+    return 0
+
+
+def _start_first(model: Callable[..., Any], ways: Iterable[Arguments], whole: bool, kept: KeptResults | None) -> int:
     for arguments, keywords in ways:
         for frame in _frames(model, arguments, keywords):
             started = 0
@@ -64,10 +71,11 @@ def keep_host_copies(moved: torch.Tensor, host: torch.Tensor) -> None:
     Integers and bools alone are known: prologues read nothing else. The copy is the package's own, and is known as long
     as `moved` lives and is not written to.
     """
-    is_metadata = not (host.dtype.is_floating_point or host.dtype.is_complex)
-    if is_metadata and host.device.type == "cpu" and moved.device.type != "cpu":
-        # A clone: the caller may fill the same memory with the next batch.
-        batch_cache.put("to_host", [moved], State.of([moved]), PendingCopy([host.clone()], None))
+    with contained("keeping the host's copy of a batch", "Prologues copy the batch back."):
+        is_metadata = not (host.dtype.is_floating_point or host.dtype.is_complex)
+        if is_metadata and host.device.type == "cpu" and moved.device.type != "cpu":
+            # A clone: the caller may fill the same memory with the next batch.
+            batch_cache.put("to_host", [moved], State.of([moved]), PendingCopy([host.clone()], None))
 
 
 def arguments_of(batch: Any) -> Arguments:

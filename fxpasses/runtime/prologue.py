@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
 
+from fxpasses.containment import say
 from fxpasses.errors import MetadataError, RecordingError
 from fxpasses.prologue_program import Check, Output, Program
 from fxpasses.runtime import cuda_extras
@@ -25,6 +27,10 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 Inputs = Sequence[Any] | Mapping[int, Any]  # by position; a prologue reads only those in `positions()`
 AutocastState = tuple[tuple[str, torch.dtype, bool], ...]
+
+
+class OperatorFailed(RuntimeError):
+    """An operator of the program failed on a batch, as `__cause__` says."""
 
 
 class Prologue:
@@ -57,8 +63,8 @@ class Prologue:
     def __call__(self, inputs: Inputs) -> tuple[Any, ...]:
         """The extra inputs for `inputs`, those of the captured graph.
 
-        Raises `MetadataError` if an assertion fails. Where a CUDA graph is recorded around the caller, the prologue
-        becomes a part of it, or raises `RecordingError`.
+        Raises `MetadataError` if an assertion fails, and `OperatorFailed` if an operator of the program does. Where a
+        CUDA graph is recorded around the caller, the prologue becomes a part of it, or raises `RecordingError`.
         """
         if cuda_extras.is_recording():
             with unseen():
@@ -73,20 +79,20 @@ class Prologue:
 
     def known(self, inputs: Inputs) -> tuple[Any, ...] | None:
         """The extra inputs for `inputs`, if they were computed since these tensors were last written to."""
-        found: tuple[Any, ...] | None = self.cache.get(self.what(inputs), self.roots(inputs))
+        found: tuple[Any, ...] | None = self.cache.get(self.key, self.roots(inputs), self.sizes(inputs))
         return found
 
     def keep(self, inputs: Inputs, state: State, results: tuple[Any, ...]) -> None:
         """Give `results` for `inputs`, as long as these live. state: of the roots that they were computed from."""
-        self.cache.put(self.what(inputs), self.roots(inputs), state, results)
+        self.cache.put(self.key, self.roots(inputs), state, results, self.sizes(inputs))
 
     def roots(self, inputs: Inputs) -> list[Any]:
         """The tensors on which any result depends."""
         return [inputs[position] for position in self.program.roots]
 
-    def what(self, inputs: Inputs) -> tuple[Any, ...]:
-        """What the results depend on besides the roots: the program, the modes it was compiled in, and sizes."""
-        return (self.key, tuple(inputs[i] for i in self.positions() if isinstance(inputs[i], int)))
+    def sizes(self, inputs: Inputs) -> tuple[int, ...]:
+        """What the results depend on besides the roots and `key`: the program, and the modes it was compiled in."""
+        return tuple(inputs[i] for i in self.positions() if isinstance(inputs[i], int))
 
     def is_valid(self, inputs: Sequence[Any]) -> bool:
         """Whether no input that the main graph writes to shares memory with an input that the prologue reads."""
@@ -139,7 +145,7 @@ class Prologue:
         ):
             tensors = iter(to_host([a for a in arguments if isinstance(a, torch.Tensor)], self.cache))
             arguments = [next(tensors) if isinstance(a, torch.Tensor) else a for a in arguments]
-        return self.program.host(*arguments)
+        return _run_operators(self.program.host, arguments)
 
     def _run_device(self, arguments: list[Any]) -> tuple[Any, ...]:
         assert self.program.device is not None
@@ -154,7 +160,7 @@ class Prologue:
                     "operator from now on.",
                     stacklevel=2,
                 )
-        return self.program.device(*arguments)
+        return _run_operators(self.program.device, arguments)
 
     def _check(self, results: dict[str, tuple[Any, ...]]) -> None:
         for check in self.program.checks:
@@ -164,6 +170,14 @@ class Prologue:
             )
             if not (_COMPARISONS[check.comparison](left, right) if check.comparison else left):
                 raise MetadataError(_message(check, left, right))
+
+
+def _run_operators(part: GraphModule, arguments: Sequence[Any]) -> Any:
+    """Run the operators of a program; their errors are the program's or the batch's, and not this package's."""
+    try:
+        return part.forward(*arguments)  # which prints no traceback if it fails, as a call does
+    except Exception as error:
+        raise OperatorFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -206,19 +220,49 @@ def autocast_state() -> AutocastState:
 
 
 def with_prologue(
-    main: Callable[..., Any], prologue: Prologue, captured: Callable[..., Any], fakes: Sequence[Any]
+    main: Callable[..., Any],
+    prologue: Prologue,
+    captured: Callable[..., Any],
+    fakes: Sequence[Any],
+    raising: Callable[..., Any] | None = None,
+    strict: bool = False,
 ) -> Callable[..., Any]:
     """A callable that takes the captured graph's inputs and passes them to `main` with the prologue's outputs.
 
-    captured: runs the captured graph, for inputs for which the prologue is not valid. fakes: stand for the prologue's
-    outputs where inputs are fake tensors, which have no values: DDPOptimizer runs each compiled piece once on these.
+    captured: runs the captured graph, for inputs for which the prologue is not valid, and for a batch on which it
+    fails, with one warning unless the program fails as well. fakes: stand for the prologue's outputs where inputs are
+    fake tensors, which have no values: DDPOptimizer runs each compiled piece once on these. raising: runs a batch that
+    breaks an assertion up to where eager mode raises, with the collectives that come first, for which other ranks wait;
+    None to raise before anything else runs. strict: raise where the prologue fails.
     """
 
-    def compiled(*inputs: Any) -> Any:
+    def extras(inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """The prologue's outputs; None if it is not valid. Raises what it raises."""
         if prologue.has_fake_root(inputs):
-            return main(*inputs, *fakes)
-        if not prologue.is_valid(inputs):
-            return captured(*inputs)
-        return main(*inputs, *prologue(inputs))
+            return fakes
+        return prologue(inputs) if prologue.is_valid(inputs) else None
+
+    def compiled(*inputs: Any) -> Any:
+        try:
+            found = extras(inputs)
+        except RecordingError:
+            raise
+        except MetadataError as error:
+            if raising is None:
+                raise
+            broken = error
+        except Exception as error:
+            if strict:
+                raise
+            results = captured(*inputs)  # or what the program itself raises
+            say("a prologue", error, "Batches on which it fails run as captured.")
+            return results
+        else:
+            return captured(*inputs) if found is None else main(*inputs, *found)
+        try:
+            raising(*inputs)
+        except Exception as error:
+            raise broken from error
+        raise broken
 
     return compiled

@@ -23,6 +23,10 @@ class PendingCopy:
         self._copies = copies
         self._event = event
 
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.nbytes for copy in self._copies)
+
     def tensors(self) -> list[torch.Tensor]:
         if self._event is not None:
             self._event.synchronize()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from fxpasses import fastpack_backend
 from fxpasses.capture import flags, retracing
 
 Program = Callable[..., Any]
@@ -42,9 +43,7 @@ def assert_same(results: list[Any], expected: list[Any]) -> None:
 
 def compiled_in(way: str, function: Program) -> Program:
     if way == "fastpack":
-        import fxpasses
-
-        return torch.compile(function, backend=fxpasses.fastpack_backend, options={"fastpack.lowering": "eager"})
+        return torch.compile(function, backend=fastpack_backend, options={"fastpack.lowering": "eager"})
     return torch.compile(function, backend=marked_backend(way))
 
 

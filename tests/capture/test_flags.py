@@ -1,9 +1,6 @@
 """The capture flags: on inside a scope, restored after, for every thread that is inside."""
 
 import contextvars
-import os
-import subprocess
-import sys
 import threading
 import timeit
 from collections.abc import Callable, Iterator
@@ -22,7 +19,6 @@ def values() -> flags.Values:
 
 @pytest.fixture(autouse=True)
 def flags_start_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flags._process, "enabled", False)
     monkeypatch.delenv(flags.KEEP_CONFIG, raising=False)
     with config.patch(dict.fromkeys(flags.FLAGS, False)):
         yield
@@ -114,53 +110,41 @@ def test_many_threads_inside_at_once_always_find_the_flags_on_and_leave_them_off
     assert values() == OFF
 
 
-def test_enabling_for_the_process_reaches_every_thread() -> None:
-    def enable() -> None:
-        flags.enable_for_process()
-        flags.enable_for_process()
-        assert values() == ON
-        assert in_thread(flags.wanted) == ON
+def test_a_trace_holds_the_flags_and_what_another_backend_traces_inside_finds_those_of_the_process() -> None:
+    with config.patch(capture_scalar_outputs=True):
+        with flags.held_at(flags.Values(False, True)), flags.held_at(ON):
+            assert values() == ON
+            with flags.as_outside():
+                assert values() == (True, False)
+            assert values() == ON
+        with flags.as_outside():
+            assert values() == (True, False)
 
-    in_copied_context(enable)
+
+def test_every_trace_for_this_backend_wants_both_flags() -> None:
+    assert flags.wanted() == ON and in_thread(flags.wanted) == ON
+    with config.patch(capture_scalar_outputs=False):
+        assert flags.wanted() == ON
 
 
-def test_enabling_inside_a_scope_outlasts_it() -> None:
+def test_enabling_for_the_process_inside_a_scope_outlasts_it() -> None:
     def enable() -> None:
         with flags.scoped():
             flags.enable_for_process()
         assert flags.THREAD_LOCAL or values() == ON  # a scope restores its context's values
+        flags.enable_for_process()
+        assert values() == ON
 
     in_copied_context(enable)
-
-
-def test_what_is_set_after_enabling_stays() -> None:
-    def enable_and_change() -> flags.Values:
-        flags.enable_for_process()
-        config.capture_scalar_outputs = False
-        return flags.wanted()
-
-    assert in_copied_context(enable_and_change) == (False, True)
 
 
 def test_the_environment_keeps_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(flags.KEEP_CONFIG, "1")
     in_copied_context(flags.enable_for_process)
     assert values() == OFF
-    assert in_thread(flags.wanted) == OFF
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kept", "expected"), [("0", "True True"), ("1", "False False")])
-def test_in_a_fresh_process(kept: str, expected: str) -> None:
-    program = (
-        "import threading, torch._dynamo.config as config\n"
-        "from fxpasses.capture import flags\n"
-        "flags.enable_for_process()\n"
-        "threading.Thread(target=lambda: print(*flags.wanted())).start()\n"
-    )
-    environment = {**os.environ, flags.KEEP_CONFIG: kept, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == expected
+    assert flags.wanted() == OFF and in_thread(flags.wanted) == OFF
+    with config.patch(capture_scalar_outputs=True):
+        assert flags.wanted() == (True, False)
 
 
 def test_a_scope_costs_microseconds() -> None:

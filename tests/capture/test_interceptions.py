@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo import symbolic_convert, utils
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import lists
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
 from fxpasses.capture import flags, interceptions
@@ -38,6 +39,10 @@ def skips(x: Tensor, logits: Tensor, w: Tensor) -> Tensor:
         if tok.numel() > 0:
             out.index_add_(0, tok, x[tok] @ w[e])
     return out
+
+
+def is_exactly_true(x: Tensor, lengths: Tensor) -> Tensor:
+    return x.sin() if bool(lengths.max()) is True else x.cos()
 
 
 def off_without(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> set[Feature]:
@@ -72,6 +77,19 @@ def test_a_missing_name_switches_off_its_own_handler(monkeypatch: pytest.MonkeyP
         assert len(assert_same(skips, [(X, LOGITS, W)]).graphs) == 1
 
 
+@pytest.mark.parametrize("first", ["another backend", "fastpack"])
+def test_a_method_that_dynamo_keeps_is_that_of_the_running_trace(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo keeps the bound method that it found when it first traced `bool` of a tensor."""
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(BuiltinVariable, "call_function_handler_cache", kept)
+    if first == "another backend":
+        torch.compile(is_exactly_true, backend="eager")(X, LENGTHS)
+        assert kept
+        torch._dynamo.reset()
+    assert len(assert_same(is_exactly_true, [(X, LENGTHS)]).graphs) == 1
+    assert BuiltinVariable.call_function_handler_cache is kept and bool(kept) == (first == "another backend")
+
+
 def test_what_a_feature_cannot_do_without_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES}
     assert off_without(SideEffects, "store_global", monkeypatch) == speculative
@@ -93,9 +111,10 @@ def test_an_attempt_loses_what_needs_what_it_loses() -> None:
     attempt = Attempt(flags.Values(True, True), frozenset(Feature))
     speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES}
     assert attempt.without(Feature.SPECULATION).features == frozenset(Feature) - speculative
-    assert attempt.without(Feature.HINTS).features == frozenset({Feature.HOOKS})
+    alone = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.WRITES})
+    assert attempt.without(Feature.HINTS).features == alone
     fewer = attempt.with_fewer_flags()
     assert fewer is not None and fewer.flags == flags.Values(True, False) and fewer.features == attempt.features
     last = fewer.with_fewer_flags()
-    assert last == Attempt(flags.Values(False, False), frozenset({Feature.HOOKS})) and last.with_fewer_flags() is None
+    assert last == Attempt(flags.Values(False, False), alone) and last.with_fewer_flags() is None
     assert Attempt(None).with_fewer_flags() is None

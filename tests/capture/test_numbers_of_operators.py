@@ -68,3 +68,19 @@ def test_a_number_that_is_none() -> None:
 
     x = torch.ones(2, requires_grad=True)
     assert_same(program, [(x, torch.tensor([1, n])) for n in (7, 2, 8)], "aot_eager")
+
+
+def test_a_mask_selects_from_what_it_broadcasts() -> None:
+    def program(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.linspace(0, 1, 3).masked_select(mask).sum() * x[mask].sum()
+
+    x = torch.linspace(-1, 2, 12).view(4, 3).requires_grad_()
+    assert_same(program, [(x, torch.arange(12).view(4, 3) < n) for n in (12, 5)], "aot_eager")
+
+
+def test_a_mask_may_have_as_many_elements_as_one_batch_selects_from() -> None:
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        return x[: lengths.max()].masked_select(torch.arange(8) % 3 == 0)
+
+    x = torch.linspace(-1, 2, 64).view(8, 8).requires_grad_()
+    assert_same(program, [(x, torch.tensor([n])) for n in (1, 8, 5)], "aot_eager")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import compiled
+from tests.support import THOROUGH, compiled
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -88,7 +88,12 @@ def flags_of(found: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(25), *(pytest.param(range(s, s + 50), marks=pytest.mark.slow) for s in range(25, 175, 50))], ids=str
+    "seeds",
+    [
+        range(25),
+        *(pytest.param(range(s, s + 50), marks=pytest.mark.slow) for s in range(25, 175 if THOROUGH else 75, 50)),
+    ],
+    ids=str,
 )
 def test_random_programs(seeds: range) -> None:
     breaks: Counter[bool] = Counter()

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from fxpasses.capture import flags, retracing
 from fxpasses.capture.dynamo_names import DynamoNames
+from fxpasses.capture.failures import CaptureRejected
 
 
 class Recording:
@@ -155,7 +156,7 @@ def test_a_backend_may_reject_what_was_captured() -> None:
     class Rejecting(Recording):
         def __call__(self, gm: GraphModule, example_inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
             if any(node.target == "item" for node in gm.graph.nodes):
-                raise retracing.CaptureRejected("no scalar reads, please")
+                raise CaptureRejected("no scalar reads, please")
             return super().__call__(gm, example_inputs)
 
     def scales(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -167,8 +168,7 @@ def test_a_backend_may_reject_what_was_captured() -> None:
     assert len(backend.graphs) == 2  # as in stock: a break at `.item()`
 
 
-def test_a_thread_in_which_nothing_was_switched_on_captures_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags._process, "enabled", True)
+def test_a_thread_in_which_nothing_was_switched_on_captures_too() -> None:
     backend = Recording(fastpack=True)
     lengths = torch.tensor([2, 3])
 

@@ -16,7 +16,7 @@ from fxpasses.capture import variants
 from fxpasses.capture.trace import Trace
 from fxpasses.inspect import record
 from fxpasses.runtime.prologue import live_prologues
-from tests.support import assert_same, compiled
+from tests.support import assert_same, compiled, instructions, instructions_of_stock
 
 X = torch.linspace(-1, 1, 24).view(12, 2)
 
@@ -218,3 +218,80 @@ def test_a_reset_frees_what_guards_hold() -> None:
     compiled(torch.sin)(torch.ones(2))
     gc.collect()
     assert len(live_prologues()) <= before
+
+
+def layers(x: Tensor) -> Tensor:
+    for _ in range(40):
+        x = x.sin()
+    return x
+
+
+def each_repeated(x: Tensor, lengths: Tensor) -> Tensor:
+    for length in lengths.tolist():
+        for step in range(length):
+            x = x + step
+    return x
+
+
+def layers_around(x: Tensor, lengths: Tensor) -> Tensor:
+    return layers(each_repeated(layers(x), lengths))
+
+
+LENGTHS = [[2, 3, 4, 5, 2], [3, 4, 2, 4, 3], [4, 2, 3, 2, 5], [2, 2, 5, 3, 4], [5, 3, 2, 2, 3], [3, 5, 3, 4, 2]]
+LENGTHS += [[4, 4, 4, 2, 4], [2, 5, 2, 5, 5]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiling_takes_at_most_twice_what_stock_takes_where_each_batch_has_other_answers() -> None:
+    batches = [(X, torch.tensor(lengths)) for lengths in LENGTHS]
+    stock = instructions_of_stock(layers_around, batches)
+    torch._dynamo.reset()
+    assert instructions(compiled(layers_around, strict=False), batches) <= 2 * stock
+
+
+def pixels(x: Tensor, height: int, width: int) -> Tensor:
+    for scale in (1, 2):
+        for place in (torch.arange(height * width) % width).tolist():
+            x = x + scale * place
+    return x
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_whose_count_several_sizes_determine_are_not_unrolled() -> None:
+    """Before, each pair of sizes was a graph. A break in a loop leaves the frame to eager mode, as under stock."""
+    step = compiled(pixels, strict=False)
+    with record() as found:
+        for sizes in [(2, 3), (4, 2), (3, 5), (5, 2), (2, 6)]:
+            torch.testing.assert_close(step(X, *sizes), pixels(X, *sizes))
+    assert len(found.graphs) <= 2
+
+
+def test_a_batch_that_changes_many_numbers_is_the_last_to_be_asked() -> None:
+    (said, *_), _ = warnings_of(each_repeated, map(torch.tensor, LENGTHS[:3]))
+    assert "compiled 2 times because batches differ" in said
+
+
+def branches(x: Tensor, lengths: Tensor) -> Tensor:
+    for length in lengths.tolist():
+        x = x.sin() if length > 2 else x.cos()
+    return x
+
+
+def test_combinations_of_branches_are_given_up_at_the_third() -> None:
+    batches = [torch.tensor(n) for n in ([1, 2, 3, 4], [4, 2, 3, 4], [1, 2, 3, 4], [1, 4, 3, 4])]
+    assert warnings_of(branches, batches[:3]) == ([], 2)
+    (said, *_), _ = warnings_of(branches, batches)
+    assert "compiled 3 times because batches differ" in said
+
+
+def test_a_batch_without_the_numbers_of_a_guard_is_another_variant_and_nothing_is_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        ends = lengths[lengths > 0]
+        return x.sin() if len(ends) < 3 or ends[2] > 6 else x.cos()
+
+    batches = [torch.tensor(n) for n in ([1, 2, 3, 4], [1, 2, 0, 0], [1, 2, 7, 8])]
+    _, graphs = warnings_of(program, batches)
+    assert graphs == 3
+    assert "Traceback" not in capfd.readouterr().err

@@ -167,9 +167,9 @@ def test_on_fake_inputs_the_prologue_does_not_run(monkeypatch):
     """`DDPOptimizer` runs each piece of a graph on some, to see what it returns."""
     made: list[Prologue] = []
 
-    def spy(main, prologue, captured, fakes):
+    def spy(main, prologue, *args, **kwargs):
         made.append(prologue)
-        return with_prologue(main, prologue, captured, fakes)
+        return with_prologue(main, prologue, *args, **kwargs)
 
     monkeypatch.setattr(backend, "with_prologue", spy)
     compiled(lambda x, lengths: x * lengths.max().item())(*batch([5, 8, 3]))

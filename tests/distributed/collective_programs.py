@@ -78,6 +78,18 @@ class Announced(torch.autograd.Function):
         return gradient * 2
 
 
+class OfANumber(torch.autograd.Function):
+    """Reduces in backward what no tensor has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * reduced(torch.tensor(3.0))
+
+
 @program
 def equal_in_each_layer(x: Tensor, lengths: Tensor) -> Tensor:
     for _ in range(4):
@@ -115,6 +127,29 @@ def result_is_not_used(x: Tensor, lengths: Tensor) -> Tensor:
 @program
 def of_constants(x: Tensor, lengths: Tensor) -> Tensor:
     return x * reduced(torch.ones(4)) + reduced(torch.full((4,), 2.0)) * reduced(torch.zeros(()))
+
+
+def of_numbers(x: Tensor, lengths: Tensor) -> Tensor:
+    sizes = [lengths.shape[0], 2 * lengths.shape[0]]
+    largest, number = torch.tensor(sizes[0]), lengths.new_tensor(sizes[1])
+    dist.all_reduce(largest)
+    dist.broadcast(number, 1)
+    every = functional.all_gather_tensor(torch.tensor([sizes[0]]), 0, dist.group.WORLD)
+    part = functional.reduce_scatter_tensor(torch.tensor(sizes), "sum", 0, dist.group.WORLD)
+    swapped = functional.all_to_all_single(torch.tensor(sizes), None, None, dist.group.WORLD)
+    return x * int(largest) + number.item() * every[1].item() + part.item() * int(swapped[1])
+
+
+@program
+def of_a_number_in_backward(x: Tensor, lengths: Tensor) -> Tensor:
+    return OfANumber.apply(x.sin()) * 2
+
+
+@program
+def sent_by_activations(x: Tensor, lengths: Tensor) -> Tensor:
+    chosen = x[: lengths.max()].sum() < x
+    counts = torch.stack([chosen.sum(), (~chosen).sum()]).tolist()
+    return exchanged(exchanged(x, counts, counts).sin(), counts, counts) * x  # of as many rows
 
 
 @program

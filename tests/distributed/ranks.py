@@ -19,6 +19,8 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
+from tests import rounding
+
 # The last ones are what AOTAutograd's partitioner imports when it is first called.
 _PRELOADED = ["torch._dynamo", "torch.distributed", "fxpasses.backend", "tests.support"]
 _PRELOADED += ["torch._inductor.pattern_matcher", "torch._inductor.codecache", "networkx"]
@@ -76,6 +78,8 @@ def _in_group(
 ) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if rounding.BY_SIZES:
+        rounding.round_by_sizes()
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -22,9 +22,12 @@ from fxpasses import backend
 from fxpasses.capture import variants
 from fxpasses.collectives.eager_sequences import Sequences
 from fxpasses.collectives.partitioner import CollectivePartitioner
+from fxpasses.errors import MetadataError
+from fxpasses.inspect import record
 from fxpasses.pipeline import Context
 from fxpasses.report import Report
-from tests.distributed.collective_programs import PROGRAMS, Program, gathered, reduced, twice
+from tests.distributed.breakable_programs import BREAKABLE
+from tests.distributed.collective_programs import PROGRAMS, Program, gathered, of_numbers, reduced, twice
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recorded_group import Call, RecordedGroup, assert_same_calls, recorded_group
 from tests.support import compiled
@@ -67,6 +70,13 @@ def test_a_captured_program_issues_what_eager_mode_issues(group: RecordedGroup, 
         assert_same_step(group, actual, PROGRAMS[name])
 
 
+def test_as_many_rows_come_back_as_were_sent(group: RecordedGroup) -> None:
+    program = PROGRAMS["sent_by_activations"]
+    with record() as found:
+        assert_same_step(group, compiled(program, "aot_eager"), program)
+    assert len(found.graphs) == 1
+
+
 def test_inductor_issues_what_eager_mode_issues(group: RecordedGroup) -> None:
     names = ["equal_in_each_layer", "checkpoint_with_a_result_that_is_not_used"]
 
@@ -74,6 +84,15 @@ def test_inductor_issues_what_eager_mode_issues(group: RecordedGroup) -> None:
         return sum(PROGRAMS[name](x, lengths) for name in names)
 
     assert_same_step(group, compiled(program, "inductor"), program)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+def test_the_trace_does_not_issue_a_collective_of_a_number_nor_keep_its_result(
+    group: RecordedGroup, lowering: str
+) -> None:
+    actual = compiled(of_numbers, lowering)
+    for size in (2, 2, 3, 5):  # a size, and then any
+        assert_same_step(group, actual, of_numbers, torch.ones(size, dtype=torch.int64))
 
 
 def asks_in_each_layer(x: Tensor, lengths: Tensor) -> Tensor:
@@ -90,6 +109,66 @@ def test_all_variants_of_a_frame_and_what_follows_the_last_issue_the_same(group:
         for longest in range(3, 12):
             assert_same_step(group, actual, asks_in_each_layer, torch.tensor([2, longest]))
     assert any("was compiled 6 times" in str(warning.message) for warning in caught)  # and so it is given up
+
+
+def calls_up_to_the_error(
+    group: RecordedGroup, program: Program, lengths: list[int], *errors: type[Exception]
+) -> list[Call]:
+    group.calls.clear()
+    with pytest.raises(errors):
+        program(X.clone().requires_grad_(), torch.tensor(lengths))
+    return list(group.calls)
+
+
+@pytest.mark.parametrize("name", BREAKABLE)
+def test_a_batch_that_breaks_an_assertion_raises_behind_the_collectives_before_it(
+    group: RecordedGroup, name: str
+) -> None:
+    program = BREAKABLE[name]
+    actual = compiled(program, "aot_eager")
+    assert_same_step(group, actual, program, torch.tensor([2, 4]))
+    wanted = calls_up_to_the_error(group, program, [2, 6], AssertionError, RuntimeError)
+    assert_same_calls(calls_up_to_the_error(group, actual, [2, 6], MetadataError), wanted)
+    assert len(wanted) == 1
+    assert_same_step(group, actual, program, torch.tensor([3, 4]))
+
+
+def has_two_texts(x: Tensor, lengths: Tensor) -> Tensor:
+    y = x * reduced(x.detach().sum())
+    return y.sin() + lengths.view(2).sum()
+
+
+def has_two_texts_in_a_checkpoint(x: Tensor, lengths: Tensor) -> Tensor:
+    return twice(lambda x: has_two_texts(x, lengths), x)
+
+
+@pytest.mark.parametrize("program", [has_two_texts, has_two_texts_in_a_checkpoint])
+def test_a_batch_on_which_tracing_fails_raises_behind_the_collectives_before_it(
+    group: RecordedGroup, program: Program
+) -> None:
+    actual = compiled(program, "aot_eager")
+    wanted = calls_up_to_the_error(group, program, [1, 1, 2], RuntimeError)
+    assert len(wanted) == 1
+    with record() as found:
+        for _ in range(2):
+            assert_same_calls(calls_up_to_the_error(group, actual, [1, 1, 2], RuntimeError), wanted)
+            assert_same_step(group, actual, program)
+    assert any(graph.function.endswith(f" {program.__name__}") for graph in found.graphs)  # whole for other batches
+
+
+def branches_in_a_checkpoint(x: Tensor, lengths: Tensor) -> Tensor:
+    return twice(lambda x: x.cos() if reduced(x.detach().sum()).item() > 0 else x.sin(), x)
+
+
+@pytest.mark.usefixtures("warnings_anew")
+def test_a_branch_on_a_number_of_all_ranks_in_a_checkpoint_is_named(group: RecordedGroup) -> None:
+    with pytest.warns(
+        UserWarning, match=r"given up for (?s:.*)issues collectives: .*, at test_collectives.py:\d+"
+    ) as given:
+        for _ in range(2):
+            actual = compiled(branches_in_a_checkpoint, "aot_eager", strict=False)
+            assert_same_step(group, actual, branches_in_a_checkpoint)
+    assert sum("issues collectives" in str(warning.message) for warning in given) == 1
 
 
 def nobody_waits(x: Tensor, lengths: Tensor) -> Tensor:

@@ -384,27 +384,41 @@ FOLD = {"fastpack.fold": "on"}
     ids=["DDP(torch.compile(model))", "torch.compile(DDP(model))", "layer.compile(), nothing to fold"],
 )
 def test_folded_layers(wrap: Wrap, request: pytest.FixtureRequest) -> None:
-    record = assert_equals_eager(lambda: Decoder(LAYERS + 1), wrap)  # the first layer's input has no gradient
+    record = assert_equals_eager(lambda: Decoder(LAYERS), wrap)
     folded = sum(report.figures.get("layers", 0) for report in reports_of(record, "fold_layers"))
     assert folded == (0 if "nothing" in request.node.name else LAYERS)
     assert bool(pieces_of(record)) == (not folded)
 
 
-# On two processes
+# On several processes
 
 
-def numbers_of(rank: int) -> list[Numbers]:
+def numbers_of(rank: int, folded: bool = False) -> list[Numbers]:
     """Losses, gradients and weights in eager mode, and compiled; each rank has other lengths."""
     data = batches()
-    data = data[rank:] + data[:rank]
+    first = rank % len(data)
+    data = data[first:] + data[:first]
     with small_first_bucket():
-        wraps = (ddp, lambda m: ddp(compiled(m)), lambda m: ddp(compiled(m, **FOLD)))
+        wraps = [ddp, lambda m: ddp(compiled(m)), *[lambda m: ddp(compiled(m, **FOLD))] * folded]
         return [steps(seeded(lambda: Decoder(LAYERS + 1), wrap), data) for wrap in wraps]
 
 
+def assert_equal_weights(ranks: list[list[Numbers]]) -> None:
+    first, *others = ([numbers[-4 * (LAYERS + 1) :] for numbers in ways] for ways in ranks)
+    for other in others:
+        assert all(all(map(torch.equal, *pair)) for pair in zip(first, other, strict=True))
+
+
 def test_two_ranks_with_other_batches_equal_eager_mode() -> None:
-    ranks = run_on_ranks(numbers_of)
+    ranks = run_on_ranks(numbers_of, args=(True,))
     for eager, *others in ranks:
         assert all(all(map(torch.equal, eager, found)) for found in others)
-    weights = [numbers[0][-4 * (LAYERS + 1) :] for numbers in ranks]
-    assert all(map(torch.equal, *weights))
+    assert_equal_weights(ranks)
+
+
+def test_four_ranks_equal_eager_mode_within_rounding() -> None:
+    """Buckets are filled in another order, and so the ranks' numbers are added up in another order."""
+    ranks = run_on_ranks(numbers_of, world=4)
+    for eager, found in ranks:
+        torch.testing.assert_close(found, eager)
+    assert_equal_weights(ranks)

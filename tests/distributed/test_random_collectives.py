@@ -50,6 +50,6 @@ def test_each_rank_issues_what_eager_mode_issues(source: str, steps: Any, loweri
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@checking(examples=1000 if THOROUGH else 200)
+@checking(examples=1000 if THOROUGH else 60)
 def test_each_rank_issues_what_eager_mode_issues_in_many_programs(source: str, steps: Any, lowering: str) -> None:
     check(source, steps, lowering)

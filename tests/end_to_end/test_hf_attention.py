@@ -9,7 +9,7 @@ import torch
 
 import fxpasses.inspect
 from fxpasses.report import Reason
-from tests.support import compiled, reports_of
+from tests.support import compiled, reports_of, thorough
 
 transformers = pytest.importorskip("transformers")
 
@@ -115,8 +115,14 @@ def test_in_checkpoints():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("implementation", "checkpointed"),
+    [
+        ("sdpa", False),
+        ("eager", True),
+        *(pytest.param(*way, marks=thorough) for way in [("sdpa", True), ("eager", False)]),
+    ],
+)
 @pytest.mark.parametrize(("name", "make"), CASES)
 def test_every_model(name, make, implementation, checkpointed):
     report = check(name, implementation, make, checkpointed)

@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-from tests.support import assert_same, compiled, host_reads
+from tests.support import assert_same, compiled, host_reads, instructions, instructions_of_stock, thorough
 
 PATCH = 4
 PATCH_NUMBERS = 3 * 2 * PATCH * PATCH  # channels, frames, height, width
@@ -78,3 +78,25 @@ def test_host_reads_do_not_depend_on_the_number_of_layers(tower):
         inputs = batch((1, 8, 4), (1, 4, 6))
         reads[layers] = host_reads(lambda: program(*inputs).sum().backward())  # noqa: B023
     assert reads[2] == reads[4] > 0
+
+
+@pytest.mark.slow
+@thorough
+@pytest.mark.filterwarnings("ignore")
+def test_compiling_for_other_sizes_in_each_batch_takes_at_most_twice_what_stock_takes():
+    sizes = [
+        [(4, 6), (8, 4)],
+        [(6, 6), (4, 4)],
+        [(8, 8), (6, 4)],
+        [(10, 4), (4, 8)],
+        [(6, 8), (6, 10)],
+        [(4, 10), (8, 6)],
+    ]
+    sizes += [[(12, 4), (4, 4)], [(8, 10), (6, 6)], [(10, 10), (4, 6)], [(6, 12), (8, 8)]]
+    batches = [batch(*((1, *image) for image in images)) for images in sizes]
+    tower = Qwen25()
+    stock = instructions_of_stock(tower, batches)
+    torch._dynamo.reset()
+    program = compiled(tower, "eager", strict=False)
+    assert instructions(program, batches) <= 2 * stock
+    torch.testing.assert_close(program(*batches[-1]), tower(*batches[-1]))

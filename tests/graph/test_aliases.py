@@ -133,6 +133,16 @@ def test_an_unknown_higher_order_operator_may_do_anything():
     assert AliasSets(graph.nodes).meet([node], [x])
 
 
+def test_a_result_that_is_put_into_an_operand_is_a_write():
+    def program(x):
+        y = x * 2
+        torch.add(y, 1, out=y)
+        return y.sum()
+
+    analysis, nodes = analysed(program, torch.ones(3))
+    assert analysis.writer(nodes["mul"], nodes["mul"], None) is nodes["add"]
+
+
 def test_inputs_in_one_are_one_memory():
     def program(x, y):
         y.add_(1)

@@ -109,6 +109,8 @@ def test_a_backend_that_compiled_nothing_says_so_and_other_ranks_are_silent(tmp_
         ("len(self.embed_tokens._forward_hooks) == 2    # if self._forward_hooks:", "the hooks of a module", "Hooks"),
         ("___fxpasses_batch(n)  # n.max() <= 5, at a.py:1", "an answer of the batch, no longer n.max() <= 5, at a.py:1",
          "branches on its batch"),
+        ("IndexError: index 2", "a batch that lacks what a guard reads (IndexError: index 2)",
+         "Python object"),
         ("k == 2               # return x*k", "k, no longer 2", "Python number"),
         ("len(s.ls) == 1       # return len(s.ls)", "the length of s.ls, no longer 1", "Python object"),
         ("past_key_values is None", "the cache of keys and values", "generat"),

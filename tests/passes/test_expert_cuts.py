@@ -247,6 +247,20 @@ def padded(counts_of: Callable[[Tensor], Tensor]) -> Any:
     return loop
 
 
+def padded_first(counts_of: Callable[[Tensor], Tensor]) -> Any:
+    """The sum is used before the loop."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        counts = counts_of(idx).tolist()
+        tok = idx.flatten().argsort(stable=True) // 2
+        rows = torch.cat([x[tok], x[:3]])
+        padding = rows.shape[0] - sum(counts)
+        y = torch.cat([part @ layer.w[e] for e, part in enumerate(rows[: sum(counts)].split(counts))])
+        return torch.cat([y, y.new_ones(padding, y.shape[1])])
+
+    return loop
+
+
 def histogram(idx: Tensor, bins: int, low: float = 0, high: float | None = None) -> Tensor:
     """Counts as torchtitan takes them; on CUDA devices `histc` takes integers, too."""
     return torch.histc(idx.flatten().float(), bins=bins, min=low, max=bins if high is None else high).to(torch.int64)
@@ -275,7 +289,7 @@ def test_part_of_the_rows(name: str) -> None:
     assert reads_of(record) == reads
 
 
-@pytest.mark.parametrize("loop", [padded, added], ids=["the first rows", "slices"])
+@pytest.mark.parametrize("loop", [padded, padded_first, added], ids=["the first rows", "the padding first", "slices"])
 @pytest.mark.parametrize("name", ["bincount", "a histogram"])
 def test_sizes_that_are_symbolic(name: str, loop: Any) -> None:
     """Float32 counts exactly up to 2^24 pairs: a guard on the sizes, no number that the host reads."""

@@ -259,7 +259,10 @@ def a_size_is_used_elsewhere(experts: Any, rows: Tensor, counts: Tensor) -> Tens
     ),
 )
 def test_decoys_stay_loops(loop: Loop) -> None:
-    record = assert_same(Model(loop), batches(1), "aot_eager")
+    # The rows that `overlapping` returns are as many as no batch tells: the graph breaks, and gradients are summed in
+    # another order.
+    tolerance = 1e-6 if loop is overlapping else 0.0
+    record = assert_same(Model(loop), batches(1), "aot_eager", tolerance=tolerance)
     assert not record.figures("group_experts"), record
     assert any(report.refusals for report in reports_of(record, "group_experts"))
 

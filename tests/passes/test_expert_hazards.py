@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpasses.capture import flags
+from tests import rounding
 from tests.passes.expert_layer import EXPERTS, TOKENS, WIDTH, Layer, check, level_of
 from tests.support import assert_same, compiled
 
@@ -62,6 +63,13 @@ def test_ids_of_a_small_dtype() -> None:
 
 
 # Rows of no expert
+
+
+@pytest.mark.skipif(not rounding.IS_KNOWN, reason="this torch has no `torch.library.get_kernel`")
+def test_each_product_has_the_rows_that_it_has_in_the_loop() -> None:
+    """Pairs of other experts are in none: a library may compute a row otherwise where there are more."""
+    with rounding.by_sizes():
+        assert level_of(check(lambda *given: add_all(*given, range(1, 3)))) == 2
 
 
 def norm_of_rows(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:

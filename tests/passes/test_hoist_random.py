@@ -33,7 +33,7 @@ seen: Counter[str] = Counter()
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # two minutes, and much more on a busy machine
 @hypothesis.settings(
-    max_examples=200 if THOROUGH else 100,
+    max_examples=200 if THOROUGH else 50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
@@ -69,7 +69,7 @@ def test_equal_results_and_gradients(plan, seed, lowering):
 
 def test_the_programs_are_not_vacuous():
     """Runs after the test above, and on its own checks nothing."""
-    if seen["programs"] < 50:
+    if seen["programs"] < 25:
         pytest.skip("the random programs did not run")
     assert seen["hoisted"] > seen["programs"] / 3
     assert seen["refused"] > seen["programs"] / 3

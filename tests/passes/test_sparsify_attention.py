@@ -19,9 +19,12 @@ from tests.passes.attention_spellings import (
     added,
     additive,
     at_sign,
+    hidden_first,
     hugging_face,
     keywords,
+    least_filled,
     least_values,
+    query_scaled,
 )
 from tests.support import assert_same, compiled, events, reports_of, results
 
@@ -408,6 +411,20 @@ def test_rows_that_see_nothing_give_what_they_gave(attend):
         return model.layer(x, lengths, 0)
 
     check(program, [batch([100, 188]), batch([20, 268])])
+
+
+@pytest.mark.parametrize(
+    "attend", [at_sign, hidden_first, query_scaled, least_filled], ids=lambda attend: attend.__name__
+)
+def test_rows_that_see_nothing_and_are_not_used(attend):
+    """The gradients of query, key and value, each by itself: those of the values are NaN all the same."""
+
+    def program(q, k, v, lengths):
+        allowed = padded_left(lengths)
+        return torch.where(allowed.any(-1, keepdim=True), attend(q, k, v, allowed), 0.0)
+
+    operands = [torch.randn(1, HEADS, TOKENS, 8, requires_grad=True) for _ in range(3)]
+    check(program, [(*operands, batch(lengths)[1]) for lengths in ([100, 188], [20, 268], [0, 288])])
 
 
 @pytest.mark.parametrize("attend", [keywords, hugging_face, at_sign], ids=lambda attend: attend.__name__)

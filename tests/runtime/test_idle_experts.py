@@ -89,6 +89,26 @@ def test_a_loop_that_skips_nothing_has_gradients_of_zeros() -> None:
     assert as_in_eager_mode(SwiGluLinears, "idle later", "where_pairs", "eager", fxpasses.skip_idle_experts)
 
 
+def test_a_loop_over_some_of_the_experts_has_no_token_of_theirs() -> None:
+    """As on a rank that has some of the experts. The pairs of the others are in no group."""
+    experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+    gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+    with torch.no_grad():
+        gate.weight.copy_(torch.eye(EXPERTS, HIDDEN))
+
+    def program(x: Tensor) -> Tensor:
+        weights, idx = gate(x).softmax(-1).topk(2, dim=-1)
+        out = x * 1.0
+        for e in range(len(experts)):
+            tok, slot = torch.where(idx == e)
+            if tok.numel() > 0:
+                out.index_add_(0, tok, experts[e](x[tok]) * weights[tok, slot, None])
+        return out
+
+    compiled(program, "eager")(batch(0, 2, 3)).sum().backward()
+    assert drop_idle_gradients(experts.parameters()) == 2 * 2
+
+
 def test_without_it_an_idle_expert_decays() -> None:
     assert not as_in_eager_mode(SwiGluLinears, "idle later", "skip_numel", "eager", lambda optimizer: None)
 

@@ -18,7 +18,6 @@ from tests.zoo.architectures import Architecture
 from tests.zoo.arrangements import Arrangement, arrangements
 from tests.zoo.measuring import Numbers, first_line, measure, warnings_of_ours
 
-# Stock comes first: our backend's first use switches flags of Dynamo on for the process.
 CONTENDERS = ("eager", "stock", "ours")
 
 

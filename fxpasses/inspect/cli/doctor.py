@@ -103,10 +103,10 @@ def _capture() -> Iterator[Finding]:
     without = "torch does not find it: `pip install` fxpasses again"
     yield Finding.of("backend", known, 'torch.compile(backend="fastpack") is known', without)
     if os.environ.get(KEEP_CONFIG) == "1":
-        text = f"{KEEP_CONFIG}=1 keeps Dynamo's: `.item()` breaks graphs, and little is hoisted"
+        text = f"{KEEP_CONFIG}=1 keeps the process' own: `.item()` breaks graphs unless they are on"
         yield Finding("capture flags", "note", text)
     else:
-        yield Finding("capture flags", "ok", "`.item()` and `nonzero` are captured once the backend is used")
+        yield Finding("capture flags", "ok", "`.item()` and `nonzero` are captured in this backend's frames")
     try:
         DynamoNames.find()
         yield Finding("retracing", "ok", "frames that need a value while tracing are traced again with fewer flags")

@@ -3,7 +3,7 @@
 In a row whose mask hides all keys, `sparse_attention` computes what `scaled_dot_product_attention` does: zeros where
 the mask is -inf or False, and the mean of all values where it is the dtype's least value, which absorbs every score
 added to it in float32 and bfloat16. Unfused attention gives the same mean, but NaN where the row is -inf throughout. So
-its mask gets NaN in such rows. The least float16 does not absorb scores.
+its mask gets NaN in such rows, by which a plan tells them. The least float16 does not absorb scores.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ def check_mask(attention: Attention) -> None:
             raise Refused(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
         return
     fill = attention.mask.fill
-    if out.device.type != "cpu" and (fill is None or math.isfinite(fill)):
-        # Only the CPU's operator computes the rows that finite values hide as the unfused program does.
-        text = f"finite values may hide a whole row, on {out.device.type}"
-        raise Refused(Reason.SCORES_CHANGED, text, attention.node)
+    if out.device.type != "cpu":  # only its operator computes rows that see nothing as the unfused program does
+        raise Refused(Reason.SCORES_CHANGED, f"the mask may hide a whole row, on {out.device.type}", attention.node)
     if fill is None:
         if out.dtype is torch.float16 or mask.dtype is torch.float16:
             raise Refused(Reason.SCORES_CHANGED, "the least float16 does not hide a score", attention.mask.node)

@@ -49,18 +49,29 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """The rows behind those of the last expert: pairs of no expert.
+
+    valid: bool [N], which rows belong to experts. last: int [1], the last of these; 0 if there is none.
+    """
+
+    valid: Node
+    last: Node
+
+
+@dataclass(frozen=True)
 class Order:
     """The order of the rows. places: int64 [N], the pair of each, and ids: int [N], its expert, where pairs are sorted.
 
-    offsets: int32 [E], where each expert's rows end. rows: N. valid: bool [N], which rows belong to experts; None where
-    all do. covers: whether the offsets are known to rise to N.
+    offsets: int32 [E], where each expert's rows end. rows: N. rest: None where all rows belong to experts. covers:
+    whether the offsets are known to rise to N.
     """
 
     places: Node | None
     ids: Node | None
     offsets: Node
     rows: Any
-    valid: Node | None
+    rest: Rest | None
     covers: bool
 
 

@@ -29,7 +29,7 @@ from fxpasses.graph.symbols import expression
 from fxpasses.passes.experts.batched_values import Order, Places, Rows, Weights, row_of
 from fxpasses.passes.experts.row_partition import Cut
 from fxpasses.passes.experts.selection import Selection, progression, selection_of
-from fxpasses.passes.experts.sorting import cut_rows, first_rows, read_total, sorted_pairs
+from fxpasses.passes.experts.sorting import cut_rows, filled, first_rows, or_ones, read_total, sorted_pairs
 from fxpasses.runtime import grouped_ways
 
 
@@ -83,7 +83,8 @@ class Lifting:
         ids = self.routing.counted(cut.counts, cut.running)
         size = cut.rows.meta["example_value"].shape[0]
         if ids is not None and statically_known_true(ids.meta["example_value"].numel() <= size):
-            return self._pairs_of(ids)
+            with self.emit.after(ids):  # the sum that it replaces may be used before the loop
+                return self._pairs_of(ids)
         if self._read is None:
             self._read = read_total(self.emit, cut)
         return self._read
@@ -169,15 +170,14 @@ class Lifting:
         return self.emit(torch.where, (is_negative, self.emit(operator.add, (places, size)), places))
 
     def or_ones(self, rows: Node) -> Node:
-        """Rows of tokens; ones where no expert has a token: eager mode would compute on none of these rows.
+        """Rows of tokens, or ones: see `sorting.or_ones`."""
+        rest = self.order.rest if self.order is not None else None
+        return rows if rest is None else or_ones(self.emit, rest, rows)
 
-        Where an expert divides by a row's norm, a token of zeros, such as padding, would have a gradient of NaN.
-        """
-        if self.order is None or self.order.valid is None:
-            return rows
-        any_valid = self._once("any valid", operator.getitem, (self.order.valid, slice(None, 1)))
-        ndim = rows.meta["example_value"].ndim
-        return self.emit(torch.where, (self.emit("reshape", (any_valid, [1] * ndim)), rows, 1))
+    def filled(self, rows: Node) -> Node:
+        """Rows of a grouped operator, which makes zeros of the rest: see `sorting.filled`."""
+        rest = self.order.rest if self.order is not None else None
+        return rows if rest is None else filled(self.emit, rest, rows)
 
     def index(self, part: Any) -> Any:
         """A part of an index, lifted; the number of the expert becomes the expert of each row."""
@@ -213,7 +213,7 @@ class Lifting:
 
     @property
     def covers(self) -> bool:
-        """Whether each row is known to belong to an expert, or to be a copy that counts as one of the last's."""
+        """Whether each row is known to belong to an expert."""
         return self.order is not None and self.order.covers
 
     def offsets(self, product: torch.Tensor, *widths: int | torch.SymInt) -> Node:

@@ -42,7 +42,7 @@ class Merging:
 
     def _concatenated(self, value: Any) -> Node:
         rows, order = self._lifting.lift(value), self._lifting.order
-        if not isinstance(rows, Rows) or rows.row != 0 or order is None or order.valid is not None:
+        if not isinstance(rows, Rows) or rows.row != 0 or order is None or order.rest is not None:
             raise NotProved("the experts' rows are not known to cover all rows")
         return rows.node
 
@@ -76,11 +76,11 @@ class Merging:
         """The rows, with zeros for those of no expert."""
         order = self._lifting.order
         assert order is not None
-        if order.valid is None:
+        if order.rest is None:
             return rows.node
         shape = [1] * rows.ndim
         shape[rows.row] = -1
-        return self._emit(torch.where, (self._emit("reshape", (order.valid, shape)), rows.node, 0))
+        return self._emit(torch.where, (self._emit("reshape", (order.rest.valid, shape)), rows.node, 0))
 
     def _masked(self, zeros: Any, mask: Any, value: Any) -> Node:
         """`out + zeros.masked_scatter(mask, value)`, which adds whole rows to the tokens of the mask."""
@@ -128,7 +128,7 @@ class Merging:
             if adds:
                 raise NotProved("the sum has another dtype than its parts", self._first)
             node = self._emit("to", (node, buffer.dtype))
-        if not adds and order.valid is not None:
+        if not adds and order.rest is not None:
             raise NotProved("rows of no expert would be overwritten", self._first)
         if adds and len(places) == 1:
             if node.meta["example_value"].shape[1:] != buffer.shape[1:]:

@@ -44,10 +44,11 @@ def product(lifting: Lifting, template: Template, rows: Any) -> Rows:
     transposed = lifted.transposed != is_linear
     if lifted.stacked is None:
         args = (rows.node, list(lifted.listed), offsets, stacked_biases, transposed, *lifting.skips)
-        return Rows(lifting.emit(ops.grouped_mm_list.default, args))
+        return Rows(lifting.filled(lifting.emit(ops.grouped_mm_list.default, args)))
     if lifting.covers and biases is None and _has_decomposition(template.example):
         return Rows(lifting.emit(ops.grouped_mm_covering.default, (rows.node, lifted.stacked, offsets, transposed)))
-    return Rows(lifting.emit(ops.grouped_mm.default, (rows.node, lifted.stacked, offsets, stacked_biases, transposed)))
+    args = (rows.node, lifted.stacked, offsets, stacked_biases, transposed)
+    return Rows(lifting.filled(lifting.emit(ops.grouped_mm.default, args)))
 
 
 def _has_decomposition(product: torch.Tensor) -> bool:

@@ -98,7 +98,8 @@ def elementwise(lifting: Lifting, template: Template, source: Any) -> Rows:
             stacked = lifting.stacked(lifted)
             offsets = lifting.offsets(stacked.meta["example_value"], leaf.example.shape[0])
             skips = lifting.skips if lifted.stacked is None else ()
-            return lifting.emit(ops.grouped_expand.default, (stacked, offsets, lifting.order.rows, *skips))
+            values = lifting.emit(ops.grouped_expand.default, (stacked, offsets, lifting.order.rows, *skips))
+            return lifting.filled(values)
         if isinstance(lifted, Node) and is_tensor(lifted):
             example = lifted.meta["example_value"]
             size = example.shape[example.ndim - place] if example.ndim >= place else 1

@@ -12,13 +12,13 @@ from torch.fx import Node
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.routing_facts import Columns
-from fxpasses.passes.experts.batched_values import Order
+from fxpasses.passes.experts.batched_values import Order, Rest
 from fxpasses.passes.experts.row_partition import Cut
 from fxpasses.passes.experts.selection import Selection
 
 
 def sorted_pairs(emit: NodeBuilder, selection: Selection) -> Order:
-    """Sort the pairs by expert, in the order of the loop."""
+    """Sort the pairs by expert, in the order of the loop; pairs of no expert come last, and belong to no group."""
     first, step, count = selection.first, selection.step, selection.count
     covers = selection.covers
     ids = selection.ids if selection.scores is None else _with_scores(emit, selection.ids, selection.scores)
@@ -26,13 +26,15 @@ def sorted_pairs(emit: NodeBuilder, selection: Selection) -> Order:
     example = flat.meta["example_value"]
     wanted = emit(torch.arange, (count,), {"device": example.device, "dtype": example.dtype})
     offsets = emit(torch.searchsorted, (in_order, wanted), {"right": True, "out_int32": True})
-    size, valid = emit.size(flat, 0), None
+    size, rest = emit.size(flat, 0), None
     if not covers:
-        valid, places, in_order, offsets = _filled(emit, places, in_order, offsets, size, count)
+        rest = _rest(emit, offsets, size)
+        places, in_order = filled(emit, rest, places), filled(emit, rest, in_order)
+        in_order = emit("clamp", (in_order,), {"max": count - 1})
     by_row = in_order
     if (first, step) != (0, 1):
         by_row = emit(operator.add, (in_order, first)) if step == 1 else emit(operator.sub, (first, in_order))
-    return Order(places, by_row, offsets, size, valid, covers=True)
+    return Order(places, by_row, offsets, size, rest, covers=covers)
 
 
 def _with_scores(emit: NodeBuilder, ids: Node, scores: Columns) -> Node:
@@ -91,22 +93,37 @@ def coordinates(emit: NodeBuilder, ids: Node, axes: Sequence[int], places: Node)
     return [rest, *reversed(found)]
 
 
-def _filled(
-    emit: NodeBuilder, places: Node, in_order: Node, offsets: Node, size: Any, count: int
-) -> tuple[Node, Node, Node, Node]:
-    """Mark the rows of experts, and replace the others by copies of the last marked row; by ones, if none is.
+def _rest(emit: NodeBuilder, offsets: Node, size: Any) -> Rest:
+    total, device = emit(operator.getitem, (offsets, slice(-1, None))), offsets.meta["example_value"].device
+    valid = emit(operator.lt, (emit(torch.arange, (size,), {"device": device}), total))
+    return Rest(valid, emit("clamp", (emit(operator.sub, (total, 1)),), {"min": 0}))
 
-    A copy is as finite as a row of the loop. A row of zeros is not, where the program divides by its norm, and in
-    backward a NaN passes through any mask. The ones come in as rows are gathered (`Lifting.or_ones`).
+
+def filled(emit: NodeBuilder, rest: Rest, rows: Node) -> Node:
+    """A tensor [N, ...] with copies of an expert's last row as the rest, which have no gradient.
+
+    Nothing of the rest reaches a result, but a copy is as finite as a row of the loop. A row of zeros is not, where the
+    program divides by its norm, and in backward a NaN passes through any mask.
     """
-    total = emit(operator.getitem, (offsets, slice(-1, None)))
-    device = {"device": places.meta["example_value"].device}
-    valid = emit(operator.lt, (emit(torch.arange, (size,), device), total))
-    last = emit("clamp", (emit(operator.sub, (total, 1)),), {"min": 0})
-    filled = [emit(torch.where, (valid, n, emit("index_select", (n, 0, last)))) for n in (places, in_order)]
-    ends = emit(torch.where, (emit(operator.eq, (offsets, total)), size, offsets))
-    existing = emit("clamp", (filled[1],), {"max": count - 1})
-    return valid, filled[0], existing, emit("to", (ends, torch.int32))
+    copied = emit("index_select", (rows, 0, rest.last))
+    if rows.meta["example_value"].is_floating_point():
+        copied = or_ones(emit, rest, emit("detach", (copied,)))
+    return emit(torch.where, (_beside(emit, rest.valid, rows), rows, copied))
+
+
+def or_ones(emit: NodeBuilder, rest: Rest, rows: Node) -> Node:
+    """A tensor [N, ...]; ones where no expert has a row, so that eager mode computes on none.
+
+    Where an expert divides by a row's norm, a token of zeros, such as padding, would have a gradient of NaN.
+    """
+    any_valid = emit(operator.getitem, (rest.valid, slice(None, 1)))
+    return emit(torch.where, (_beside(emit, any_valid, rows), rows, 1))
+
+
+def _beside(emit: NodeBuilder, mask: Node, rows: Node) -> Node:
+    """A mask of rows, to be broadcast over their other dimensions."""
+    ndim = rows.meta["example_value"].ndim
+    return emit("reshape", (mask, [-1, *[1] * (ndim - 1)])) if ndim > 1 else mask
 
 
 def cut_rows(emit: NodeBuilder, cut: Cut) -> Order:

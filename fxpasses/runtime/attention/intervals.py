@@ -57,11 +57,11 @@ def intervals_of(block: torch.Tensor) -> Intervals:
 
 
 def has_blind_rows(rows: torch.Tensor) -> bool:
-    """Whether finite values, or some and -inf, rule out all of one of the rows [..., K] of an additive mask."""
+    """Whether NaN, or finite values perhaps with -inf, rule out all of one of the rows [..., K] of an additive mask."""
     if not rows.numel():
         return False
     most = rows.amax(-1)
-    return bool(((most <= ruled_out(rows.dtype)) & (most != float("-inf"))).any())
+    return bool((most.isnan() | ((most <= ruled_out(rows.dtype)) & (most != float("-inf")))).any())
 
 
 def _bounds(allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 """The additive masks of a plan's partial tiles, made once and shared by all layers of a step.
 
-Masks live as long as the plan's tensor; a copy of a plan makes its own. Tiles whose rows all begin at the left edge and
-have the same ends differ in width alone: they are views of one mask, so the bands of a causal document of T tokens hold
-rows x T values and not T x T.
+Masks live as long as the plan's tensor, and as long as no other plans are used; a copy of a plan makes its own. Tiles
+whose rows all begin at the left edge and have the same ends differ in width alone: they are views of one mask, so the
+bands of a causal document of T tokens hold rows x T values and not T x T.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fxpasses.runtime.attention import plan as plans
 from fxpasses.runtime.attention.plan import Kind, PlacedTile, Plan
 
 KEPT_BYTES = 64 << 20  # of one plan; masks beyond that are made in each call
+KEPT_PLANS = 4  # those used last: a step may have one of windows, one of whole documents, one of an encoder
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,18 @@ class PreparedPlan:
         self.bytes_kept -= 0 if mask is None else mask.nbytes
 
 
-_prepared = WeakTensorKeyDictionary()  # plan's tensor -> PreparedPlan
+_prepared = WeakTensorKeyDictionary()  # plan's tensor -> PreparedPlan; the one used last is last
 
 
 def prepared(tensor: torch.Tensor) -> PreparedPlan:
     """A plan's numbers, with the masks that other layers made."""
-    found = _prepared.get(tensor)
+    found = _prepared.pop(tensor, None)
     if found is None or found.version != _version(tensor):
         found = _prepare(tensor)
-        _prepared[tensor] = found
+    _prepared[tensor] = found
+    if len(_prepared) > KEPT_PLANS:
+        for older in list(_prepared)[:-KEPT_PLANS]:
+            _prepared.pop(older, None)
     return found
 
 

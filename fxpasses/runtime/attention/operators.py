@@ -121,7 +121,7 @@ def sparse_attention(
     form: the program that the operator replaces, which is what a dense plan runs. "fused": SDPA of these operands.
     "repeated": SDPA of keys and values copied for each head of queries. "written": matmul, the mask added, softmax,
     matmul; "filled": the same with the mask's values in place of scores. The last two are SDPA up to rounding, unless
-    finite values hide a whole row of the mask: then the attention is computed as written, whatever the plan.
+    finite values or NaN hide a whole row of the mask: then the attention is computed as written, whatever the plan.
     """
     if mask is not None and mask.requires_grad:
         raise ValueError("attention by a plan gives its mask no gradient, but the mask requires one")

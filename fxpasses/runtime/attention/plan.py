@@ -41,7 +41,7 @@ class Kind(IntEnum):
 class Header(NamedTuple):
     """tiled: 0 for a dense plan, which has neither tiles nor sizes. in_blocks: whether bits follow.
 
-    blind: whether finite values of an additive mask rule out all of some row.
+    blind: whether finite values of an additive mask, or NaN, rule out all of some row.
     """
 
     tiled: int

@@ -1,8 +1,10 @@
-"""Attention over all pairs in PyTorch's operators, for rows in which finite values of the mask hide every column.
+"""Attention over all pairs in PyTorch's operators, for rows in which the mask hides every column.
 
-A score plus the least float32 is the least float32, so such a row weighs all values alike. The flash kernel gives the
-same output, but on the CPU its gradients are too large by a factor of the number of columns (torch 2.11 to 2.15): it
-recomputes weights from the log-sum-exp, where the logarithm of that number is rounded away for the same reason.
+A score plus the least float32 is the least float32, so a row that finite values hide weighs all values alike. The flash
+kernel gives the same output, but on the CPU its gradients are too large by a factor of the number of columns (torch
+2.11 to 2.15): it recomputes weights from the log-sum-exp, where the logarithm of that number is rounded away for the
+same reason. A row of -inf, which the mask holds as NaN, has weights of NaN; its scores get no gradient where -inf took
+their place.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""Pieces without which a step runs just as well: an error in one is said once, and does not reach the program.
+
+What is needed for right results is not such a piece: an error there falls back by one level, as ARCHITECTURE.md says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fxpasses.once import is_new, warn_once
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def contained(piece: str, instead: str = "Training goes on without it.", strict: bool = False) -> Iterator[None]:
+    """Run a piece of the package; an error ends the block, with one warning for the piece. strict: raise it instead."""
+    try:
+        yield
+    except Exception as error:
+        if strict:
+            raise
+        say(piece, error, instead)
+
+
+def say(piece: str, error: BaseException, instead: str) -> None:
+    """Warn once that a piece of the package failed. instead: what happens now, as a sentence."""
+    log.debug("%s failed", piece, exc_info=error)
+    if not is_new(("error", type(error), str(error))):  # it came up in another piece before
+        return
+    text = f"{piece} failed ({error_text(error)}). {instead} Please report this, with the error that"
+    warn_once(("contained", piece), f'{text} options={{"fastpack.strict": True}} raises.', stacklevel=4)
+
+
+def error_text(error: BaseException) -> str:
+    """`KeyError: 'a'`, in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,174 @@
+"""Contains what fails in backward, which AOTAutograd compiles and calls where no fallback of the backend sees it.
+
+AOTAutograd compiles backward with forward if sizes are saved for it, and suppresses an error there; otherwise at the
+first `.backward()`. Either way an error reaches the user's `.backward()`. Here an error in the first case is one of
+compiling the graph, as an error in forward is; in the second, backward runs operator by operator, with the tensors that
+forward saved.
+
+And backward compiled with forward writes into saved tensors ("donated buffers"), so `retain_graph=True` fails where the
+sizes of the batch are captured, though not in stock PyTorch's graphs, which have no such sizes. Here such a backward is
+compiled a second time, without these writes, when it is first asked for.
+
+Private names, checked on torch 2.13: `AOTDispatchAutograd.post_compile`, which AOTAutograd gives a graph's compiled
+forward and backward, new or from its cache, as an `AOTDispatchAutogradCompileSpec` with the fields used below;
+`_AutogradBackwardCompiler`, which compiles backward at the first call; and
+`torch._C._autograd._get_current_graph_task_keep_graph`. Torch 2.11 lacks the second: there backward stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch.fx import GraphModule
+
+from fxpasses.broken_kernels import building_anew
+from fxpasses.lowering_by_operator import Boxed, backward_by_operator
+
+
+class BackwardFailed(BaseException):
+    """Raised in place of an error of compiling backward: AOTAutograd suppresses an `Exception`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Containment:
+    """Of one graph, while its forward and backward are compiled, and later."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.compiling = True  # or backward is compiled in `.backward()`
+
+    def compile_inner(self, *args: Any, **options: Any) -> Any:
+        """Inductor's compiler of one graph of AOTAutograd, which does not have an error in backward suppressed."""
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        try:
+            return compile_fx_inner(*args, **options)
+        except Exception as error:
+            if options.get("is_backward") and self.compiling:
+                raise BackwardFailed(error) from error
+            raise
+
+    def post_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args and _SPEC is not None and isinstance(args[0], _SPEC):
+            return original(_contained(args[0], self.strict), *args[1:], **kwargs)
+        return original(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def containing_backward(strict: bool) -> Iterator[Containment]:
+    """Compile a graph inside; raises an error of compiling its backward; with `strict` also from `.backward()`."""
+    containment = Containment(strict)
+    owner: Any = runtime_wrappers.AOTDispatchAutograd
+    patched = staticmethod(functools.partial(containment.post_compile, owner.post_compile))
+    error: Exception | None = None
+    try:
+        with mock.patch.object(owner, "post_compile", patched):
+            yield containment
+    except BackwardFailed as failed:
+        error = failed.error
+    finally:
+        containment.compiling = False
+    if error is not None:  # outside of the handler: it is the cause of `BackwardFailed`, and must not follow from it
+        raise error
+
+
+_SPEC: Any = getattr(runtime_wrappers, "AOTDispatchAutogradCompileSpec", None)
+
+
+def _contained(spec: Any, strict: bool) -> Any:
+    uncompiled = _Uncompiled(spec.lazy_backward_info)
+    if spec.compiled_bw_func is None:
+        return _compiled_later(spec, uncompiled, strict)
+    donated = spec.fw_metadata.bw_donated_idxs
+    metadata = copy.copy(spec.fw_metadata)
+    metadata.bw_donated_idxs = []  # by which AOTAutograd refuses `retain_graph=True`
+    compiled = _Retaining(spec, uncompiled, strict) if donated else spec.compiled_bw_func
+    return dataclasses.replace(spec, compiled_bw_func=compiled, fw_metadata=metadata)
+
+
+def _compiled_later(spec: Any, uncompiled: _Uncompiled, strict: bool) -> Any:
+    """Have the graph run without a compiler if compiling it fails when `.backward()` is first called."""
+
+    def compile_backward(gm: GraphModule, examples: Sequence[Any]) -> Any:
+        try:
+            return building_anew(lambda: spec.bw_compiler(copy.deepcopy(gm), examples))
+        except Exception as error:
+            if strict:
+                raise
+            uncompiled.warn(error)
+            return uncompiled
+
+    def save(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if compiled is uncompiled else spec.try_save_cache_entry(compiled, *args, **kwargs)
+
+    saves = spec.try_save_cache_entry is not None
+    return dataclasses.replace(spec, bw_compiler=compile_backward, try_save_cache_entry=save if saves else None)
+
+
+class _Uncompiled:
+    """Runs a graph's backward operator by operator."""
+
+    _boxed_call = True
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+        self._run: Boxed | None = None
+
+    @torch.compiler.disable
+    def __call__(self, arguments: list[Any]) -> Any:
+        if self._run is None:
+            gm = self._info.bw_module if hasattr(self._info, "bw_module") else self._info.bw_module_fn()
+            self._run = backward_by_operator(copy.deepcopy(gm))
+        return self._run(arguments)
+
+    def warn(self, error: Exception) -> None:
+        warnings.warn(
+            f"fxpasses: compiling the backward pass of a graph failed ({type(error).__name__}: {error}). It runs "
+            "operator by operator.",
+            stacklevel=2,
+        )
+
+
+class _Retaining:
+    """Runs a compiled backward that writes into saved tensors; another one where the autograd graph is kept."""
+
+    _boxed_call = True
+
+    def __init__(self, spec: Any, uncompiled: _Uncompiled, strict: bool) -> None:
+        self._spec, self._uncompiled, self._strict = spec, uncompiled, strict
+        self._compiled: Boxed = spec.compiled_bw_func
+        self._without_writes: Boxed | None = None
+
+    @torch.compiler.disable
+    def __call__(self, arguments: list[Any]) -> Any:
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            return self._compiled(arguments)
+        if self._without_writes is None:
+            self._without_writes = self._compile()
+        return self._without_writes(arguments)
+
+    def _compile(self) -> Boxed:
+        if self._spec.bw_compiler is None:  # the graph is from a cache
+            return self._uncompiled
+        fields = {field.name for field in dataclasses.fields(runtime_wrappers._AutogradBackwardCompiler)}
+        given = {name: getattr(self._spec, name) for name in fields - {"compiled_bw", "try_save_cache_entry"}}
+        compiler = runtime_wrappers._AutogradBackwardCompiler(compiled_bw=None, try_save_cache_entry=None, **given)
+        try:
+            return compiler.get_or_compile(saved_tensors_use_once=False)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._uncompiled.warn(error)
+            return self._uncompiled

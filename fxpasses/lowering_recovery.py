@@ -1,0 +1,93 @@
+"""Runs a graph as it was captured if its compiled code raises, as Inductor's does for strides that it did not expect.
+
+What eager mode raises as well, an index that is out of range, is the program's error: the second run raises it. Where a
+second run would show, in a tensor that is written twice, in a collective that other ranks issue once, or in a
+checkpoint that counts what is saved, the first error stands.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxpasses.collectives.as_written import is_in_checkpoint
+from fxpasses.errors import MetadataError, OffloadError, RecordingError
+from fxpasses.graph.calls import FACTORIES, VIEWS, is_in_place, operator_of
+from fxpasses.graph.collectives import communicates
+from fxpasses.graph.regions import Region
+
+Run = Callable[..., Any]
+
+# What code that is wrong, or not there, raises. Other exceptions steer a program, as a checkpoint's early stop does.
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_MEANT = (MetadataError, OffloadError, RecordingError, torch.OutOfMemoryError)
+
+
+def recovering(compiled: Run, captured: Run, gm: GraphModule) -> Run:
+    """`compiled`; where it raises, `captured`, which runs the captured graph `gm`, with one warning."""
+    if communicates(gm) or any(_writes(node) for region in Region(gm).walk() for node in region.gm.graph.nodes):
+        return compiled
+    warned = False
+
+    def run(*inputs: Any) -> Any:
+        nonlocal warned
+        try:
+            return compiled(*inputs)
+        except _MEANT:
+            raise
+        except _FAILURES as error:
+            if is_in_checkpoint():
+                raise
+            failed = error
+        results = captured(*inputs)
+        if not warned:
+            warned = True
+            warnings.warn(
+                f"fxpasses: a compiled graph failed when it ran ({type(failed).__name__}: {failed}). For batches for "
+                "which it fails it runs uncompiled, as it was captured.",
+                stacklevel=2,
+            )
+        return results
+
+    return run
+
+
+def _writes(node: Node) -> bool:
+    """Whether a node may write to a tensor that the graph is given, and not to one that it makes."""
+    if not node.op.startswith("call"):
+        return False
+    if node.kwargs.get("out") is not None:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    writes = schema.is_mutable if schema is not None else is_in_place(operator_of(node))
+    return bool(writes or node.kwargs.get("inplace")) and not _is_made(node.args[0] if node.args else None)
+
+
+def _is_made(written: Any) -> bool:
+    while (
+        isinstance(written, Node)
+        and written.args
+        and (operator_of(written) in VIEWS or is_in_place(operator_of(written)))
+    ):
+        written = written.args[0]
+    return isinstance(written, Node) and operator_of(written) in FACTORIES
+
+
+def _passes_on(name: str) -> bool:
+    """Whether an operator's result has the memory of its first operand."""
+    return name in VIEWS or is_in_place(name)

@@ -1,0 +1,55 @@
+"""Runs in eager mode the program of the frame whose compiled code is running.
+
+    def forward(x, lengths):             Dynamo has replaced the code: it calls the graph, from where this is called
+        longest = lengths.max().item()
+        y = all_reduce(x)
+        assert longest <= 512            Dynamo puts the assertion right behind the number that it is about
+
+A graph does not tell where its program would raise. The program itself does: Dynamo's code calls the graph before it
+does anything else, so the frame has the arguments that it was given, and can start again.
+
+Checked on torch 2.13: the code that Dynamo makes has the file, line, name, arguments and free variables of the
+frame's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import CellType, CodeType, FrameType, FunctionType
+from typing import Any
+
+
+def eager_frame(code: CodeType | None) -> Callable[[], Any] | None:
+    """A callable that runs in eager mode the innermost frame that runs what Dynamo has made of `code`; None without.
+
+    Its result is lost, because the frame goes on with that of the graph, and so is what it assigns to variables of an
+    enclosing function. It is for a program that raises.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while code is not None and frame is not None:
+        if frame.f_code is not code and _identity(frame.f_code) == _identity(code):
+            return _called_as_before(code, frame.f_locals, frame.f_globals)
+        frame = frame.f_back
+    return None
+
+
+def _identity(code: CodeType) -> tuple[Any, ...]:
+    return code.co_filename, code.co_firstlineno, code.co_name, inspect.getargs(code), code.co_freevars
+
+
+def _called_as_before(code: CodeType, variables: Mapping[str, Any], module: dict[str, Any]) -> Callable[[], Any] | None:
+    """A function of `code` with the arguments in `variables`; None if one of them is gone."""
+    names = inspect.getargs(code)
+    if not variables.keys() >= {*names.args, *filter(None, (names.varargs, names.varkw))}:
+        return None
+    cells = tuple(CellType(variables[name]) if name in variables else CellType() for name in code.co_freevars)
+    positional = [variables[name] for name in names.args[: code.co_argcount]]
+    keywords = {name: variables[name] for name in names.args[code.co_argcount :]}
+    if names.varargs is not None:
+        positional += variables[names.varargs]
+    if names.varkw is not None:
+        keywords |= variables[names.varkw]
+    return functools.partial(FunctionType(code, module, closure=cells), *positional, **keywords)
