@@ -45,6 +45,7 @@ from fxpasses.prologue_program import Program
 from fxpasses.report import OnReport, Report
 from fxpasses.runtime.eager_frame import eager_frame
 from fxpasses.runtime.prologue import Prologue, with_prologue
+from fxpasses.sizes_of_one import make_exact
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,8 @@ def _try_to_lower(
     attempt: Result, gm: GraphModule, settings: Options, trace: Trace, on_report: OnReport
 ) -> Callable[..., Any] | Exception:
     """Compile without hints from the batch; if autograd needs a size that only the batch determines, with them."""
+    if settings.lowering != "eager":
+        make_exact(attempt.gm)
     for hints in (trace.paused, tracing.without_caches):
         try:
             with hints():

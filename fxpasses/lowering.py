@@ -23,7 +23,6 @@ from fxpasses.overwritten_inputs import SavingPartitioner, writes_in_place
 from fxpasses.report import OnReport, Report, in_each
 from fxpasses.runtime import grouped_decompositions, masked_writes
 from fxpasses.saved_order import may_save_objects
-from fxpasses.sizes_of_one import make_exact
 from fxpasses.version import code_digest
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ def lower(
     """
     if options.lowering == "eager":
         return uncompiled(gm)
-    make_exact(gm)
     hits = _cache_hits()
     with (
         containing_backward(options.strict) as containment,

@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo  # which imports the module that follows, and must be there first
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch.fx import GraphModule
 

@@ -86,8 +86,3 @@ def _is_made(written: Any) -> bool:
     ):
         written = written.args[0]
     return isinstance(written, Node) and operator_of(written) in FACTORIES
-
-
-def _passes_on(name: str) -> bool:
-    """Whether an operator's result has the memory of its first operand."""
-    return name in VIEWS or is_in_place(name)

@@ -28,21 +28,25 @@ from fxpasses.graph.symbols import expression, is_unbacked
 
 def make_exact(gm: GraphModule) -> None:
     """Rewrite a graph and its bodies where such a dimension comes from: an operator, or an input."""
+    known: dict[Any, bool] = {}
     for module in gm.modules():
-        if isinstance(module, GraphModule) and (made := _made_in(module.graph)):
+        if isinstance(module, GraphModule) and (made := _made_in(module.graph, known)):
             for node, dimensions in made.items():
                 _make_exact(node, dimensions)
             module.graph.lint()
             module.recompile()
 
 
-def _made_in(graph: Graph) -> dict[Node, list[int]]:
-    """The dimensions that each operator makes, and those of inputs; its operands' will have the size 1 by then."""
-    sizes = {node: _of_one(node) for node in graph.nodes}
+def _made_in(graph: Graph, known: dict[Any, bool]) -> dict[Node, list[int]]:
+    """The dimensions that each operator makes, and those of inputs; its operands' will have the size 1 by then.
+
+    known: whether a size is known to be 1, of those that were asked about.
+    """
+    sizes = {node: _of_one(node, known) for node in graph.nodes}
     found = {}
     for node in graph.nodes:
-        known = {size for operand in node.all_input_nodes for size in sizes[operand].values()}
-        new = [dimension for dimension, size in sizes[node].items() if size not in known]
+        given = {size for operand in node.all_input_nodes for size in sizes[operand].values()}
+        new = [dimension for dimension, size in sizes[node].items() if size not in given]
         if new and node.op in ("call_function", "call_method", "placeholder"):
             found[node] = new
     return found
@@ -65,10 +69,17 @@ def _make_exact(node: Node, dimensions: list[int]) -> None:
         user.replace_input_with(node, exact)
 
 
-def _of_one(node: Node) -> dict[int, Any]:
+def _of_one(node: Node, known: dict[Any, bool]) -> dict[int, Any]:
     """The dimensions of a node's tensor that are known to be 1, and whose sizes are expressions."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return {}
-    sizes = {at: size for at, size in enumerate(value.shape) if isinstance(size, torch.SymInt) and is_unbacked(size)}
-    return {at: expression(size) for at, size in sizes.items() if statically_known_true(size == 1)}
+    found: dict[int, Any] = {}
+    for dimension, size in enumerate(value.shape):
+        if isinstance(size, torch.SymInt) and is_unbacked(size):
+            written = expression(size)
+            if written not in known:
+                known[written] = statically_known_true(size == 1)
+            if known[written]:
+                found[dimension] = written
+    return found

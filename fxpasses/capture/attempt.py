@@ -34,6 +34,7 @@ class Feature(enum.Enum):
     WARNINGS = "warnings"
     BUFFERS = "unmoved buffers"
     SCALARS = "integer tensors in indices"
+    STRINGS = "strings with sizes"
     OPERANDS = "repeated operands"
     FUNCTIONS = "numbers of autograd functions"
     INSIDE = "numbers captured in autograd functions"  # a part of the one before, without handlers of its own
@@ -56,7 +57,7 @@ class Feature(enum.Enum):
 
 
 _SPECULATIVE = (Feature.NUMPY, Feature.LISTS, Feature.INDICES)
-_WITHOUT_HINTS = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.WRITES})
+_WITHOUT_HINTS = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.STRINGS, Feature.WRITES})
 _OFF = Values(False, False)
 
 Place = tuple[str, int, bool]  # where the program asks a question: file, line, and whether an operator asks it

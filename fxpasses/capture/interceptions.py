@@ -69,6 +69,7 @@ FEATURES = {
     Feature.WARNINGS: ("shown_once", "`warnings.warn(...)` breaks the graph"),
     Feature.BUFFERS: ("unmoved_buffers", "`self.buffer = self.buffer.to(x.device)` breaks the graph"),
     Feature.SCALARS: ("scalar_indices", "tuples of integer tensors in an index fail"),
+    Feature.STRINGS: ("lazy_strings", 'f"{x.shape[0]} tokens" is compiled anew for each size'),
     Feature.OPERANDS: ("repeated_operands", "one tensor for two operands of an autograd function breaks the graph"),
     Feature.FUNCTIONS: ("function_numbers", "an autograd function that reads a number ends the capture of the model"),
     Feature.PLANS: ("block_plans", "BigBird's random blocks, drawn from a constant seed, break the graph"),

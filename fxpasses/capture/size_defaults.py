@@ -137,8 +137,7 @@ class SizeDefaults:
             return
         self._node = node
         try:
-            if node.op == "call_function" and is_all_to_all(node.target):
-                self._contained(_assert_splits, node)
+            self._contained(_assert_splits, node)
             yield
         finally:
             self._node = self._run = None
@@ -255,7 +254,7 @@ class SizeDefaults:
             answer = original(condition, message, *args, **kwargs)
             is_new = self._shape_env.num_deferred_runtime_asserts != before
             if is_new:
-                _forget_answers(self._shape_env)
+                self._contained(_forget_answers, self._shape_env)
             if is_new and self._listens() and not message.startswith("propagate_real_tensors"):
                 self._contained(self._note_assertion, condition)
             return answer
@@ -313,6 +312,8 @@ def _assert_splits(node: Node) -> None:
 
     So it is known, where as many rows come back, that they are not one.
     """
+    if node.op != "call_function" or not is_all_to_all(node.target):
+        return
     x, _, sent = (*node.args, None, None, None)[:3]
     if isinstance(x, Node) and isinstance(sent, (list, tuple)):
         sizes = [size.meta["example_value"] if isinstance(size, Node) else size for size in sent]

@@ -20,9 +20,10 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpasses.graph.calls import operator_of
+from fxpasses.graph.calls import VIEWS, operator_of
 from fxpasses.graph.collectives import is_collective
 from fxpasses.graph.refusals import Refused
+from fxpasses.graph.symbols import expression
 from fxpasses.report import Reason
 
 # Functions of these modules change the state of the process: autograd modes, autocast, vmap levels, random state.
@@ -166,6 +167,39 @@ def observe(
     aliases = tuple(storages.index(key) if key in storages else None for key in map(storage_key, results))
     same = tuple(any(result is t for t in inputs) for result in results)
     return Effects(output, aliases, same, tuple(recorder.positions(storages)))
+
+
+def as_in_program(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Effects | None:
+    """The effects of a view that Dynamo has run on these very tensors; None for another node.
+
+    A view of sizes that are long expressions takes milliseconds.
+    """
+    if operator_of(node) not in VIEWS:
+        return None
+    given, inputs = leaves((node.args, node.kwargs)), leaves((args, kwargs))
+    if not all(map(_is_example, given, inputs)):
+        return None
+    output: Any = node.meta.get("example_value")
+    if not is_plain(output):
+        return None
+    key = storage_key(output)
+    shared = [position for position, tensor in enumerate(_tensors(inputs)) if storage_key(tensor) == key]
+    return Effects(output, (shared[0] if shared else None,), (any(output is value for value in inputs),), ())
+
+
+def _is_example(leaf: Any, value: Any) -> bool:
+    """Whether an operand has the value that it had when Dynamo ran its user."""
+    if not isinstance(leaf, Node):
+        return True
+    example = leaf.meta.get("example_value")
+    if isinstance(value, torch.Tensor):
+        return value is example and is_plain(value)
+    return type(value) is type(example) and bool(expression(value) == expression(example))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a fake tensor without a gradient."""
+    return type(value) is torch._subclasses.FakeTensor and not value.requires_grad
 
 
 def _check_example(node: Node, output: Any) -> None:

@@ -17,7 +17,7 @@ After Alpern, Wegman and Zadeck, "Detecting equality of variables in programs" (
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -227,9 +227,12 @@ class ValueTable:
             return self._add(entry), None
 
         fakes = self._fakes(args, kwargs, tensors)
-        effect = effects.observe(node, *fakes, self.fake_mode, autocast)
+        effect = effects.as_in_program(node, *fakes) or effects.observe(node, *fakes, self.fake_mode, autocast)
+        looks = any(self.entries[ref.number].kind == "look" for ref in refs)
+        if effect.aliases == (None,) and effects.is_plain(example) and not looks:
+            effect = replace(effect, output=example)
         if read:  # keep Dynamo's symbols for its sizes, with their ranges
-            if isinstance(example, torch.Tensor) and any(self.entries[ref.number].kind == "look" for ref in refs):
+            if isinstance(example, torch.Tensor) and looks:
                 with self.fake_mode:
                     example = example.detach()  # its values are made up
             effect = effects.Effects(example, effect.aliases, effect.same, effect.writes)

@@ -32,7 +32,7 @@ def truths(x: Tensor, lengths: Tensor) -> Tensor:
     for _ in range(0, (longest > 0).long()):
         x = x + 1
     x = x[: lengths.sum()]
-    return x if [height, 4] == [longest, 4] else -x
+    return x if [height, 4] == [longest, 4] and f"{height} of {x.shape[1]}" else -x
 
 
 def chunks(x: Tensor, lengths: Tensor) -> Tensor:

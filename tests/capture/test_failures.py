@@ -18,7 +18,7 @@ import fxpasses.data
 import fxpasses.fastpack
 import fxpasses.inspect
 from fxpasses import partitioner, pipeline
-from fxpasses.capture import checks, guarding, interceptions, retracing, tracing, variants
+from fxpasses.capture import checks, guarding, interceptions, retracing, size_defaults, tracing, variants
 from fxpasses.capture.failures import FailedFeatures
 from fxpasses.capture.interceptions import Handler, Row
 from fxpasses.capture.trace import Trace
@@ -294,6 +294,32 @@ def truth_and_mask(x: Tensor, lengths: Tensor) -> Tensor:
     mask = torch.zeros(12, 12)
     mask[:, :longest] = 1
     return (mask @ x).sin() if longest > 6 else x
+
+
+SIZES: dict[str, tuple[Any, str]] = {
+    "who asks": (size_defaults, "_asking_operator"),
+    "what is asked": (size_defaults, "_size"),
+    "questions about layouts": (size_defaults, "_is_of_layout"),
+    "the operator that runs": (size_defaults.SizeDefaults, "_current"),
+    "PyTorch's answers of before": (size_defaults, "_forget_answers"),
+    "splits of an all-to-all": (size_defaults, "_assert_splits"),
+    "the operators of a trace": (size_defaults.SizeDefaults, "running"),
+    "what may break": (size_defaults.SizeDefaults, "check"),
+    "what is guarded": (size_defaults.SizeDefaults, "_guard"),
+    "sizes of one": (fxpasses.backend, "make_exact"),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_questions_about_sizes_may_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*SIZES[name], fails)
+    (said,) = said_in_two_steps(first_and_sum, "aot_eager")
+    assert "'value hints' failed (ZeroDivisionError: a defect)" in said
+
+
+def first_and_sum(x: Tensor, lengths: Tensor) -> Tensor:
+    h = x[: lengths.max()]
+    return h - h[:1] + torch.stack(h.unbind()).sum(0)
 
 
 # What runs in a step
