@@ -9,13 +9,15 @@ import torch
 
 from tests.device import simulated
 from tests.device.random_programs import plan_of, train
+from tests.support import THOROUGH
 
 SHORT = 8
+SEEDS = 200 if THOROUGH else 80
 ORDERS = ("random", "random", "late", "early")
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < SHORT else pytest.mark.slow) for seed in range(200)]
+    "seed", [pytest.param(seed, marks=() if seed < SHORT else pytest.mark.slow) for seed in range(SEEDS)]
 )
 def test_numbers_are_those_of_the_cpu(seed):
     plan = plan_of(seed)

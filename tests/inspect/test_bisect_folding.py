@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import thorough
+
 ROOT = Path(__file__).parents[2]
 # A layer of the second kind is given the weights of the one before.
 WRONG = """
@@ -55,6 +57,7 @@ torch.testing.assert_close(torch.compile(model, backend="fastpack", options=opti
 
 
 @pytest.mark.slow
+@thorough  # test_cli.py has a faster one, of a pass
 def test_bisect_finds_a_wrong_folding_and_its_kind_of_layers(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WRONG)  # as if it were wrong as installed
     (tmp_path / "check.py").write_text(CHECK)

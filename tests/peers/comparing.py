@@ -127,13 +127,14 @@ def run(program: Program, way: Way) -> Run:
     numbers = []
     for _ in range(2):
         torch.manual_seed(0)
-        numbers.append(_step(function, compiled, program.finish, *_copies((arguments, keywords))))
+        numbers.append(step(function, compiled, program.finish, *copies((arguments, keywords))))
     return Run(numbers, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
-def _step(
+def step(
     function: Function, compiled: Function, finish: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
+    """One call and its gradients; returns outputs, gradients, and what inputs and buffers have become."""
     outputs = compiled(*arguments, **keywords)
     differentiable = [each for each in tensors(finish(outputs)) if each.requires_grad]
     state = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
@@ -147,7 +148,7 @@ def _step(
     return pytree.tree_map(_plain, (outputs, gradients, (arguments, keywords), buffers))
 
 
-def _copies(given: Any) -> Any:
+def copies(given: Any) -> Any:
     """Equal inputs, those that share memory sharing it again; tensors with a history become leaves."""
     histories = {id(each) for each in tensors(given) if each.requires_grad and not each.is_leaf}
     if not histories:

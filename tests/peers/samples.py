@@ -32,10 +32,7 @@ def defined(infos: Iterable[Any]) -> list[Any]:
 def operators(infos: Iterable[Any]) -> Iterator[Program]:
     """Each on one of its samples, with gradients where it has them, and on another one in place."""
     for info in infos:
-        dtype = next((each for each in (torch.float32, torch.int64, torch.bool) if _takes(info, each)), None)
-        if dtype is None:
-            continue
-        found = _samples(info, dtype, info.supports_autograd and dtype.is_floating_point)
+        found = _plainest(info)
         if not found:
             continue
         first, last = found[0], found[-1]
@@ -70,6 +67,22 @@ def optimizers(infos: Iterable[Any]) -> Iterator[Program]:
     for info in infos:
         arguments = info.optim_inputs_func("cpu")[-1].kwargs
         yield Program(info.optim_cls.__name__, partial(_optimizer, info, arguments))
+
+
+def of_rows(info: Any, at_most: int = 3) -> list[Any]:
+    """Samples of an operator whose input has three rows or more."""
+    found = _plainest(info)
+    return [
+        sample
+        for sample in found
+        if isinstance(sample.input, torch.Tensor) and sample.input.ndim and len(sample.input) > 2
+    ][:at_most]
+
+
+def _plainest(info: Any) -> list[Any]:
+    """Samples of the first of these dtypes that an operator takes, with gradients where it has them."""
+    dtype = next((each for each in (torch.float32, torch.int64, torch.bool) if _takes(info, each)), None)
+    return [] if dtype is None else _samples(info, dtype, info.supports_autograd and dtype.is_floating_point)
 
 
 def _takes(info: Any, dtype: torch.dtype) -> bool:
