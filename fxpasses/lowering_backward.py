@@ -33,6 +33,7 @@ from torch.fx import GraphModule
 
 from fxpasses.broken_kernels import building_anew
 from fxpasses.lowering_by_operator import Boxed, backward_by_operator
+from fxpasses.output_strides import TracedStrides
 
 
 class BackwardFailed(BaseException):
@@ -50,16 +51,19 @@ class Containment:
         self.strict = strict
         self.compiling = True  # or backward is compiled in `.backward()`
 
-    def compile_inner(self, *args: Any, **options: Any) -> Any:
+    def compile_inner(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Inductor's compiler of one graph of AOTAutograd, which does not have an error in backward suppressed."""
         from torch._inductor.compile_fx import compile_fx_inner
 
+        is_backward = options.get("is_backward")
+        strides = None if is_backward else TracedStrides(gm, inputs)
         try:
-            return compile_fx_inner(*args, **options)
+            compiled = compile_fx_inner(gm, inputs, **options)
         except Exception as error:
-            if options.get("is_backward") and self.compiling:
+            if is_backward and self.compiling:
                 raise BackwardFailed(error) from error
             raise
+        return compiled if strides is None else strides.given_to(compiled)
 
     def post_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args and _SPEC is not None and isinstance(args[0], _SPEC):

@@ -1,0 +1,107 @@
+"""Gives what a compiled forward returns the traced strides, where a size that the batch determines is in them.
+
+    h = x[:, : lengths.max().item()].transpose(1, 2)       # [2, 4, Min(8, u0)]
+    return h.softmax(2)                                    # contiguous in eager mode
+
+Inductor lays out what it returns, and what it saves for backward, as it likes best, unless it knows the traced strides;
+those with unbacked symbols it leaves aside (`unbacked_symbols_in_strides` in its `graph.py`, and `output_strides` in
+`compile_fx.py`, which AOTAutograd compiles backward for). And kernels may choose other strides for the sizes at hand
+than for symbols (`F.max_pool1d`). So `.view(-1)` of the result raises, which eager mode runs, and backward raises
+("expected size 4==4, stride 2==1"), or without Inductor's size assertions computes wrong gradients. Here a tensor with
+other strides than the traced ones is copied. Few are.
+
+Private names, checked on torch 2.13: `torch.utils._sympy.printers.PythonPrinter`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._sympy.printers import PythonPrinter
+
+from fxpasses.graph.symbols import expression, is_unbacked, symbol
+from fxpasses.lowering_by_operator import Boxed
+
+Strides = Callable[[Sequence[Any], Sequence[Any]], tuple[int, ...]]
+
+
+class TracedStrides:
+    """Of a forward graph: the strides that its results have, as functions of what it is given and returns."""
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        results: Any = gm.graph.output_node().args[0]
+        outputs = [result.meta.get("val") if isinstance(result, Node) else result for result in results]
+        self.expected = _expected(inputs, outputs)
+
+    def given_to(self, compiled: Boxed) -> Boxed:
+        """`compiled`, which returns tensors in these strides."""
+        return _Restrided(compiled, self.expected) if self.expected else compiled
+
+
+class _Restrided:
+    _boxed_call = True
+
+    def __init__(self, compiled: Boxed, expected: dict[Strides, list[int]]) -> None:
+        self._compiled, self._expected = compiled, expected
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        sizes = [value.shape if isinstance(value, torch.Tensor) else value for value in arguments]
+        outputs = list(self._compiled(arguments))  # which takes the arguments out of their list
+        for strides_of, positions in self._expected.items():
+            strides = strides_of(sizes, outputs)
+            for position in positions:
+                if _differs(outputs[position], strides):
+                    outputs[position] = _copy(outputs[position], strides)
+        return outputs
+
+
+def _differs(found: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    own = found.stride()
+    return own != strides and any(
+        size > 1 and one != other for size, one, other in zip(found.shape, own, strides, strict=True)
+    )
+
+
+def _copy(found: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(found.shape, strides, dtype=found.dtype, device=found.device).copy_(found)
+
+
+def _expected(inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[Strides, list[int]]:
+    """The positions of the outputs with such strides, by what computes the strides."""
+    sources = dict(_sources(outputs, "outputs[{}]", ".shape")) | dict(_sources(inputs, "sizes[{}]", ""))
+    positions: dict[tuple[Any, ...], list[int]] = {}
+    for position, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor) and any(map(is_unbacked, output.stride())):
+            strides = tuple(map(expression, output.stride()))
+            if _symbols(strides) <= sources.keys():
+                positions.setdefault(strides, []).append(position)
+    return {_computed(strides, sources): found for strides, found in positions.items()}
+
+
+def _sources(values: Sequence[Any], place: str, shape: str) -> Iterable[tuple[Any, str]]:
+    """How to find the value of each symbol among values, in Python."""
+    for position, value in enumerate(values):
+        at = place.format(position)
+        if isinstance(value, torch.SymInt) and symbol(value) is not None:
+            yield symbol(value), at
+        elif isinstance(value, torch.Tensor):
+            for dimension, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and symbol(size) is not None:
+                    yield symbol(size), f"{at}{shape}[{dimension}]"
+
+
+def _symbols(strides: Iterable[Any]) -> set[Any]:
+    return {found for stride in strides for found in getattr(stride, "free_symbols", ())}
+
+
+def _computed(strides: tuple[Any, ...], sources: dict[Any, str]) -> Strides:
+    names = sorted(_symbols(strides), key=str)
+    given = ", ".join(sources[name] for name in names)
+    results = ", ".join(map(PythonPrinter().doprint, strides))
+    source = f"lambda sizes, outputs: (lambda {', '.join(map(str, names))}: ({results},))({given})"
+    computed: Strides = eval(source, {"math": math})
+    return computed

@@ -1,0 +1,45 @@
+"""What a graph of Inductor returns and saves has the strides that were traced, also with sizes of the batch in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support import assert_same, compiled
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
+
+def batch(tokens: int, *lengths: int) -> tuple[Tensor, Tensor]:
+    x = torch.linspace(-1, 1, 2 * tokens * 4).sin().mul(7).cos().view(2, tokens, 4)
+    return x.requires_grad_(), torch.tensor(lengths)
+
+
+BATCHES = [batch(8, 5, 3), batch(8, 8, 3), batch(6, 4, 1)]
+
+
+def saved_in_other_strides(x: Tensor, lengths: Tensor) -> Tensor:
+    """Before, each of the two raised in backward."""
+    n = lengths.max().item()
+    if n < 2:
+        return x.sum()
+    h = x[:, :n].transpose(1, 2)
+    pooled, difference = F.max_pool1d(h, 2), F.pad(h, (1, 1)).diff()
+    return (pooled.sin() * torch.arange(1.0, 1 + n // 2)).sum() + (difference**3).sum()
+
+
+def returned(x: Tensor, lengths: Tensor) -> Tensor:
+    n = lengths.max().item()
+    return F.softmin(x[:, :n].transpose(1, 2), 2) if n > 1 else x.sum()
+
+
+def test_gradients_are_eager_modes() -> None:
+    assert_same(saved_in_other_strides, BATCHES, "inductor", tolerance=1e-5)
+
+
+def test_a_contiguous_result_is_contiguous() -> None:
+    step = compiled(returned, "inductor")
+    for x, lengths in BATCHES:
+        torch.testing.assert_close(step(x, lengths).view(-1), returned(x, lengths).view(-1))
