@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from fxpasses import ddp_buckets, default_options, inspect, overrides
@@ -26,10 +26,12 @@ from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.speculation import BRANCHES
+from fxpasses.graph.symbols import has_unbacked_floats
 from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
 from fxpasses.lowering_recovery import recovering
 from fxpasses.lowering_segments import lower_segments
+from fxpasses.once import warn_once
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
 from fxpasses.passes.coalesce_reads import CoalesceReads
@@ -121,6 +123,8 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Options,
     observer.lowering()
     try:
         tracing.check(trace, gm, result.gm)
+        if settings.lowering == "inductor" and trace.attempt.with_fewer_flags() is not None:
+            _check_integers(gm)
         compiled, outcome = _compile([folded, result, captured], settings, trace, observer.after_partition)
     except Exception as error:
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
@@ -152,7 +156,7 @@ def _compile(
             continue
         compiled = _try_to_lower(attempt, gm, settings, trace, on_report)
         if isinstance(compiled, Exception) and ddp_buckets.wanted() and not settings.strict:
-            _warn("compiling a graph piece by piece, at DDP's buckets,", compiled, "It is compiled whole.")
+            _warn("compiling a graph piece by piece, at DDP's buckets,", compiled, "It is compiled whole.", trace)
             with ddp_buckets.moved_inside(None):
                 compiled = _try_to_lower(attempt, gm, settings, trace, on_report)
         if not isinstance(compiled, Exception):
@@ -161,13 +165,24 @@ def _compile(
         if settings.strict:
             raise failed
         if is_folded(attempt.gm):
-            _warn("compiling a graph layer by layer", failed, "It is compiled whole.")
+            _warn("compiling a graph layer by layer", failed, "It is compiled whole.", trace)
         elif attempt.gm is not gm:
-            _warn("compiling a graph as rewritten", failed, "It is compiled as it was captured.")
+            _warn("compiling a graph as rewritten", failed, "It is compiled as it was captured.", trace)
     if retracing.may_trace_again(trace, failed, _has_unbacked_symbols(gm)):
         raise CaptureRejected("the captured graph does not compile with data-dependent values") from failed
-    _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.")
+    _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.", trace)
     return uncompiled(gm), "uncompiled"
+
+
+def _check_integers(gm: GraphModule) -> None:
+    """Raise `CaptureRejected` for an integer made of a float of the batch, as `int(lengths.float().mean().item())`.
+
+    Inductor's backward would read the float, which it is not given ("name 'zuf0' is not defined", torch 2.13).
+    """
+    for node in (node for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes):
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.SymInt) and has_unbacked_floats(example):
+            raise CaptureRejected(f"`{node.name}` makes an integer of a float, which Inductor does not compile")
 
 
 def _try_to_lower(
@@ -191,9 +206,11 @@ def _try_to_lower(
     return failed
 
 
-def _warn(what: str, error: Exception, instead: str) -> None:
+def _warn(what: str, error: Exception, instead: str, trace: Trace) -> None:
+    """Warn once for a function of the program and a kind of failure, of which each variant may have other words."""
     log.debug("%s failed", what, exc_info=error)
-    warnings.warn(f"fxpasses: {what} failed ({type(error).__name__}: {error}). {instead}", stacklevel=3)
+    key = (what, type(error), tracing.function_of(trace.code))
+    warn_once(key, f"{what} failed ({type(error).__name__}: {error}). {instead}", stacklevel=3)
 
 
 def _lower(
@@ -248,7 +265,7 @@ def _compile_prologue(program: Program, settings: Options, on_report: OnReport) 
     except Exception as error:
         if settings.strict:
             raise
-        _warn("compiling a prologue", error, "It runs operator by operator.")
+        _warn("compiling a prologue", error, "It runs operator by operator.", tracing.running())
         return None
     if compiled is not None:
         on_report(Report("prologue", summary="its tensors are compiled", seconds=time.perf_counter() - started))

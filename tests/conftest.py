@@ -123,7 +123,7 @@ def capture_flags() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def warnings_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings that a process gives once are given again."""
     monkeypatch.setattr(once, "_given", set())

@@ -17,8 +17,6 @@ from fxpasses.pipeline import run_further, run_passes
 from fxpasses.report import Report
 from tests.support import captured
 
-pytestmark = pytest.mark.usefixtures("warnings_anew")
-
 
 class Raises:
     name = "raises"

@@ -7,13 +7,14 @@
 - `GuardOnDataDependentSymNode` and `PendingUnbackedSymbolNotFound` are the errors of an unbacked symbol.
 - `config._make_closure_patcher(**values)` sets values on a hot path.
 - `InstructionTranslator.current_tx()` interprets the traced frame; `exn_tab_entry` of its `current_instruction` has the
-  handler of an exception.
+  handler of an exception, and `with_context.cm_obj` of an entry of its `block_stack` is the manager of a `with`.
 - An error that leaves `trace_frame` may say by its `frame_exec_strategy` what happens to later calls of the frame.
 - `TracingContext.extract_stack()` is the user's stack at the traced instruction.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -152,7 +153,10 @@ def is_in_try() -> bool:
 
 
 def _is_covered(tx: Any) -> bool:
-    """Whether a frame's instruction stands in a `try`, and not only in `with`."""
+    """Whether a frame's instruction stands in a `try`, and not only in `with`, unless that is `contextlib.suppress`."""
+    blocks = getattr(tx, "block_stack", ())
+    if any(isinstance(getattr(block.with_context, "cm_obj", None), contextlib.suppress) for block in blocks):
+        return True
     instruction, seen = tx.current_instruction, 0
     while (entry := getattr(instruction, "exn_tab_entry", None)) is not None and seen < 16:
         handler = entry.target
@@ -160,8 +164,7 @@ def _is_covered(tx: Any) -> bool:
         if following not in _CLEANUPS and handler.opname == "PUSH_EXC_INFO":
             return True
         instruction, seen = handler, seen + 1
-    blocks = getattr(tx, "block_stack", ())  # Python 3.10
-    return sys.version_info < (3, 11) and any(block.with_context is None for block in blocks)
+    return sys.version_info < (3, 11) and any(block.with_context is None for block in blocks)  # Python 3.10
 
 
 def user_line() -> str:

@@ -24,7 +24,9 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx import Proxy
 
 from fxpasses.capture.dynamo_names import DynamoNames
+from fxpasses.capture.failures import CaptureRejected
 from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, TRANSLATOR, Handlers, Proceed, Site, method
+from fxpasses.capture.number_errors import check_assertion, check_operation
 from fxpasses.capture.trace import Trace
 from fxpasses.graph.collectives import is_collective
 from fxpasses.graph.symbols import free_symbols, is_unbacked
@@ -58,6 +60,7 @@ def attach(trace: Trace, proceed: Proceed, tx: Any) -> Any:
 def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
     """Dynamo runs each operator on fake tensors through this function: questions during the run are the operator's."""
     trace.catch_up()
+    check_operation(trace, node, args[0] if args else ())
     trace.operators += 1
     try:
         with trace.sizes.running(node):
@@ -79,6 +82,8 @@ def divide(trace: Trace, proceed: Proceed, a: Any, b: Any) -> Any:
 
 @handlers.at(CONDITIONAL_JUMP, order=3, without="`if tensor:` breaks the graph")
 def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    if not is_asked(tx) and isinstance(tx.stack[-1], SymNodeVariable):
+        check_assertion(trace)
     if not is_asked(tx) or not isinstance(tx.stack[-1], TensorVariable):
         return NOT_HANDLED
     truth = _truth(trace, tx, tx.stack[-1])
@@ -155,6 +160,20 @@ def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any
     if self.value is torch.is_nonzero and len(args) == 1 and not kwargs and isinstance(args[0], TensorVariable):
         return _constant(_truth(trace, tx, args[0]))
     return NOT_HANDLED
+
+
+@handlers.at(method(TORCH_FUNCTION, "call_function"), order=7, without="`torch.autograd.grad` behind a read may fail")
+def gradient(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Where the graph breaks at `torch.autograd.grad`, its tensors are results of one graph, which autograd takes for
+    independent of each other. A read between them would have made two graphs of it."""
+    if self.value is not torch.autograd.grad or trace.attempt.flags is None:
+        return NOT_HANDLED
+    if not any(node.target == "item" for node in tx.output.graph.nodes):
+        return NOT_HANDLED
+    try:
+        return proceed(self, tx, args, kwargs)
+    except DynamoNames.find().unsupported as broken:
+        raise CaptureRejected("a gradient is taken behind a read") from broken
 
 
 @handlers.at(method(TENSOR, "call_method"), order=2, without="`.tolist()` of a nonzero breaks the graph")

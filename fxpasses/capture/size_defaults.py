@@ -59,7 +59,7 @@ _LAYOUT = (
 )
 _ON_THE_WAY = ("symbolic_shapes.py", "sym_node.py", "recording.py", os.path.basename(__file__))
 
-_OF_PROGRAM = frozenset({"_check", "_check_is_size", "_assert", "_assert_async", "_assert_scalar"})
+OF_PROGRAM = frozenset({"_check", "_check_is_size", "_assert", "_assert_async", "_assert_scalar"})
 _SQUEEZES = frozenset({"squeeze", "squeeze_"})
 _NO_ANSWER: Any = object()
 
@@ -157,7 +157,7 @@ class SizeDefaults:
         if self._is_checked:
             return
         may_break = self._trace.attempt.flags is not None  # the graph, where this one is rejected
-        checked = [(run, a) for run in self._runs if run.name not in _OF_PROGRAM for a in run.assertions]
+        checked = [(run, a) for run in self._runs if run.name not in OF_PROGRAM for a in run.assertions]
         self._trace.compute({found for _, assertion in checked for found in assertion.free_symbols})
         failing = [(run, a) for run, a in checked if self._fails(run, a)]
         if new := self._wrong(dict.fromkeys(run for run, _ in failing)):
@@ -182,7 +182,7 @@ class SizeDefaults:
         """Note what was taken for granted and what a later batch may break."""
         for run in self._runs:
             for assertion in run.assertions:
-                if run.is_caught and run.name not in _OF_PROGRAM:
+                if run.is_caught and run.name not in OF_PROGRAM and self._trace.number(assertion) is not None:
                     self._trace.note_choice(assertion, True, run.place)
                 granted = [
                     question if run.questions[question] else sympy.Not(question)

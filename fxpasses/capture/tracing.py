@@ -9,6 +9,7 @@ Private name, checked on torch 2.11, 2.13 and 2.15: `compile_subgraph_reason`, o
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -113,6 +114,13 @@ def described(code: CodeType) -> str:
     return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
 
 
+def function_of(code: CodeType | None) -> tuple[str, str]:
+    """The file and the name of the function of a frame, also for what Dynamo makes of the rest behind a graph break."""
+    if code is None:
+        return "", ""
+    return code.co_filename, re.sub(r"^(torch_dynamo_resume_in_)+|(_at_\d+)+$", "", code.co_name)
+
+
 def finish(trace: Trace, output: Any, code: CodeType) -> None:
     """Guard the assumptions of a finished trace about the batch, and show the warnings of its program.
 
@@ -142,7 +150,7 @@ def warn_given_up(trace: Trace, code: CodeType, error: BaseException, reason: st
     else:
         return
     text = f"capture was given up for {described(code)}, which {what}: {reason}. {effect}"
-    warn_once(("given up", code), f"{text} TORCH_LOGS=graph_breaks shows the place.")
+    warn_once(("given up", function_of(code)), f"{text} TORCH_LOGS=graph_breaks shows the place.")
 
 
 def _place_of(error: BaseException) -> str:

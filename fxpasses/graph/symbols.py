@@ -1,10 +1,10 @@
 """Symbolic sizes: queries to PyTorch's shape environment.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `free_symbols`, `free_unbacked_symbols` and `constrain_unify` of
-`torch.fx.experimental.symbolic_shapes`, `torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the
-attributes `SymInt.node.expr` and `SymInt.node._expr`; `ShapeEnv.backed_var_to_val` and
-`ShapeEnv.real_tensor_prop_unbacked_vals`, dicts from symbols to values; the numbers `ShapeEnv._version_counter`, and
-`ShapeEnv._replacements_version_counter`, which 2.13 has.
+`torch.fx.experimental.symbolic_shapes`, `SymT` and `symbol_is_type` of `torch.utils._sympy.symbol`,
+`torch._guards.detect_fake_mode`, `ShapeEnv.create_symintnode` and the attributes `SymInt.node.expr` and
+`SymInt.node._expr`; `ShapeEnv.backed_var_to_val` and `ShapeEnv.real_tensor_prop_unbacked_vals`, dicts from symbols to
+values; the numbers `ShapeEnv._version_counter`, and `ShapeEnv._replacements_version_counter`, which 2.13 has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import constrain_unify, free_unbacked_symbols
 from torch.fx.experimental.symbolic_shapes import free_symbols as _free_symbols
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 log = logging.getLogger(__name__)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -39,6 +40,11 @@ def unbacked_symbols(value: Any) -> set[Any]:
 def free_symbols(value: Any) -> set[Any]:
     """The symbols in a symbolic number, or in a tensor's size, strides and offset."""
     return set(_free_symbols(value))
+
+
+def has_unbacked_floats(value: Any) -> bool:
+    """Whether a number depends on a float that is known only at run time."""
+    return any(symbol_is_type(found, SymT.UNBACKED_FLOAT) for found in unbacked_symbols(value))
 
 
 def expression(value: Any) -> Any:

@@ -30,7 +30,7 @@ from tests.capture.reaching import BATCH, PROGRAMS, X, requires_gradient
 from tests.support import results
 
 pytestmark = [
-    pytest.mark.usefixtures("warnings_anew", "no_failures_before", "little_garbage"),
+    pytest.mark.usefixtures("no_failures_before", "little_garbage"),
     pytest.mark.each_quick,  # each handler, each pass, each piece of bookkeeping fails, one by one
 ]
 

@@ -165,9 +165,7 @@ def test_without_guards_a_size_may_be_part_of_it(no_guards: None) -> None:
         program(torch.randn(12, 2), lengths(6, 6))
 
 
-def test_a_guard_that_cannot_be_made_means_a_trace_without_hints(
-    monkeypatch: pytest.MonkeyPatch, warnings_anew: None
-) -> None:
+def test_a_guard_that_cannot_be_made_means_a_trace_without_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise ZeroDivisionError("a defect")
 

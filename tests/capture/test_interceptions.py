@@ -18,7 +18,7 @@ from fxpasses.capture import flags, interceptions
 from fxpasses.capture.attempt import Attempt, Feature
 from tests.support import assert_same, compiled
 
-pytestmark = pytest.mark.usefixtures("capture_flags", "warnings_anew")
+pytestmark = pytest.mark.usefixtures("capture_flags")
 
 X, LENGTHS = torch.linspace(-1, 1, 24).view(12, 2), torch.tensor([8, 4])
 LOGITS, W = torch.eye(3).repeat(4, 1) * torch.tensor([1, 1, 0]), torch.linspace(-1, 1, 12).view(3, 2, 2)

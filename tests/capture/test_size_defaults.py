@@ -134,7 +134,6 @@ def test_an_error_that_the_program_catches_is_caught() -> None:
     assert_same(program, [batch(3, 2), batch(20, 1), batch(5, 5)])
 
 
-@pytest.mark.usefixtures("warnings_anew")
 @pytest.mark.parametrize("name", ["_is_about_a_dimension", "SizeDefaults._is_answered", "SizeDefaults._note_assertion"])
 def test_an_error_of_ours_inside_an_operator_is_one_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo wraps what an operator on fake tensors raises, as an error of the program."""

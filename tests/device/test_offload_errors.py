@@ -26,8 +26,6 @@ from tests.passes.offload_programs import Decoder
 from tests.passes.test_offload_activations import compiled
 from tests.support import reports_of
 
-pytestmark = pytest.mark.usefixtures("warnings_anew")
-
 
 @pytest.fixture(autouse=True)
 def fresh(sim, monkeypatch):

@@ -160,7 +160,6 @@ def branches_in_a_checkpoint(x: Tensor, lengths: Tensor) -> Tensor:
     return twice(lambda x: x.cos() if reduced(x.detach().sum()).item() > 0 else x.sin(), x)
 
 
-@pytest.mark.usefixtures("warnings_anew")
 def test_a_branch_on_a_number_of_all_ranks_in_a_checkpoint_is_named(group: RecordedGroup) -> None:
     with pytest.warns(
         UserWarning, match=r"given up for (?s:.*)issues collectives: .*, at test_collectives.py:\d+"

@@ -158,7 +158,6 @@ def test_what_the_program_asks_is_its_own_to_look_at() -> None:
     assert record.figures("group_experts")["loops_grouped"] == 1
 
 
-@pytest.mark.usefixtures("warnings_anew")
 def test_a_pass_that_is_dropped_takes_its_proofs_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The branches that it had proved are unproved again: the frame is traced anew, without them."""
     rewrite = GroupExperts.__call__

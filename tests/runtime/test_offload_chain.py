@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def fresh(warnings_anew: None) -> Any:
+def fresh() -> Any:
     fxpasses.offload_stats(reset=True)
     yield
     if chain._stored or chain._ahead:
