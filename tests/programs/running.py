@@ -32,6 +32,7 @@ from tests.programs.writing import source
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 VOCABULARY = 17
+IN_A_PROCESS = 40  # programs
 TOLERANCE = 2e-4  # of the largest element; the programs compute in float32, and some steps amplify rounding
 
 
@@ -155,29 +156,27 @@ def faults(
     """(seed, fault) of each program that is not right, also of those that kill their process."""
     waiting, run = list(seeds), functools.partial(fault, lowering=lowering, backend=backend)
     context = multiprocessing.get_context("spawn")
-    while waiting:
-        with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=40) as pool:
-            running = {seed: pool.submit(run, seed) for seed in waiting}
-            died = False
+    while waiting:  # in new processes after some programs, since each leaves something behind
+        taken, waiting = waiting[: IN_A_PROCESS * processes], waiting[IN_A_PROCESS * processes :]
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            running = {seed: pool.submit(run, seed) for seed in taken}
+            died = []
             for seed, future in running.items():
                 try:
                     found = future.result(timeout=600)
                 except BrokenProcessPool:
-                    died = True
-                    break
-                waiting.remove(seed)
+                    died.append(seed)
+                    continue
                 if found:
                     yield seed, found
-        if died:  # one of the next few
-            for seed in waiting[: 2 * processes]:
-                with ProcessPoolExecutor(1, mp_context=context) as pool:
-                    try:
-                        found = pool.submit(run, seed).result()
-                    except BrokenProcessPool:
-                        found = "the process died"
-                waiting.remove(seed)
-                if found:
-                    yield seed, found
+        for seed in died:  # one of them ended its process, and the others' with it
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                try:
+                    found = pool.submit(run, seed).result()
+                except BrokenProcessPool:
+                    found = "the process died"
+            if found:
+                yield seed, found
 
 
 def main() -> int:
