@@ -6,7 +6,7 @@
 - `SpeculationLog.clear()` forgets where earlier attempts broke the graph.
 - `GuardOnDataDependentSymNode` and `PendingUnbackedSymbolNotFound` are the errors of an unbacked symbol.
 - `config._make_closure_patcher(**values)` sets values on a hot path.
-- `InstructionTranslator.current_tx()` interprets the traced frame; `exn_tab_entry` of its `current_instruction` has the
+- `OutputGraph.current_tx` interprets the innermost frame; `exn_tab_entry` of its `current_instruction` has the
   handler of an exception, and `with_context.cm_obj` of an entry of its `block_stack` is the manager of a `with`.
 - An error that leaves `trace_frame` may say by its `frame_exec_strategy` what happens to later calls of the frame.
 - `TracingContext.extract_stack()` is the user's stack at the traced instruction.
@@ -29,6 +29,7 @@ import torch
 
 CHECKED = ("2.11.0", "2.13.0", "2.15.0")
 _CLEANUPS = ("COPY", "WITH_EXCEPT_START")  # behind the handler of `with`, and of a handler
+_ENDS = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "POP_EXCEPT", "RERAISE")  # the first of `except`, and of `finally`
 TRACE_FRAME_PARAMETERS = ("code", "compiler_fn", "one_graph", "speculation_log")
 
 
@@ -138,13 +139,9 @@ def user_place() -> tuple[str, int]:
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
 
 
-def is_in_try() -> bool:
-    """Whether the program may catch an error of the traced instruction, in its frame or in one that calls it."""
-    translator = getattr(find("torch._dynamo.symbolic_convert"), "InstructionTranslator", None)
-    try:
-        tx = translator.current_tx()  # type: ignore[union-attr]
-    except AttributeError:
-        return False
+def is_in_try(tx: Any) -> bool:
+    """Whether the program may catch an error of the instruction that a translator of Dynamo's is at, in its frame or in
+    one that calls it."""
     while tx is not None:
         if _is_covered(tx):
             return True
@@ -153,18 +150,25 @@ def is_in_try() -> bool:
 
 
 def _is_covered(tx: Any) -> bool:
-    """Whether a frame's instruction stands in a `try`, and not only in `with`, unless that is `contextlib.suppress`."""
+    """Whether a frame's instruction stands in a `try` with `except`, or in `with contextlib.suppress(...)`."""
     blocks = getattr(tx, "block_stack", ())
     if any(isinstance(getattr(block.with_context, "cm_obj", None), contextlib.suppress) for block in blocks):
         return True
     instruction, seen = tx.current_instruction, 0
     while (entry := getattr(instruction, "exn_tab_entry", None)) is not None and seen < 16:
-        handler = entry.target
-        following = tx.instructions[tx.indexof[handler] + 1].opname
-        if following not in _CLEANUPS and handler.opname == "PUSH_EXC_INFO":
+        if _catches(tx, entry.target):
             return True
-        instruction, seen = handler, seen + 1
+        instruction, seen = entry.target, seen + 1
     return sys.version_info < (3, 11) and any(block.with_context is None for block in blocks)  # Python 3.10
+
+
+def _catches(tx: Any, handler: Any) -> bool:
+    """Whether a handler is one of `except`. That of `finally` raises the error again, unless it returns."""
+    start = tx.indexof[handler] + 1
+    if handler.opname != "PUSH_EXC_INFO" or tx.instructions[start].opname in _CLEANUPS:
+        return False
+    names = (instruction.opname for instruction in tx.instructions[start:])
+    return next((name for name in names if name in _ENDS), "") != "RERAISE"
 
 
 def user_line() -> str:

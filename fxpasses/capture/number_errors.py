@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from fxpasses.capture.dynamo_names import DynamoNames, is_in_try
+from fxpasses.capture.dynamo_names import DynamoNames
 from fxpasses.capture.size_defaults import OF_PROGRAM
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.symbols import is_unbacked
@@ -41,7 +41,7 @@ def check_operation(trace: Trace, node: Node, args: tuple[Any, ...]) -> None:
     """Break the graph before an operation of a number of the batch that fails, or whose error the program may catch."""
     if trace.attempt.flags is None:
         return
-    if _may_fail(node, args) and is_in_try():
+    if _may_fail(node, args) and trace.is_in_try():
         raise _broken(f"`{node.name}` in `try`", "Its error would not be raised where the program catches it")
     if not all(_holds(trace, condition) for condition in _conditions(node, args)):
         raise _broken(f"`{node.name}`", "It is not defined for this batch")
@@ -49,7 +49,7 @@ def check_operation(trace: Trace, node: Node, args: tuple[Any, ...]) -> None:
 
 def check_assertion(trace: Trace) -> None:
     """Leave the frame to eager mode at an `assert` of a number, which Dynamo would put into the graph."""
-    if trace.attempt.flags is not None and is_in_try():
+    if trace.attempt.flags is not None and trace.is_in_try():
         raise _broken("`assert` in `try`", "Its error would not be raised where the program catches it")
 
 

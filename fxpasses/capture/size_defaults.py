@@ -39,7 +39,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxpasses.capture.attempt import Feature, Place, Question
-from fxpasses.capture.dynamo_names import in_short, is_in_try
+from fxpasses.capture.dynamo_names import in_short
 from fxpasses.capture.failures import Rejected
 from fxpasses.graph.collectives import is_all_to_all
 
@@ -283,7 +283,7 @@ class SizeDefaults:
         if self._run is None:
             target = self._node.target
             name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-            self._run = _Run(self._trace.place(), name.partition(".")[0], is_in_try())
+            self._run = _Run(self._trace.place(), name.partition(".")[0], self._trace.is_in_try())
             self._runs.append(self._run)
         return self._run
 

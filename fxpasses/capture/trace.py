@@ -27,7 +27,7 @@ import sympy
 import torch
 
 from fxpasses.capture.attempt import Attempt, Feature, Left, Place
-from fxpasses.capture.dynamo_names import in_short, user_place
+from fxpasses.capture.dynamo_names import in_short, is_in_try, user_place
 from fxpasses.capture.failures import Failure, is_ours
 from fxpasses.capture.partial_graph import NotKnown, PartialGraph
 from fxpasses.capture.size_defaults import SizeDefaults
@@ -166,6 +166,10 @@ class Trace:
             output.shape_env.real_tensor_prop_unbacked_vals = _Values(self)
             output.shape_env._log_real_tensor_propagation = self.note
             self.sizes.attach(output.shape_env)
+
+    def is_in_try(self) -> bool:
+        """Whether the program may catch an error of the traced instruction."""
+        return self.graph is not None and is_in_try(self.graph.output.current_tx)
 
     def close(self) -> None:
         """Called when the graph is complete: the knowledge about it is final."""
