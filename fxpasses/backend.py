@@ -29,7 +29,7 @@ from fxpasses.graph.speculation import BRANCHES
 from fxpasses.graph.symbols import has_unbacked_floats
 from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
-from fxpasses.lowering_recovery import recovering
+from fxpasses.lowering_recovery import recovering, unasserted
 from fxpasses.lowering_segments import lower_segments
 from fxpasses.once import warn_once
 from fxpasses.options import PASSES as ALL_PASSES
@@ -194,7 +194,7 @@ def _try_to_lower(
     for hints in (trace.paused, tracing.without_caches):
         try:
             with hints():
-                return building_anew(lambda: _lower(attempt, gm, settings, trace.code, on_report))
+                return building_anew(lambda: _lower(attempt, gm, settings, trace, on_report))
         except asks_for_another_trace():
             raise
         except Exception as error:
@@ -213,12 +213,11 @@ def _warn(what: str, error: Exception, instead: str, trace: Trace) -> None:
     warn_once(key, f"{what} failed ({type(error).__name__}: {error}). {instead}", stacklevel=3)
 
 
-def _lower(
-    result: Result, gm: GraphModule, settings: Options, code: CodeType | None, on_report: OnReport
-) -> Callable[..., Any]:
-    captured = uncompiled(gm)
-    run = _lower_with_prologue(result, gm, captured, settings, code, on_report)
-    return run if settings.strict or settings.lowering == "eager" else recovering(run, captured, gm)
+def _lower(result: Result, gm: GraphModule, settings: Options, trace: Trace, on_report: OnReport) -> Callable[..., Any]:
+    run = _lower_with_prologue(result, gm, uncompiled(gm), settings, trace.code, on_report)
+    if settings.strict or settings.lowering == "eager":
+        return run
+    return recovering(run, unasserted(gm, trace.sizes.asserted_by_program()), gm)
 
 
 def _lower_with_prologue(

@@ -7,17 +7,19 @@ checkpoint that counts what is saved, the first error stands.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fxpasses.collectives.as_written import is_in_checkpoint
+from fxpasses.collectives.as_written import is_in_checkpoint, uncompiled
 from fxpasses.errors import MetadataError, OffloadError, RecordingError
 from fxpasses.graph.calls import FACTORIES, VIEWS, is_in_place, operator_of
 from fxpasses.graph.collectives import communicates
+from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.regions import Region
 
 Run = Callable[..., Any]
@@ -65,6 +67,26 @@ def recovering(compiled: Run, captured: Run, gm: GraphModule) -> Run:
         return results
 
     return run
+
+
+def unasserted(gm: GraphModule, of_program: Collection[str]) -> Run:
+    """Runs a captured graph without what PyTorch asserts of sizes that it does not know: operators check the batch's.
+
+    of_program: the conditions that the program asserts itself.
+    """
+
+    @functools.cache
+    def made() -> Run:
+        copy = copy_graph_module(gm)
+        for region in Region(copy).walk():
+            for node in region.gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+                condition = str(node.args[1]).partition(" for expression ")[2].rpartition(" on node ")[0]
+                if condition and condition not in of_program:
+                    region.gm.graph.erase_node(node)
+            region.gm.recompile()
+        return uncompiled(copy)
+
+    return lambda *inputs: made()(*inputs)
 
 
 def _writes(node: Node) -> bool:

@@ -174,6 +174,10 @@ class SizeDefaults:
         self._is_checked = True
         self._guard()
 
+    def asserted_by_program(self) -> frozenset[str]:
+        """The conditions that the program asserts itself, as text."""
+        return frozenset(str(found) for run in self._runs if run.name in OF_PROGRAM for found in run.assertions)
+
     def wrong(self) -> frozenset[Question]:
         """All questions to which the batch has another answer; an error while tracing may come of one."""
         return self._wrong(self._runs)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpasses import MetadataError
-from tests.support import assert_same, compiled
+from tests.support import assert_same, compiled, results
 
 Program = Callable[[Tensor, Tensor], Tensor]
 
@@ -122,6 +122,23 @@ def test_a_size_that_activations_determine_breaks_the_graph_before() -> None:
     x = torch.zeros(2, 8, 4)
     x[0, 3] = 1
     assert_same(program, [(x, torch.tensor([3])), (x + 5, torch.tensor([3]))])
+
+
+def test_what_pytorch_asserts_of_unknown_sizes_does_not_stop_a_batch() -> None:
+    """The second layer's lengths are cut by a size of the first layer's result, and unknown while tracing."""
+
+    def layer(x: Tensor, lengths: Tensor) -> Tensor:
+        texts = [x[row, :n] for row, n in enumerate(lengths.clamp(max=x.shape[1]).tolist())]
+        x = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        return x - x[:, : lengths[-1]][:, :1]
+
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        return layer(layer(x, lengths), lengths)
+
+    model = compiled(program, "aot_eager", strict=False)
+    with pytest.warns(UserWarning, match="it runs uncompiled, as it was captured"):
+        for lengths in ((1, 4), (2, 4), (4, 4), (1, 1)):
+            torch.testing.assert_close(results(model, batch(*lengths)), results(program, batch(*lengths)))
 
 
 def test_an_error_that_the_program_catches_is_caught() -> None:
