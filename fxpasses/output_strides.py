@@ -10,7 +10,9 @@ than for symbols (`F.max_pool1d`). So `.view(-1)` of the result raises, which ea
 ("expected size 4==4, stride 2==1"), or without Inductor's size assertions computes wrong gradients. Here a tensor with
 other strides than the traced ones is copied. Few are.
 
-Private names, checked on torch 2.13: `torch.utils._sympy.printers.PythonPrinter`.
+Private names, checked on torch 2.13: `torch.utils._sympy.printers.PythonPrinter`, `user_visible_output_idxs` in the
+`meta` of a graph's output, and `CompiledFxGraph.output_strides`, which holds None for a result of which backward is
+told nothing.
 """
 
 from __future__ import annotations
@@ -33,32 +35,42 @@ class TracedStrides:
     """Of a forward graph: the strides that its results have, as functions of what it is given and returns."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        results: Any = gm.graph.output_node().args[0]
+        output = gm.graph.output_node()
+        results: Any = output.args[0]
+        self._returned = frozenset(output.meta.get("user_visible_output_idxs", range(len(results))))
         outputs = [result.meta.get("val") if isinstance(result, Node) else result for result in results]
-        self.expected = _expected(inputs, outputs)
+        self._expected = _expected(inputs, outputs)
 
-    def given_to(self, compiled: Boxed) -> Boxed:
-        """`compiled`, which returns tensors in these strides."""
-        return _Restrided(compiled, self.expected) if self.expected else compiled
+    def given_to(self, compiled: Any) -> Boxed:
+        """`compiled`, by Inductor, which returns tensors in these strides, and saves those in them of which it has not
+        told the strides. Backward is compiled for the strides that it has told."""
+        told = getattr(compiled, "output_strides", None) or ()
+        expected = {
+            strides_of: [at for at in positions if at in self._returned or (at < len(told) and told[at] is None)]
+            for strides_of, positions in self._expected.items()
+        }
+        expected = {strides_of: positions for strides_of, positions in expected.items() if positions}
+        return _Restrided(compiled, expected, self._returned) if expected else compiled
 
 
 class _Restrided:
     _boxed_call = True
 
-    def __init__(self, compiled: Boxed, expected: dict[Strides, list[int]]) -> None:
-        self._compiled, self._expected = compiled, expected
+    def __init__(self, compiled: Boxed, expected: dict[Strides, list[int]], returned: frozenset[int]) -> None:
+        self._compiled, self._expected, self._returned = compiled, expected, returned
 
     def __call__(self, arguments: list[Any]) -> Any:
         sizes = [value.shape if isinstance(value, torch.Tensor) else value for value in arguments]
         outputs = list(self._compiled(arguments))  # which takes the arguments out of their list
-        copies: dict[int, torch.Tensor] = {}  # a tensor that is returned twice stays one
+        copies: dict[tuple[int, bool], torch.Tensor] = {}  # a tensor that is returned twice stays one
         for strides_of, positions in self._expected.items():
             strides = strides_of(sizes, outputs)
             for position in positions:
                 found = outputs[position]
-                if id(found) not in copies and _differs(found, strides):
-                    copies[id(found)] = _copy(found, strides)
-                outputs[position] = copies.get(id(found), found)
+                key = id(found), position in self._returned
+                if key not in copies and _differs(found, strides):
+                    copies[key] = _copy(found, strides)
+                outputs[position] = copies.get(key, found)
         return outputs
 
 
