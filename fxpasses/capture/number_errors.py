@@ -33,7 +33,7 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TOTAL = frozenset(
     {"abs", "add", "and_", "eq", "ge", "gt", "le", "lt", "mul", "ne", "neg", "not_", "or_", "pos", "sub"}
 )
-
+# Of one: what is defined for some numbers alone.
 _PARTIAL = frozenset({"pow", "_sym_acos", "_sym_asin", "_sym_log2", "_sym_sqrt"})
 
 
@@ -65,7 +65,7 @@ def _conditions(node: Node, args: tuple[Any, ...]) -> list[Any]:
         return []
     if name == "pow":
         exponent = args[1] if isinstance(args[1], (int, float)) else 1
-        return [x != 0] * (exponent < 0) + [x >= 0] * (exponent != int(exponent))
+        return [x != 0] * (exponent < 0) + [x >= 0] * (not float(exponent).is_integer())
     if name in ("_sym_acos", "_sym_asin"):
         return [x >= -1, x <= 1]
     return [x > 0 if name == "_sym_log2" else x >= 0]
