@@ -219,7 +219,10 @@ class _PartialWalk(Walk):
         if node in self.values:
             self._note_symbols(self.values[node], node.meta.get("example_value"))
         elif node.meta.get("unbacked_bindings"):
-            self._note_symbols(self._stand_in(node, autocast), node.meta.get("example_value"))
+            stand_in, example = self._stand_in(node, autocast), node.meta.get("example_value")
+            self._note_symbols(stand_in, example)
+            if isinstance(stand_in, Tensor) and isinstance(example, torch.Tensor):
+                self._number_sizes(stand_in, example)
         return after
 
     def _note_symbols(self, value: Value, example: Any) -> None:
@@ -247,6 +250,17 @@ class _PartialWalk(Walk):
         if name not in _SIZED_BY_METADATA or not node.args or outside != [node.args[0]]:
             return None
         return self._numbered_by_looks(node, outside[0], autocast)
+
+    def _number_sizes(self, stand_in: Tensor, example: torch.Tensor) -> None:
+        """Number the sizes that an operator on activations determines: `labels[:, : x[:, :n].shape[1]]` is metadata."""
+        for dimension, size in enumerate(example.shape):
+            found = symbol(size) if is_unbacked(size) else None
+            if found is not None and found not in self.symbols:
+                graph = Graph()
+                tensor = graph.placeholder("tensor")
+                number = self._number(graph.call_method("size", (tensor, dimension)), {tensor: stand_in})
+                if number is not None:
+                    self.symbols[found] = number
 
     def _body(self, region: Region, call: Node, autocast: tuple[Any, ...]) -> None:
         """Walk a complete body, of which the nodes before its queries were walked while it was being written."""

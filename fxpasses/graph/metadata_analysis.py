@@ -21,7 +21,8 @@ from fxpasses.graph.modes import regions_after
 from fxpasses.graph.provenance import source, where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
-from fxpasses.graph.symbols import is_symbolic, symbol
+from fxpasses.graph.size_expressions import arithmetic, is_arithmetic
+from fxpasses.graph.symbols import expression, is_symbolic, symbol
 from fxpasses.graph.values import Allocation, Many, Scalar, Tensor, Value, ValueTable, number_of
 from fxpasses.report import Reason, Refusal
 
@@ -89,7 +90,7 @@ class Walk:
         self.private: set[Node] = set()  # violating allocations that hold no closure values: no near misses
         self.escaping: dict[Node, tuple[Allocation, ...]] = {}  # the closure's memory that nodes outside it return
         self.touches: dict[Hashable, effects.Touch | None] = {}
-        self.symbols: dict[Any, Value] = {}
+        self.symbols: dict[Any, Value] = {}  # and expressions of several symbols
         self.levels = 0  # of vmap and grad transforms around the node
 
     def run(self) -> Closure:
@@ -207,9 +208,9 @@ class Walk:
 
     def _value_by_properties(self, node: Node, outside: list[Node], autocast: tuple[Any, ...]) -> Value:
         """Number a node that reads no values of the activation x: a size, `x.new_full(size, 0)`, `mask.type_as(x)`."""
-        found = symbol(node.meta.get("example_value"))
-        if found is not None and found in self.symbols:  # an input or a closure scalar
-            return self.symbols[found]
+        known = self._size(node.meta.get("example_value"))
+        if isinstance(known, Scalar):
+            return known
         position = _LOOKS.get(operator_of(node))
         if position is None or len(node.args) <= position or outside != [node.args[position]]:
             return None
@@ -224,8 +225,8 @@ class Walk:
             return None
         sizes: list[int | Scalar] = []
         for size in example.shape:
-            known = size if isinstance(size, int) else self.symbols.get(symbol(size))
-            if not isinstance(known, (int, Scalar)):
+            known = size if isinstance(size, int) else self._size(size)
+            if known is None:
                 return None
             sizes.append(known)
         look = self.closure.table.look(node, example, sizes)
@@ -235,6 +236,37 @@ class Walk:
             )
         except Refused:
             return None
+
+    def _size(self, size: Any) -> Scalar | None:
+        """Number a size of activations that is computed from inputs and closure scalars; None if it is not known."""
+        if not isinstance(size, torch.SymInt):
+            return None
+        found = expression(size)
+        value = self.symbols.get(found)
+        if isinstance(value, Scalar) or not self._is_computed(found):
+            return value if isinstance(value, Scalar) else None
+        inputs, result = arithmetic(found)
+        number = self._number(result, {node: self.symbols[name] for name, node in inputs.items()})
+        if number is not None:
+            self.symbols[found] = number
+        return number
+
+    def _number(self, result: Node, known: dict[Node, Value]) -> Scalar | None:
+        """Number the result of a graph of its own, given the values of its inputs; None if it is no number."""
+        try:
+            for node in result.graph.nodes:
+                if node.op != "placeholder":
+                    known[node] = self.closure.table.apply(node, known.__getitem__, ())
+        except Refused:
+            return None
+        value = known[result]
+        return value if isinstance(value, Scalar) else None
+
+    def _is_computed(self, found: Any) -> bool:
+        """Whether a size is more than a symbol, and computed from known ones."""
+        if self.nothing or self.levels or found.is_number or found.is_Symbol:
+            return False
+        return found.free_symbols <= self.symbols.keys() and is_arithmetic(found)
 
     def _outside(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> None:
         """Record what a node outside the closure reads, writes and returns."""
