@@ -21,7 +21,7 @@ from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
 from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
-from fxpasses.containment import contained, error_text, say
+from fxpasses.containment import contained, error_text, is_unsaid, say
 from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
@@ -151,25 +151,29 @@ def _compile(
     "rewritten", "captured", or "uncompiled".
     """
     gm = results[-1].gm
+    failure: tuple[str, Exception, str] | None = None
     for attempt, following in zip(results, [*results[1:], None], strict=True):
         if following is not None and following.gm is attempt.gm:
             continue
         compiled = _try_to_lower(attempt, gm, settings, trace, on_report)
         if isinstance(compiled, Exception) and ddp_buckets.wanted() and not settings.strict:
-            _warn("compiling a graph piece by piece, at DDP's buckets,", compiled, "It is compiled whole.", trace)
+            failure = "compiling a graph piece by piece, at DDP's buckets,", compiled, "It is compiled whole."
             with ddp_buckets.moved_inside(None):
                 compiled = _try_to_lower(attempt, gm, settings, trace, on_report)
         if not isinstance(compiled, Exception):
+            if failure is not None:
+                _warn(*failure, trace)
             return compiled, "rewritten" if attempt.gm is not gm else "captured"
         failed = compiled
         if settings.strict:
             raise failed
         if is_folded(attempt.gm):
-            _warn("compiling a graph layer by layer", failed, "It is compiled whole.", trace)
+            failure = "compiling a graph layer by layer", failed, "It is compiled whole."
         elif attempt.gm is not gm:
-            _warn("compiling a graph as rewritten", failed, "It is compiled as it was captured.", trace)
+            failure = "compiling a graph as rewritten", failed, "It is compiled as it was captured."
     if retracing.may_trace_again(trace, failed, _has_unbacked_symbols(gm)):
-        raise CaptureRejected("the captured graph does not compile with data-dependent values") from failed
+        text = f"the captured graph does not compile with data-dependent values ({error_text(failed)})"
+        raise CaptureRejected(f"{text}. A graph that does not compile without them runs uncompiled") from failed
     _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.", trace)
     return uncompiled(gm), "uncompiled"
 
@@ -209,7 +213,10 @@ def _try_to_lower(
 def _warn(what: str, error: Exception, instead: str, trace: Trace) -> None:
     """Warn once for a function of the program and a kind of failure, of which each variant may have other words."""
     log.debug("%s failed", what, exc_info=error)
-    key = (what, type(error), tracing.function_of(trace.code))
+    function = tracing.function_of(trace.code)
+    if not is_unsaid(error, function):
+        return
+    key = (what, type(error), function)
     warn_once(key, f"{what} failed ({type(error).__name__}: {error}). {instead}", stacklevel=3)
 
 
@@ -217,7 +224,8 @@ def _lower(result: Result, gm: GraphModule, settings: Options, trace: Trace, on_
     run = _lower_with_prologue(result, gm, uncompiled(gm), settings, trace.code, on_report)
     if settings.strict or settings.lowering == "eager":
         return run
-    return recovering(run, unasserted(gm, trace.sizes.asserted_by_program()), gm)
+    captured = unasserted(gm, trace.sizes.asserted_by_program())
+    return recovering(run, captured, gm, tracing.function_of(trace.code))
 
 
 def _lower_with_prologue(

@@ -6,7 +6,7 @@ What is needed for right results is not such a piece: an error there falls back 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from fxpasses.once import is_new, warn_once
@@ -28,10 +28,15 @@ def contained(piece: str, instead: str = "Training goes on without it.", strict:
 def say(piece: str, error: BaseException, instead: str) -> None:
     """Warn once that a piece of the package failed. instead: what happens now, as a sentence."""
     log.debug("%s failed", piece, exc_info=error)
-    if not is_new(("error", type(error), str(error))):  # it came up in another piece before
+    if not is_unsaid(error):
         return
     text = f"{piece} failed ({error_text(error)}). {instead} Please report this, with the error that"
     warn_once(("contained", piece), f'{text} options={{"fastpack.strict": True}} raises.', stacklevel=4)
+
+
+def is_unsaid(error: BaseException, function: Hashable = None) -> bool:
+    """Whether nothing was said of an error, which may have come up in another piece before; of a function, if given."""
+    return is_new(("error", type(error), str(error), function))
 
 
 def error_text(error: BaseException) -> str:

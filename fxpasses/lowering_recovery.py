@@ -8,19 +8,20 @@ checkpoint that counts what is saved, the first error stands.
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fxpasses.collectives.as_written import is_in_checkpoint, uncompiled
+from fxpasses.containment import contained
 from fxpasses.errors import MetadataError, OffloadError, RecordingError
 from fxpasses.graph.calls import FACTORIES, VIEWS, is_in_place, operator_of
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.regions import Region
+from fxpasses.once import warn_once
 
 Run = Callable[..., Any]
 
@@ -40,14 +41,15 @@ _FAILURES = (
 _MEANT = (MetadataError, OffloadError, RecordingError, torch.OutOfMemoryError)
 
 
-def recovering(compiled: Run, captured: Run, gm: GraphModule) -> Run:
-    """`compiled`; where it raises, `captured`, which runs the captured graph `gm`, with one warning."""
+def recovering(compiled: Run, captured: Run, gm: GraphModule, function: Hashable) -> Run:
+    """`compiled`; where it raises, `captured`, which runs the captured graph `gm`.
+
+    One warning is given for a function of the program, which `function` identifies, and a kind of error.
+    """
     if communicates(gm) or any(_writes(node) for region in Region(gm).walk() for node in region.gm.graph.nodes):
         return compiled
-    warned = False
 
     def run(*inputs: Any) -> Any:
-        nonlocal warned
         try:
             return compiled(*inputs)
         except _MEANT:
@@ -57,13 +59,9 @@ def recovering(compiled: Run, captured: Run, gm: GraphModule) -> Run:
                 raise
             failed = error
         results = captured(*inputs)
-        if not warned:
-            warned = True
-            warnings.warn(
-                f"fxpasses: a compiled graph failed when it ran ({type(failed).__name__}: {failed}). For batches for "
-                "which it fails it runs uncompiled, as it was captured.",
-                stacklevel=2,
-            )
+        what = f"a compiled graph failed when it ran ({type(failed).__name__}: {failed})"
+        instead = "For batches for which it fails it runs uncompiled, as it was captured."
+        warn_once(("when it runs", type(failed), function), f"{what}. {instead}")
         return results
 
     return run
@@ -86,7 +84,13 @@ def unasserted(gm: GraphModule, of_program: Collection[str]) -> Run:
             region.gm.recompile()
         return uncompiled(copy)
 
-    return lambda *inputs: made()(*inputs)
+    def run(*inputs: Any) -> Any:
+        captured = uncompiled(gm)
+        with contained("leaving out what PyTorch asserts of sizes", "The assertions stay."):
+            captured = made()
+        return captured(*inputs)
+
+    return run
 
 
 def _writes(node: Node) -> bool:

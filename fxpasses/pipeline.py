@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses import overrides
-from fxpasses.containment import error_text, say
+from fxpasses.containment import error_text, is_unsaid, say
 from fxpasses.errors import PassError
 from fxpasses.graph.aliases import AliasAnalysis, storages_of
 from fxpasses.graph.collectives import sequence
@@ -224,6 +224,7 @@ def dropped(name: str, error: Exception, strict: bool, instead: str = "the graph
         raise PassError(f"the pass {name} failed: {error}") from error
     log.debug("the pass %s failed", name, exc_info=error)
     failure = f"{type(error).__name__}: {error}"
-    text = f"the pass {name} failed and was dropped ({failure}). Training continues with {instead}. "
-    warn_once(name, text + 'Please report this, with the error that options={"fastpack.strict": True} raises.', 3)
+    if is_unsaid(error):
+        text = f"the pass {name} failed and was dropped ({failure}). Training continues with {instead}. "
+        warn_once(name, text + 'Please report this, with the error that options={"fastpack.strict": True} raises.', 3)
     return failure

@@ -5,6 +5,7 @@ Fixtures that tests of several folders ask for are here as well.
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ hypothesis.settings.load_profile("fxpasses")
 
 if torch.get_num_threads() > MAX_THREADS:
     torch.set_num_threads(MAX_THREADS)
+
+# Inductor takes code for one capability from the cache for another, where it may not compile (docs/upstream.md).
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"fxpasses_{capability}"))
 
 if rounding.BY_SIZES:
     rounding.round_by_sizes()

@@ -28,7 +28,7 @@ from fxpasses.capture.flags import Values
 from fxpasses.capture.interceptions import Installation, current
 from fxpasses.capture.trace import Trace
 from fxpasses.capture.unproved import Function
-from fxpasses.containment import contained, error_text, say
+from fxpasses.containment import contained, error_text, is_unsaid, say
 from fxpasses.graph.checkpoint_writes import remaining
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import CHECKPOINT
@@ -150,7 +150,11 @@ def warn_given_up(trace: Trace, code: CodeType, error: BaseException, reason: st
     else:
         return
     text = f"capture was given up for {described(code)}, which {what}: {reason}. {effect}"
-    warn_once(("given up", function_of(code)), f"{text} TORCH_LOGS=graph_breaks shows the place.")
+    cause = error
+    while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
+        cause = inner
+    if is_unsaid(cause, function_of(code)):  # by a graph that runs uncompiled
+        warn_once(("given up", function_of(code)), f"{text} TORCH_LOGS=graph_breaks shows the place.")
 
 
 def _place_of(error: BaseException) -> str:

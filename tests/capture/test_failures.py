@@ -11,17 +11,30 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fxpasses.backend
 import fxpasses.data
 import fxpasses.fastpack
 import fxpasses.inspect
-from fxpasses import partitioner, pipeline
-from fxpasses.capture import checks, guarding, interceptions, retracing, size_defaults, tracing, variants
+from fxpasses import output_strides, partitioner, pipeline
+from fxpasses.capture import (
+    checks,
+    guarding,
+    hints,
+    interceptions,
+    number_errors,
+    partial_graph,
+    retracing,
+    size_defaults,
+    tracing,
+    variants,
+)
 from fxpasses.capture.failures import FailedFeatures
 from fxpasses.capture.interceptions import Handler, Row
 from fxpasses.capture.trace import Trace
+from fxpasses.graph import metadata_analysis, values
 from fxpasses.inspect import recording
 from fxpasses.pipeline import Pass
 from fxpasses.runtime import batch_cache, prologue
@@ -320,6 +333,51 @@ def test_questions_about_sizes_may_fail(name: str, monkeypatch: pytest.MonkeyPat
 def first_and_sum(x: Tensor, lengths: Tensor) -> Tensor:
     h = x[: lengths.max()]
     return h - h[:1] + torch.stack(h.unbind()).sum(0)
+
+
+def trimmed(x: Tensor, lengths: Tensor) -> Tensor:
+    x = x.view(2, 6, 2)
+    seen = x[:, torch.arange(6) < lengths.max()]
+    kept = torch.arange(seen.shape[1])[: x[:, : lengths.max()].shape[1]] > 1
+    n = lengths.min().item()
+    return F.softmin(x[:, :n].transpose(1, 2), 2) if kept.any() and n > 1 else x
+
+
+ANALYSES: dict[str, tuple[Any, str]] = {
+    "views as Dynamo ran them": (values.effects, "as_in_program"),
+    "effects": (values.effects, "observe"),
+    "numbers of values": (values.ValueTable, "apply"),
+    "sizes of activations": (metadata_analysis, "arithmetic"),
+    "which sizes are computed": (metadata_analysis, "is_arithmetic"),
+    "sizes of stand-ins": (partial_graph._PartialWalk, "_number_sizes"),
+    "numbers that fail": (hints, "check_operation"),
+    "what may fail": (number_errors, "_may_fail"),
+}
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_an_analysis_of_capture_and_passes_may_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*ANALYSES[name], fails)
+    said = said_in_two_steps(trimmed)
+    assert len(said) == 1 and "ZeroDivisionError: a defect" in said[0], said
+
+
+LOWERING: dict[str, tuple[Any, str]] = {
+    "strides of results": (output_strides, "_expected"),
+    "which results": (output_strides.TracedStrides, "given_to"),
+    "strides that differ": (output_strides, "_differs"),
+    "copies of results": (output_strides, "_copy"),
+    "integers of floats": (fxpasses.backend, "_check_integers"),
+    "a second way": (fxpasses.backend, "recovering"),
+    "its assertions": (fxpasses.backend, "unasserted"),
+}
+
+
+@pytest.mark.parametrize("name", LOWERING)
+def test_a_piece_of_the_lowering_may_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*LOWERING[name], fails)
+    said = said_in_two_steps(trimmed, "inductor")
+    assert len(said) == 1 and "ZeroDivisionError: a defect" in said[0], said
 
 
 # What runs in a step

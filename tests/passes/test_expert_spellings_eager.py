@@ -27,7 +27,9 @@ def test_agrees_with_every_expert_on_every_token(case):
     for tokens in (TOKENS, 1):  # with one token, some experts have no rows
         x = torch.randn(tokens, HIDDEN).to(spelling.dtype)
         actual, expected = outputs_and_gradients(model, model, x), outputs_and_gradients(model, model.reference, x)
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        for name, value in expected.items():  # what cancels is as far off as its parts
+            largest = max(1.0, value.abs().max().item())
+            torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance * largest)
 
 
 @pytest.mark.parametrize("case", cases(DECOYS), ids=name_of)
