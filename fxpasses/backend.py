@@ -26,7 +26,7 @@ from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.speculation import BRANCHES
-from fxpasses.graph.symbols import has_unbacked_floats
+from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
 from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
 from fxpasses.lowering_recovery import recovering, unasserted
@@ -171,7 +171,7 @@ def _compile(
             failure = "compiling a graph layer by layer", failed, "It is compiled whole."
         elif attempt.gm is not gm:
             failure = "compiling a graph as rewritten", failed, "It is compiled as it was captured."
-    if retracing.may_trace_again(trace, failed, _has_unbacked_symbols(gm)):
+    if retracing.may_trace_again(trace, failed, binds_symbols(gm)):
         text = f"the captured graph does not compile with data-dependent values ({error_text(failed)})"
         raise CaptureRejected(f"{text}. A graph that does not compile without them runs uncompiled") from failed
     _warn(f'compiling a graph with "{settings.lowering}"', failed, "It runs uncompiled, as it was captured.", trace)
@@ -277,15 +277,6 @@ def _compile_prologue(program: Program, settings: Options, on_report: OnReport) 
     if compiled is not None:
         on_report(Report("prologue", summary="its tensors are compiled", seconds=time.perf_counter() - started))
     return compiled
-
-
-def _has_unbacked_symbols(gm: GraphModule) -> bool:
-    return any(
-        node.meta.get("unbacked_bindings")
-        for module in gm.modules()
-        if isinstance(module, GraphModule)
-        for node in module.graph.nodes
-    )
 
 
 retracing.install()

@@ -1,8 +1,9 @@
 """Runs a graph as it was captured if its compiled code raises, as Inductor's does for strides that it did not expect.
 
-What eager mode raises as well, an index that is out of range, is the program's error: the second run raises it. Where a
-second run would show, in a tensor that is written twice, in a collective that other ranks issue once, or in a
-checkpoint that counts what is saved, the first error stands.
+What eager mode raises as well, an index that is out of range, is the program's error: the second run raises it. Small
+tensors that the graph writes, such as the statistics of a batch norm, are as they were when the second run begins, if
+the batch determines sizes in the graph. Where a second run would show, in a larger tensor that is written twice, in a
+collective that other ranks issue once, or in a checkpoint that counts what is saved, the first error stands.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch.fx import GraphModule, Node
 from fxpasses.collectives.as_written import is_in_checkpoint, uncompiled
 from fxpasses.containment import contained
 from fxpasses.errors import MetadataError, OffloadError, RecordingError
-from fxpasses.graph.calls import FACTORIES, VIEWS, is_in_place, operator_of
+from fxpasses.graph.aliases import AliasSets, written_operands
+from fxpasses.graph.calls import OperatorCall
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.regions import Region
+from fxpasses.graph.symbols import binds_symbols, bytes_of
 from fxpasses.once import warn_once
 
 Run = Callable[..., Any]
@@ -38,6 +41,7 @@ _FAILURES = (
     TypeError,
     ValueError,
 )
+_MOST_RESTORED = 1 << 20  # bytes, which are copied in each step
 _MEANT = (MetadataError, OffloadError, RecordingError, torch.OutOfMemoryError)
 
 
@@ -46,10 +50,12 @@ def recovering(compiled: Run, captured: Run, gm: GraphModule, function: Hashable
 
     One warning is given for a function of the program, which `function` identifies, and a kind of error.
     """
-    if communicates(gm) or any(_writes(node) for region in Region(gm).walk() for node in region.gm.graph.nodes):
+    written = _written_inputs(gm)
+    if communicates(gm) or written is None:
         return compiled
 
     def run(*inputs: Any) -> Any:
+        before = [(inputs[at], inputs[at].detach().clone()) for at in written]
         try:
             return compiled(*inputs)
         except _MEANT:
@@ -58,6 +64,9 @@ def recovering(compiled: Run, captured: Run, gm: GraphModule, function: Hashable
             if is_in_checkpoint():
                 raise
             failed = error
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
         results = captured(*inputs)
         what = f"a compiled graph failed when it ran ({type(failed).__name__}: {failed})"
         instead = "For batches for which it fails it runs uncompiled, as it was captured."
@@ -93,22 +102,33 @@ def unasserted(gm: GraphModule, of_program: Collection[str]) -> Run:
     return run
 
 
-def _writes(node: Node) -> bool:
-    """Whether a node may write to a tensor that the graph is given, and not to one that it makes."""
-    if not node.op.startswith("call"):
-        return False
-    if node.kwargs.get("out") is not None:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    writes = schema.is_mutable if schema is not None else is_in_place(operator_of(node))
-    return bool(writes or node.kwargs.get("inplace")) and not _is_made(node.args[0] if node.args else None)
+def _written_inputs(gm: GraphModule) -> list[int] | None:
+    """The positions of the inputs that a graph writes, to be restored; None if that takes too much."""
+    written = [operand for node in gm.graph.nodes for operand in written_operands(node)]
+    for region in Region(gm).walk():
+        written += [_in_graph(operand, region) for node in region.gm.graph.nodes for operand in _written_beside(node)]
+    if not written:
+        return []
+    sets, inputs = AliasSets(gm.graph.nodes), gm.graph.find_nodes(op="placeholder")
+    found = [at for at, node in enumerate(inputs) if sets.meet([node], written)]
+    sizes = [bytes_of(inputs[at].meta["example_value"]) for at in found]
+    is_little = None not in sizes and sum(filter(None, sizes)) <= _MOST_RESTORED and binds_symbols(gm)
+    return found if is_little or not found else None
 
 
-def _is_made(written: Any) -> bool:
-    while (
-        isinstance(written, Node)
-        and written.args
-        and (operator_of(written) in VIEWS or is_in_place(operator_of(written)))
-    ):
-        written = written.args[0]
-    return isinstance(written, Node) and operator_of(written) in FACTORIES
+def _written_beside(node: Node) -> list[Node]:
+    """The operands that a function of PyTorch writes although its name does not tell."""
+    call = OperatorCall.of(node)
+    names: tuple[str, ...] = ()
+    if call.name in ("batch_norm", "instance_norm"):
+        names = ("running_mean", "running_var")
+    elif call.name in ("embedding", "embedding_bag") and call.argument("max_norm") is not None:
+        names = ("weight",)
+    return [operand for operand in map(call.argument, names) if isinstance(operand, Node)]
+
+
+def _in_graph(node: Node, region: Region) -> Node:
+    """The node outside of all checkpoint bodies that an operand inside stands for."""
+    while region.parent is not None and isinstance(operand := region.operands.get(node), Node):
+        node, region = operand, region.parent
+    return node

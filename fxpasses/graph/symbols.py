@@ -15,6 +15,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import constrain_unify, free_unbacked_symbols
 from torch.fx.experimental.symbolic_shapes import free_symbols as _free_symbols
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -45,6 +46,12 @@ def free_symbols(value: Any) -> set[Any]:
 def has_unbacked_floats(value: Any) -> bool:
     """Whether a number depends on a float that is known only at run time."""
     return any(symbol_is_type(found, SymT.UNBACKED_FLOAT) for found in unbacked_symbols(value))
+
+
+def binds_symbols(gm: GraphModule) -> bool:
+    """Whether a graph, or a body in it, has numbers or sizes that are known only at run time."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
+    return any(node.meta.get("unbacked_bindings") for graph in graphs for node in graph.nodes)
 
 
 def expression(value: Any) -> Any:
