@@ -3,8 +3,8 @@
     torch.compile(model, backend="fastpack")
 
 Public names: `fastpack_backend` (importing it enables two capture flags of Dynamo, see `fxpasses.fastpack`), `compile`
-(which changes no flag), `set_default_options`, `FastpackCallback` (which needs transformers),
-`inductor_options`, `prefetch`, `attention_stats`, `offload_stats`, `skip_idle_experts`, `inspect` and the errors.
+(which changes no flag), `set_default_options`, `FastpackCallback` (which needs transformers), `inductor_options`,
+`prefetch`, `attention_stats`, `offload_stats`, `row_stats`, `skip_idle_experts`, `inspect` and the errors.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fxpasses.fastpack import fastpack_backend
     from fxpasses.integrations.inductor_hooks import inductor_options
     from fxpasses.integrations.trainer import FastpackCallback
+    from fxpasses.rows.stats import row_stats
     from fxpasses.runtime.attention.stats import attention_stats
     from fxpasses.runtime.idle_experts import skip_idle_experts
     from fxpasses.runtime.offload.stats import offload_stats
@@ -40,6 +41,7 @@ __all__ = [
     "inspect",
     "offload_stats",
     "prefetch",
+    "row_stats",
     "set_default_options",
     "skip_idle_experts",
 ]
@@ -52,6 +54,7 @@ _HOMES = {
     "inductor_options": "fxpasses.integrations.inductor_hooks",
     "offload_stats": "fxpasses.runtime.offload.stats",
     "prefetch": "fxpasses.runtime.prefetching",
+    "row_stats": "fxpasses.rows.stats",
     "set_default_options": "fxpasses.default_options",
     "skip_idle_experts": "fxpasses.runtime.idle_experts",
 }

@@ -42,9 +42,11 @@ from fxpasses.passes.hoist_writes import WHOLE_PROGRAM, HoistWrites
 from fxpasses.passes.omit_masks import OmitMasks
 from fxpasses.passes.sparsify_attention import SparsifyAttention
 from fxpasses.passes.split_topk import SplitTopk
-from fxpasses.pipeline import Pass, Result, run_further, run_passes
+from fxpasses.pipeline import AfterPass, Pass, Result, run_further, run_passes
 from fxpasses.prologue_program import Program
 from fxpasses.report import OnReport, Report
+from fxpasses.rows import choice
+from fxpasses.rows.live_rows import LiveRows
 from fxpasses.runtime.eager_frame import eager_frame
 from fxpasses.runtime.prologue import Prologue, with_prologue
 from fxpasses.sizes_of_one import make_exact
@@ -56,6 +58,7 @@ log = logging.getLogger(__name__)
 PASSES: Mapping[str, Callable[[], Pass]] = {
     "hoist_writes": HoistWrites,
     "group_experts": GroupExperts,
+    "live_rows": LiveRows,
     "sparsify_attention": SparsifyAttention,
     "hoist_metadata": HoistMetadata,
     "omit_masks": OmitMasks,
@@ -106,8 +109,7 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Options,
     gm.meta[WHOLE_PROGRAM] = False
     with contained("finding out whether a graph is the whole program", strict=strict):
         gm.meta[WHOLE_PROGRAM] = tracing.is_whole(trace, gm)
-    passes = [PASSES[name]() for name in settings.passes if name in PASSES]
-    result = run_passes(passes, gm, example_inputs, settings, observer.after_pass)
+    result = _rewritten(gm, example_inputs, settings, trace, observer.after_pass)
     folding = [FoldLayers()] if FoldLayers.name in settings.passes and settings.folds else []
     folded = run_further(folding, result, settings, observer.after_pass)
     trace.discharge(result.discharged)
@@ -137,6 +139,34 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Options,
 
 
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which capture/ recognises its own traces
+
+
+def _rewritten(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Options, trace: Trace, after_pass: AfterPass
+) -> Result:
+    """The result of the passes on the captured graph; without `live_rows` where the batch has too few dead rows."""
+    passes = [PASSES[name]() for name in settings.passes if name in PASSES]
+    if settings.rows == "all":
+        return run_passes(passes, gm, example_inputs, settings, after_pass)
+    told: list[tuple[Report, Result, str]] = []
+    result = run_passes(passes, gm, example_inputs, settings, lambda *each: told.append(each))
+    if not _packs(result, gm, trace, settings):
+        others = [each for each in passes if not isinstance(each, LiveRows)]
+        return run_passes(others, gm, example_inputs, settings, after_pass)
+    for each in told:
+        after_pass(*each)
+    return result
+
+
+def _packs(result: Result, gm: GraphModule, trace: Trace, settings: Options) -> bool:
+    """Whether to keep the rows of a graph packed for batches like the one at hand, which is guarded."""
+    packs = True
+    with contained("counting rows", "They stay packed for each batch.", settings.strict):
+        counts = choice.row_counts(result.draft, gm)
+        if counts is not None:
+            packs = counts.packs(trace.inputs(gm, counts.positions))
+            choice.guard(counts, packs, trace.code)
+    return packs
 
 
 _RETRACED: tuple[type[Exception], ...] = (*asks_for_another_trace(), Rejected)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("hoist_writes", "group_experts", "sparsify_attention", "hoist_metadata", "omit_masks", "coalesce_reads",
-          "split_topk", "fold_layers", "offload_activations")  # fmt: skip
+PASSES = ("hoist_writes", "group_experts", "live_rows", "sparsify_attention", "hoist_metadata", "omit_masks",
+          "coalesce_reads", "split_topk", "fold_layers", "offload_activations")  # fmt: skip
 _CHOICES = {
     "lowering": ("inductor", "aot_eager", "eager"),
     "capture": ("on", "off"),
     "experts": ("auto", "slices", "grouped", "off"),
     "attention": ("auto", "dense"),
+    "rows": ("all", "auto"),
     "topk": ("off", "split"),
     "fold": ("auto", "on", "off"),
     "generation": ("eager", "compiled"),
@@ -80,7 +81,8 @@ class Options:
     the program's reads of its batch to Dynamo, which breaks the graph at most of them. experts: how loops over experts
     are rewritten: "slices" reads the tokens of all experts at once, "grouped" runs the loop as one program if that is
     proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
-    pairs that the batch's mask allows, "dense" leaves attention alone. topk: "split" takes the top-k of long rows in
+    pairs that the batch's mask allows, "dense" leaves attention alone. rows: "auto" computes only the tokens that can
+    reach the loss, "all" computes all. topk: "split" takes the top-k of long rows in
     two stages, where another one of equal values may win; "off" does not. fold: "auto" compiles a layer that stands
     four times or more once, if Inductor compiles it; "on" already a layer that stands twice, under any lowering; "off"
     does nothing. generation: "eager" runs transformers' `generate` uncompiled in a model in training mode, and where
@@ -96,6 +98,7 @@ class Options:
     capture: str = "on"
     experts: str = "auto"
     attention: str = "auto"
+    rows: str = "all"
     topk: str = "off"
     fold: str = "auto"
     generation: str = "eager"

@@ -53,7 +53,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # Of a test that compiles in each of its cases, so many are quick, evenly spaced; of the others, half are slow, and half
 # run with THOROUGH=1 alone. `each_quick` marks tests that are exempt.
 MOST_QUICK = 6
-_COMPILING = ("capture", "device", "distributed", "end_to_end", "passes")
+_COMPILING = ("capture", "device", "distributed", "end_to_end", "passes", "rows")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

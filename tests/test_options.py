@@ -16,6 +16,7 @@ def test_defaults():
         (
             "hoist_writes",
             "group_experts",
+            "live_rows",
             "sparsify_attention",
             "hoist_metadata",
             "omit_masks",

@@ -148,7 +148,7 @@ class PartialGraph:
         try:
             program, roots = self.program(extras)
             with self.outside():
-                inputs = [_real(node) for node in roots]
+                inputs = [input_of(node) for node in roots]
                 return list(Prologue(program, autocast=self._autocast)(inputs))
         except Exception as error:  # an error of the user's program recurs when the program runs
             raise NotKnown(f"{type(error).__name__}: {error}") from error
@@ -208,7 +208,7 @@ class _PartialWalk(Walk):
         return other
 
     def obstacle_of_input(self, node: Node, example: Any) -> tuple[Reason, str] | None:
-        if isinstance(example, torch.Tensor) and is_passed(_real(node)):
+        if isinstance(example, torch.Tensor) and is_passed(input_of(node)):
             return Reason.ACTIVATION, f"`{node.name}`"
         if isinstance(getattr(node.meta.get("grapharg"), "source", None), RandomValueSource):
             return Reason.RANDOM, f"`{node.name}`"  # of `random.randint`, which the frame calls after its guards
@@ -349,7 +349,7 @@ class _Modules:
             raise AttributeError(name) from None
 
 
-def _real(placeholder: Node) -> Any:
+def input_of(placeholder: Node) -> Any:
     """The input behind a placeholder, before the program runs."""
     example = placeholder.meta["example_value"]
     if isinstance(example, torch.SymInt):

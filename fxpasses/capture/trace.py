@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
+from torch.fx import GraphModule
 
 from fxpasses.capture.attempt import Attempt, Feature, Left, Place
 from fxpasses.capture.dynamo_names import in_short, is_in_try, user_place
 from fxpasses.capture.failures import Failure, is_ours
-from fxpasses.capture.partial_graph import NotKnown, PartialGraph
+from fxpasses.capture.partial_graph import NotKnown, PartialGraph, input_of
 from fxpasses.capture.size_defaults import SizeDefaults
 from fxpasses.graph.speculation import SpeculatedBranch
 from fxpasses.runtime.prologue import autocast_state
@@ -166,6 +167,11 @@ class Trace:
             output.shape_env.real_tensor_prop_unbacked_vals = _Values(self)
             output.shape_env._log_real_tensor_propagation = self.note
             self.sizes.attach(output.shape_env)
+
+    def inputs(self, gm: GraphModule, positions: Iterable[int]) -> list[Any]:
+        """The inputs at some positions of a captured graph, of the batch at hand."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        return [input_of(placeholders[position]) for position in positions]
 
     def is_in_try(self) -> bool:
         """Whether the program may catch an error of the traced instruction."""

@@ -45,7 +45,10 @@ _RESHAPING_METHODS = frozenset(
         "retain_grad", "backward", "data_ptr", "storage", "untyped_storage", "numpy", "record_stream",
     }
 )  # fmt: skip
-_OWN = frozenset({"fxpasses::attention_plan"})  # pure operators of this package
+# Pure operators of this package.
+_OWN = frozenset(
+    {"fxpasses::attended_rows", "fxpasses::attention_plan", "fxpasses::live_rows", "fxpasses::plan_of_rows"}
+)
 # Pure, with a result in new memory. On CUDA it runs a higher-order operator, which no dispatch mode can record.
 _NOT_RECORDED = frozenset({"fxpasses::sparse_attention"})
 

@@ -1,0 +1,1 @@
+"""Live rows: only tokens that can reach the loss are computed."""

@@ -1,0 +1,79 @@
+"""Whether a batch has enough dead rows for packing to pay: each of the two kinds of batches has a graph.
+
+The graph of a batch is guarded by what was chosen for it, so that a batch of the other kind makes the other graph, and
+no third. The guard counts rows as the prologue does, once per batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxpasses.capture.checks import Check
+from fxpasses.capture.dynamo_names import add_guard
+from fxpasses.graph.prologue import Draft, Extra
+from fxpasses.graph.provenance import input_sources
+from fxpasses.graph.values import Ref
+from fxpasses.rows.stats import count
+from fxpasses.runtime.prologue import Prologue
+
+# The part of the rows from which packing is slower than the products that it saves.
+MOST_LIVE = 0.9
+
+
+@dataclass(frozen=True, eq=False)
+class RowCounts:
+    """Counts the rows of a batch. prologue: gives the size of each set, and all rows. shares: of the step's products,
+    those on each set."""
+
+    prologue: Prologue
+    positions: tuple[int, ...]
+    sources: tuple[str, ...]
+    shares: tuple[float, ...]
+
+    def live(self, inputs: Sequence[Any]) -> float:
+        """The part of the rows that is computed, each weighted by its products. inputs: those at `sources`."""
+        *sets, rows = self.prologue(dict(zip(self.positions, inputs, strict=True)))
+        return sum(size * share for size, share in zip(sets, self.shares, strict=True)) / max(rows, 1)
+
+    def packs(self, inputs: Sequence[Any]) -> bool:
+        live = self.live(inputs)
+        count(live)
+        return live < MOST_LIVE
+
+
+def row_counts(draft: Draft | None, gm: GraphModule) -> RowCounts | None:
+    """What counts the rows of a graph that was packed; None if it was not, or cannot be guarded.
+
+    draft: its prologue. gm: the captured graph.
+    """
+    target = torch.ops.fxpasses.live_rows.default
+    entries = [entry for entry in draft.table.entries if entry.node.target is target] if draft is not None else []
+    if draft is None or not entries:
+        return None
+    sets = tuple(Extra(Ref(entry.number, entry.number), dimension=0) for entry in entries)
+    rows = Extra(entries[0].args[0], dimension=0)
+    program = Draft(draft.table, draft.inputs, (*sets, rows), ()).program()
+    sources = input_sources(gm)
+    positions = tuple(sorted({*program.host_inputs, *program.device_inputs}))
+    if not all(sources[position] for position in positions):
+        return None
+    shares = tuple(float(entry.args[1]) for entry in entries)
+    return RowCounts(Prologue(program), positions, tuple(sources[position] for position in positions), shares)
+
+
+def guard(counts: RowCounts, packed: bool, code: Any) -> None:
+    """Called while Dynamo compiles a graph: guard that its batches are of one kind. Raises `MissingName`."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+
+    def is_alike(*inputs: Any) -> bool:
+        return counts.packs(inputs) is packed
+
+    text = f"{'less' if packed else 'no less'} than {MOST_LIVE:.0%} of the rows can reach the loss"
+    add_guard(context.guards_context.dynamo_guards, Check(is_alike, None, code), list(counts.sources), text)

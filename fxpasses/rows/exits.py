@@ -1,0 +1,100 @@
+"""Where rows end: operators that take rows and give none, and which rows they read.
+
+| exit | rows that it reads |
+|---|---|
+| `cross_entropy(logits, target)` | those whose target is not ignored |
+| `x[:, 0]`, `x[b, t]` | those selected |
+| `(x * mask).sum(1)`, `(losses * mask).sum()` | those where the factor of the batch is not 0 |
+| `x.sum(1)` | all |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
+
+# What a dimension is: a sequence of the batch, a token of a sequence, or a row, b * T + t. None: neither.
+BATCH, TOKENS, ROWS = "batch", "tokens", "rows"
+Tags = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """kind: "loss", "picked" or "summed". operand: the value with rows. by: what of the batch tells which rows are
+    read: the targets, the index, or the factor; None for all rows. hides: whether the factor hides rows where it is
+    True.
+    """
+
+    kind: str
+    operand: Node
+    by: Any = None
+    hides: bool = False
+
+
+def exit_of(node: Node, tags: Mapping[Node, Tags], is_metadata: Callable[[Node], bool]) -> Exit | None:
+    """The exit that a node is, given the tags of the values before it; or None."""
+    call, name = OperatorCall.of(node), operator_of(node)
+    first = call.argument("input", node.args[0] if node.args else None)
+    if not isinstance(first, Node) or first not in tags:
+        return None
+    if name == "cross_entropy":
+        return _loss(call, first, tags, is_metadata)
+    if name == "getitem" and tags[first][:2] == (BATCH, TOKENS) and isinstance(node.args[1], tuple):
+        return _picked(node.args[1], first, is_metadata)
+    if name == "sum" and _ends_rows(call.argument("dim"), tags[first]):
+        return Exit("summed", first, *(_factor(first, tags, is_metadata) or ()))
+    return None
+
+
+def _loss(call: OperatorCall, logits: Node, tags: Mapping[Node, Tags], is_metadata: Any) -> Exit | None:
+    """Targets are class indices, of which the prologue knows those that are ignored."""
+    target, weight = call.argument("target"), call.argument("weight")
+    if call.argument("reduction", "mean") == "none" or weight in tags or not isinstance(target, Node):
+        return None
+    fits = tags[logits] == (ROWS, None) and is_metadata(target) and target.meta["example_value"].dim() == 1
+    return Exit("loss", logits, target) if fits else None
+
+
+def _picked(index: tuple[Any, ...], x: Node, is_metadata: Any) -> Exit | None:
+    if len(index) < 2:
+        return None
+    first, second, *others = index
+    if any(part != slice(None) for part in others):
+        return None
+    if type(second) is int and first == slice(None):
+        return Exit("picked", x, index)
+    parts = [part.meta["example_value"] for part in (first, second) if isinstance(part, Node) and is_metadata(part)]
+    fits = len(parts) == 2 and all(part.dim() == 1 and part.dtype is torch.int64 for part in parts)
+    return Exit("picked", x, index) if fits else None
+
+
+def _ends_rows(dims: Any, tags: Tags) -> bool:
+    """Whether a sum is over all rows, or over the tokens of each sequence."""
+    if dims is None:
+        return True
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    summed = {tags[dim] for dim in dims}
+    return ROWS in summed or TOKENS in summed
+
+
+def _factor(x: Node, tags: Mapping[Node, Tags], is_metadata: Any) -> tuple[Any, bool] | None:
+    """What of the batch decides which rows of a sum are 0, and whether it does so by True."""
+    call, name, operand = OperatorCall.of(x), operator_of(x), _first(x)
+    others = [part for part in x.all_input_nodes if part not in tags]
+    if name in ("mul", "masked_fill") and len(others) == 1 and is_metadata(others[0]):
+        if name == "mul":
+            return others[0], False
+        return (others[0], True) if call.argument("value") == 0 else None
+    if name in ("neg", *CASTS) or (name in ("mul", "div") and operand in tags and not others):
+        return _factor(operand, tags, is_metadata) if len(x.all_input_nodes) == 1 else None
+    return None
+
+
+def _first(node: Node) -> Any:
+    return node.args[0] if node.args else None

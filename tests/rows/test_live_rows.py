@@ -1,0 +1,195 @@
+"""Only rows that can reach the loss are computed, and the loss and all gradients are eager mode's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fxpasses
+import fxpasses.inspect
+from tests.rows.models import TOKENS, VOCABULARY, WIDTH, Exit, Model, batch
+from tests.support import compiled, reports_of, results
+
+BATCHES = [
+    batch(12, 5, 7),
+    batch(3, 9, 1),
+    batch(4, 2, 8, left=True),
+    batch(5, 5, 5, labelled=0.0),
+    batch(1, 1, 1, labelled=1.0),
+    batch(12, 12, 12, labelled=1.0),
+    batch(6, 2),
+]
+
+
+def loss(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(x).view(-1, VOCABULARY), labels.view(-1))
+
+
+def summed_loss(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    target = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    total = F.cross_entropy(model.head(x).flatten(0, 1), target, reduction="sum", label_smoothing=0.1)
+    return total / (target != -100).sum().clamp(min=1)
+
+
+def loss_of_each(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    each = F.cross_entropy(model.head(x).flatten(0, 1), labels.flatten().clamp(min=0), reduction="none")
+    wanted = (labels != -100).float()
+    return (each.view(labels.shape) * wanted).sum() / wanted.sum().clamp(min=1)
+
+
+def log_probabilities(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """As DPO and GRPO compute them."""
+    wanted = labels != -100
+    found = model.head(x).log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return F.logsigmoid((found * wanted).sum(-1))
+
+
+def first_token(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return model.head(x[:, 0]).tanh()
+
+
+def last_token(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    last = (torch.arange(seen.shape[1]) * seen).argmax(-1)
+    return model.head(x)[torch.arange(seen.shape[0]), last]
+
+
+def mean_of_text(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    weights = seen.unsqueeze(-1).to(x.dtype)
+    return (x * weights).sum(1) / weights.sum(1)
+
+
+EXITS = [loss, summed_loss, loss_of_each, log_probabilities, first_token, last_token, mean_of_text]
+
+
+def check(model: Model, batches: Any, taken: bool = True, **options: Any) -> Any:
+    """Compare with eager mode in float64; whether the graphs were taken is as expected."""
+    model = model.double()
+    with fxpasses.inspect.record() as record:
+        step = compiled(model, rows="auto", **options)
+        for each in batches:
+            expected, actual = (with_zeros(results(run, each), model) for run in (model, step))
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
+    reports = reports_of(record, "live_rows")
+    assert any(report.changed for report in reports) is taken, reports
+    return record
+
+
+def with_zeros(found: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Results with zeros for absent gradients."""
+    pairs = zip(found["gradients"], model.parameters(), strict=True)
+    return {**found, "gradients": [torch.zeros_like(p) if gradient is None else gradient for gradient, p in pairs]}
+
+
+@pytest.mark.parametrize("exit", EXITS)
+@pytest.mark.parametrize("attention", ["both", "padding", "causal"])
+def test_what_reaches_the_loss_is_eager_modes(exit: Exit, attention: str) -> None:
+    if attention == "causal" and exit is mean_of_text:
+        pytest.skip("as with both")
+    record = check(Model(exit, attention), BATCHES[:3] if attention == "causal" else BATCHES)
+    assert len(record.graphs) <= 4  # for batches with few dead rows as well, and for another number of texts
+
+
+@pytest.mark.parametrize("exit", [loss, mean_of_text])
+def test_checkpoints(exit: Exit) -> None:
+    check(Model(exit, checkpoints=True), BATCHES[:4], lowering="aot_eager")
+
+
+def test_no_more_than_the_rows_is_computed() -> None:
+    """Layers compute the rows that labelled ones see, and the head labelled ones; both up to a multiple of 16."""
+    model = Model(loss)
+    model.positions = torch.nn.Embedding(TOKENS * 8, WIDTH)
+    step, each = compiled(model, rows="auto"), batch(40, 9, 20, tokens=TOKENS * 8)
+    step(*each)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        step(*each)
+    found = [event.input_shapes[:2] for event in profile.events() if event.name == "aten::linear"]
+    rows = {tuple(weight): shape[1] for shape, weight in found}
+    assert rows[VOCABULARY, WIDTH] == 32  # 16 + 4 + 8 labelled tokens
+    assert [shape[1] for shape, weight in found if weight == [3 * WIDTH, WIDTH]] == [80, 80]  # 40 + 9 + 20 tokens
+
+
+def test_other_lengths_compile_nothing() -> None:
+    model = Model(loss)
+    step = compiled(model, rows="auto")
+    with fxpasses.inspect.record() as record:
+        for lengths in ((12, 5, 7), (3, 9, 1), (8, 8, 2), (1, 1, 2)):
+            step(*batch(*lengths)).backward()
+    assert len(record.graphs) == 1
+
+
+def test_the_rows_are_counted() -> None:
+    fxpasses.row_stats(reset=True)
+    step = compiled(Model(loss), rows="auto")
+    step(*batch(6, 4, 2, labelled=1.0)).backward()
+    assert "can reach the loss" in str(fxpasses.row_stats()) and fxpasses.row_stats(reset=True).steps >= 1
+    assert str(fxpasses.row_stats()) == ""
+
+
+# Rows that matter after all
+
+
+def with_logits(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Any:
+    return loss(model, x, seen, labels), model.head(x)
+
+
+def mean_of_all(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return model.head(x.mean(1))
+
+
+def running_sum(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return loss(model, x.cumsum(1), seen, labels)
+
+
+def normed_over_tokens(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return loss(model, F.batch_norm(x.transpose(1, 2), None, None, training=True).transpose(1, 2), seen, labels)
+
+
+def moved_along(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return loss(model, x + x.roll(1, 1), seen, labels)
+
+
+def of_tokens_and_features(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return loss(model, x.transpose(1, 2).reshape(x.shape), seen, labels)
+
+
+def by_weights_of_all(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return (x * x.sum(-1, keepdim=True).softmax(1)).sum(1)
+
+
+def sorted_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return loss(model, x.sort(1).values, seen, labels)
+
+
+@pytest.mark.parametrize(
+    "exit",
+    [with_logits, mean_of_all, running_sum, normed_over_tokens, moved_along, of_tokens_and_features, by_weights_of_all,
+     sorted_rows],
+)  # fmt: skip
+def test_rows_that_matter_are_computed(exit: Exit) -> None:
+    check(Model(exit), BATCHES[:2], taken=False)
+
+
+# Writes in place
+
+
+def added_in_place(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    z = y * 3
+    y += z
+    y.mul_(model.positions.weight[: x.shape[1]])
+    return loss(model, y + z, seen, labels)
+
+
+def written_through_a_view(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    y[..., :4] *= 3
+    return loss(model, y, seen, labels)
+
+
+@pytest.mark.parametrize(("exit", "taken"), [(added_in_place, True), (written_through_a_view, False)])
+def test_writes_in_place(exit: Exit, taken: bool) -> None:
+    check(Model(exit), BATCHES[:3], taken)
