@@ -26,6 +26,7 @@ from torch.fx import Node
 
 from fxpasses.graph.aliases import storages
 from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise, operator_of
+from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.modes import Regions, autocast_regions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
@@ -108,6 +109,8 @@ class _Analysis:
         for node, autocast in autocast_regions(region.gm.graph, region.autocast).items():
             name = operator_of(node)
             if node in region.bodies:
+                if has_policy(region.bodies[node].gm):
+                    raise Refused(Reason.SELECTIVE, "", node)
                 self._body(node, region.bodies[node])
             elif self._is_embedding(node, name):
                 self.tags[node] = (BATCH, TOKENS, None)
@@ -136,6 +139,8 @@ class _Analysis:
             return False
         if OperatorCall.of(node).argument("max_norm") is not None:
             return False
+        if ids.meta["example_value"].device.type != "cpu":
+            raise Refused(Reason.NOT_ON_CPU, f"`{ids.name}`", node)
         if self.layout.ids is None and 1 not in shape_of(ids):
             self.layout.ids, self.sizes = ids, shape_of(ids)
         return shape_of(ids) == self.sizes
@@ -152,6 +157,8 @@ class _Analysis:
             self.layout.exits[node] = found
         elif isinstance(node.meta.get("example_value"), (Tensor, tuple, list)):
             self.tags[node] = self._rule(node, name)
+            if sorted(filter(None, self.tags[node])) not in ([BATCH, TOKENS], [ROWS]):
+                raise refused(node, "combines rows with other rows")
         else:
             raise refused(node, "reads numbers of rows")
         self.layout.steps.append(Step(node, region, autocast))

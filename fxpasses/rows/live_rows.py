@@ -49,7 +49,7 @@ class LiveRows:
             if layout is None or not layout.exits:
                 return report
             context.check_may_change(next(iter(layout.exits)))
-            rewrite = Rewrite(main, layout, known.__contains__, context.fake_mode)
+            rewrite = Rewrite(main, layout, values, context.fake_mode)
             rewrite.run()
         except Refused as refused:
             report.refusals.append(refused.of(_first(gm)))

@@ -13,7 +13,7 @@ needed for fewer rows than it was computed for, a residual before the last layer
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -26,6 +26,7 @@ from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import argument, is_in_place, is_pointwise, operator_of
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import elements_of
+from fxpasses.graph.values import Tensor, Value
 from fxpasses.rows import operators  # noqa: F401  registers the operators
 from fxpasses.rows.demand import RowSet, demands
 from fxpasses.rows.exits import BATCH, ROWS, TOKENS, Exit, Tags
@@ -56,8 +57,8 @@ class Packing:
 class Rewrite:
     """One rewrite. It changes the graph; where it raises `Refused`, the graph is to be thrown away."""
 
-    def __init__(self, main: Region, layout: Layout, is_metadata: Callable[[Node], bool], fake_mode: Any) -> None:
-        self.main, self.layout, self.is_metadata, self.fake_mode = main, layout, is_metadata, fake_mode
+    def __init__(self, main: Region, layout: Layout, closure: Mapping[Node, Value], fake_mode: Any) -> None:
+        self.main, self.layout, self.closure, self.fake_mode = main, layout, closure, fake_mode
         self.regions = {region.gm.graph: region for region in main.walk()}
         self.needed = demands(layout)
         assert layout.ids is not None
@@ -84,7 +85,7 @@ class Rewrite:
     def _prepare(self) -> None:
         graph = self.main.gm.graph
         first = next(node for node in graph.nodes if node.op.startswith("call") and self._has_rows(node))
-        for node in [node for node in graph.nodes if node.op.startswith("call") and self.is_metadata(node)]:
+        for node in [node for node in graph.nodes if node.op.startswith("call") and node in self.closure]:
             first.prepend(node)
         with graph.inserting_before(first):
             emit = NodeBuilder(graph, self.fake_mode, first)
@@ -99,7 +100,7 @@ class Rewrite:
 
     def _shares(self) -> dict[RowSet, float]:
         """By set of rows: the part of the products with weights that is computed for it."""
-        found = dict.fromkeys(self.needed.values(), 0)
+        found = dict.fromkeys((*self.needed.values(), *(RowSet(frozenset({node})) for node in self.layout.exits)), 0)
         for node, rows in self.needed.items():
             if operator_of(node) in ("linear", "addmm", "matmul"):
                 found[rows] += max((elements_of(part) or 0 for part in self._weights(node)), default=0)
@@ -121,7 +122,7 @@ class Rewrite:
             operand = region.operands[node]
             assert isinstance(operand, Node)
             return self._outside(operand)
-        if any(is_in_place(operator_of(user)) for user in node.users) or not self.is_metadata(node):
+        if any(is_in_place(operator_of(user)) for user in node.users) or not isinstance(self.closure[node], Tensor):
             raise refused(node, "is made in a checkpoint")
         if node not in self._made:
             copied = self.main.gm.graph.node_copy(node, self._outside)
@@ -399,11 +400,15 @@ class Rewrite:
         kept = set(self.new.values())
         for region in self.main.walk():
             for node in reversed(list(region.gm.graph.nodes)):
-                is_old = node in self.layout.tags or node in self.layout.exits or self.is_metadata(node)
+                is_old = node in self.layout.tags or node in self.layout.exits or self._is_made_for_rows(node)
                 is_input = node.op == "placeholder" and region.parent is not None
                 if not node.users and node not in kept and (is_input or (is_old and node.op.startswith("call"))):
                     region.erase(node)
             region.gm.recompile()
+
+    def _is_made_for_rows(self, node: Node) -> bool:
+        """Whether a node only makes a tensor of metadata, for which there may be no use any more."""
+        return isinstance(self.closure.get(node), Tensor) and not is_in_place(operator_of(node))
 
 
 def _out_of_place(node: Node) -> Any:

@@ -129,6 +129,31 @@ def test_the_rows_are_counted() -> None:
     assert str(fxpasses.row_stats()) == ""
 
 
+def two_exits(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Any:
+    """The second one needs other rows of the same values, and the first one's result."""
+    pooled = x[:, 0].tanh()
+    return pooled.sum(), loss(model, x + pooled[:, None], seen, labels)
+
+
+def test_two_exits() -> None:
+    check(Model(two_exits), BATCHES[:3])
+
+
+class WrittenMask(Model):
+    def forward(self, ids: Tensor, seen: Tensor, labels: Tensor) -> Any:
+        mask = torch.zeros(ids.shape[0], 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+        mask[:, :, :, 0] = True
+        mask.logical_or_(seen.bool()[:, None, None])
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, mask, False)
+        return self.exit(self, x, seen, labels)
+
+
+def test_a_mask_that_is_written_in_place() -> None:
+    check(WrittenMask(loss), BATCHES[:3])
+
+
 # Rows that matter after all
 
 
@@ -160,6 +185,10 @@ def by_weights_of_all(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> 
     return (x * x.sum(-1, keepdim=True).softmax(1)).sum(1)
 
 
+def pairs_of_tokens(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return (x.unsqueeze(2) - x.unsqueeze(1)).sin().sum(2).sum(1)
+
+
 def sorted_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
     return loss(model, x.sort(1).values, seen, labels)
 
@@ -167,7 +196,7 @@ def sorted_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor
 @pytest.mark.parametrize(
     "exit",
     [with_logits, mean_of_all, running_sum, normed_over_tokens, moved_along, of_tokens_and_features, by_weights_of_all,
-     sorted_rows],
+     pairs_of_tokens, sorted_rows],
 )  # fmt: skip
 def test_rows_that_matter_are_computed(exit: Exit) -> None:
     check(Model(exit), BATCHES[:2], taken=False)
