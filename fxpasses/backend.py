@@ -17,6 +17,7 @@ from fxpasses import ddp_buckets, default_options, inspect, overrides
 from fxpasses.broken_kernels import building_anew
 from fxpasses.capture import collective_operands, guarding, leaves, passed_choices, recompiles, retracing, tracing
 from fxpasses.capture.attempt import Feature
+from fxpasses.capture.dispatch_state import restored_if_it_fails
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
 from fxpasses.capture.trace import Trace
@@ -228,7 +229,7 @@ def _try_to_lower(
     for hints in (trace.paused, tracing.without_caches):
         try:
             with hints():
-                return building_anew(lambda: _lower(attempt, gm, settings, trace, on_report))
+                return building_anew(restored_if_it_fails()(lambda: _lower(attempt, gm, settings, trace, on_report)))
         except asks_for_another_trace():
             raise
         except Exception as error:

@@ -19,6 +19,7 @@ class Feature(enum.Enum):
 
     FLOATS = "floating-point arithmetic"
     HINTS = "value hints"
+    MEMBERS = "members of lists"
     CHUNKS = "ranges over chunks"
     SLICES = "sizes of slices"
     OUTPUTS = "recorded outputs"
@@ -57,7 +58,7 @@ class Feature(enum.Enum):
 
 
 _SPECULATIVE = (Feature.NUMPY, Feature.LISTS, Feature.INDICES)
-_WITHOUT_HINTS = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.STRINGS, Feature.WRITES})
+_WITHOUT_HINTS = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.MEMBERS, Feature.STRINGS, Feature.WRITES})
 _OFF = Values(False, False)
 
 Place = tuple[str, int, bool]  # where the program asks a question: file, line, and whether an operator asks it

@@ -1,14 +1,18 @@
-"""The state in which a new thread calls operators, whatever state a question is asked in.
+"""The state in which operators are called: as in a new thread, or as before an attempt that failed.
 
 The program's questions reach us from anywhere: from an operator on fake tensors, from C++ that has switched Python's
 dispatch off (`torch.as_tensor([n])` asks for `n` there), from below autograd, from a function transform, from regions
 of inference mode or autocast. Our own operators run on fake tensors, which need that dispatch (without it, real kernels
 touch memory that is not there, and the process dies), and on the batch, whose values must not depend on the place.
 
+A compiler runs a graph's `torch._C._set_grad_enabled(False)` and enters its function transforms. If it raises before
+the graph switches them back, the next attempt would trace without gradients, or inside a transform.
+
 Private names, checked on torch 2.13: `FakeTensorMode.in_kernel_invocation`, `torch._C._ForceDispatchKeyGuard`,
 `torch._C._dispatch_tls_local_include_set` and `..._exclude_set`, `torch._C._DisablePythonDispatcher`,
-`torch.utils._python_dispatch._disable_current_modes` and
-`torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack`.
+`torch.utils._python_dispatch._disable_current_modes`,
+`torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack`, `torch._C._PreserveDispatchKeyGuard`, and in
+`torch._C._functorch` `get_dynamic_layer_stack_depth` and `pop_dynamic_layer_stack_and_undo_to_depth`.
 """
 
 from __future__ import annotations
@@ -46,6 +50,23 @@ def as_in_new_thread(
         for device_type, dtype, enabled in autocast:
             stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
         yield
+
+
+@contextlib.contextmanager
+def restored_if_it_fails() -> Iterator[None]:
+    """After an error, the modes and transforms are those of before."""
+    transforms, gradients = torch._C._functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
+    autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in ("cpu", "cuda")]
+    with torch._C._PreserveDispatchKeyGuard():
+        try:
+            yield
+        except BaseException:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+            torch._C._set_grad_enabled(gradients)
+            for device_type, enabled, dtype in autocast:
+                torch.set_autocast_enabled(device_type, enabled)
+                torch.set_autocast_dtype(device_type, dtype)
+            raise
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.variables import ConstantVariable, ListVariable
 from torch._dynamo.variables.base import ValueMutationNew
-from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -117,24 +116,6 @@ def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> A
     if isinstance(arg, TensorVariable):
         return _constant(_truth(trace, tx, arg))
     return _constant(_answer(trace, tx, arg)) if isinstance(arg, SymNodeVariable) else NOT_HANDLED
-
-
-@handlers.at(
-    method("torch._dynamo.variables.lists", "iter_contains"), without="`3 in lengths.tolist()` breaks the graph"
-)
-def iter_contains(trace: Trace, proceed: Proceed, items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """`3 in lengths.tolist()`: Dynamo skips symbols when it searches for a constant."""
-    items = list(items)
-    if not any(isinstance(item, SymNodeVariable) for item in (*items, search)):
-        return proceed(items, search, tx, *args, **kwargs)
-    for item in items:
-        equal: Any = BuiltinVariable(operator.eq).call_function(tx, [item, search], {})
-        truth = _answer(trace, tx, equal)
-        if truth is None:
-            truth = bool(equal.evaluate_expr(tx.output))  # breaks the graph if the values are unknown
-        if truth:
-            return _constant(True)
-    return _constant(False)
 
 
 @handlers.at(method(BUILTIN, "call_function"), order=4, without="`range(0, n)` where n is a tensor breaks the graph")

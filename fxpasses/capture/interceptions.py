@@ -54,6 +54,7 @@ TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
 FEATURES = {
     Feature.FLOATS: ("float_arithmetic", "numbers computed in floating point may be rounded otherwise than by Python"),
     Feature.HINTS: ("hints", "code that asks the batch for a number breaks the graph"),
+    Feature.MEMBERS: ("list_members", "`3 in lengths.tolist()` may take the wrong branch"),
     Feature.CHUNKS: ("chunk_ranges", "`range(0, n, 64)` is compiled anew for each n"),
     Feature.SLICES: ("slice_sizes", "slices whose bounds depend on the batch may break the graph"),
     Feature.OUTPUTS: ("recorded_outputs", "transformers' recorded outputs of layers break the graph"),
