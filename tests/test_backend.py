@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses.backend as backend
 from fxpasses import fastpack_backend
-from tests.support import assert_same
+from tests.support import assert_same, compiled, results
 
 
 def program(x, lengths):
@@ -85,3 +85,25 @@ def test_a_view_of_strides_that_only_the_kernel_knows() -> None:
         return torch.nn.functional.softplus(x.view(3, 16, 2)).transpose(1, 2) @ w
 
     assert_same(program, [(torch.ones(48, 2, requires_grad=True), torch.ones(16, 5))], "aot_eager")
+
+
+@pytest.mark.parametrize("region", ["no_grad", "set_grad_enabled", "func.grad"])
+def test_an_attempt_that_fails_leaves_no_mode_behind(capture_flags: None, region: str) -> None:
+    """Compiling fails inside the region, since whether the slice is contiguous is not known without the batch."""
+
+    def program(x: Tensor, w: Tensor, lengths: Tensor) -> Tensor:
+        x = x[:, : lengths.max().item()]
+        z = w.tanh() @ w
+        if region == "func.grad":
+            scale = torch.func.grad(lambda v: (x.reshape(-1).norm() * v).sum())(w).sum()
+        else:
+            with torch.no_grad() if region == "no_grad" else torch.set_grad_enabled(False):
+                scale = x.reshape(-1).norm()
+        return x[:, : lengths.min().item()] * (w.cos() @ z).sum() * scale
+
+    step = compiled(program, "aot_eager", strict=False)
+    for tokens, lengths in ((9, [6, 4]), (8, [8, 2]), (7, [7, 7])):
+        x = torch.linspace(-1, 1, 8 * tokens).view(2, tokens, 4).requires_grad_()
+        w = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        batch = (x, w, torch.tensor(lengths))
+        torch.testing.assert_close(results(step, batch), results(program, batch), rtol=1e-4, atol=1e-4)

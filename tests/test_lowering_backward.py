@@ -108,3 +108,19 @@ def test_the_deviation_of_one_token_has_the_gradient_of_eager_mode() -> None:
         return x.sum() + x[:, : int(lengths.max())].std(1).nan_to_num().sum()
 
     assert_same(program, [batch(3, 2), batch(1, 1)], "aot_eager")
+
+
+def test_backward_asserts_nothing_of_sizes_that_it_is_not_given(capture_flags: None) -> None:
+    """Before, "name 's27' is not defined" from `.backward()`, in the second batch."""
+    linear = torch.nn.Linear(4, 5)
+
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        x = x[:, : lengths.max().item()]
+        i, j = torch.triu_indices(x.shape[1], x.shape[1], 1)
+        return (x[:, i] - x[:, j]).pow(2).sum() + linear(x).sum()
+
+    def batch(tokens: int, *lengths: int) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(-1, 1, 8 * tokens).view(2, tokens, 4)
+        return x.requires_grad_(), torch.tensor(lengths)
+
+    assert_same(program, [batch(9, 6, 4), batch(7, 7, 7)], "inductor", 1e-4)

@@ -15,8 +15,10 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import importlib
 import inspect
+import itertools
 import os
 import pkgutil
 import sys
@@ -150,9 +152,9 @@ def is_in_try(tx: Any) -> bool:
 
 
 def _is_covered(tx: Any) -> bool:
-    """Whether a frame's instruction stands in a `try` with `except`, or in `with contextlib.suppress(...)`."""
+    """Whether a frame's instruction stands in a `try` with `except`, or in a `with` that may catch its error."""
     blocks = getattr(tx, "block_stack", ())
-    if any(isinstance(getattr(block.with_context, "cm_obj", None), contextlib.suppress) for block in blocks):
+    if any(_may_suppress(tx, block.with_context) for block in blocks if block.with_context is not None):
         return True
     instruction, seen = tx.current_instruction, 0
     while (entry := getattr(instruction, "exn_tab_entry", None)) is not None and seen < 16:
@@ -160,6 +162,25 @@ def _is_covered(tx: Any) -> bool:
             return True
         instruction, seen = entry.target, seen + 1
     return sys.version_info < (3, 11) and any(block.with_context is None for block in blocks)  # Python 3.10
+
+
+def _may_suppress(tx: Any, context: Any) -> bool:
+    """Whether a context manager may end an error: its `__exit__` returns something, or its generator has `except`."""
+    manager = getattr(context, "cm_obj", None)
+    if isinstance(manager, (contextlib.suppress, contextlib.ExitStack)):
+        return True
+    if isinstance(manager, contextlib._GeneratorContextManager):
+        generator = tx.output.side_effects.store_attr_mutations.get(context, {}).get("gen")  # of Dynamo's
+        code = getattr(generator, "code", None)
+        names = {i.opname for i in dis.get_instructions(code)} | {*code.co_names} if code is not None else set()
+        return not names.isdisjoint(_CATCHING)
+    code = getattr(getattr(type(manager), "__exit__", None), "__code__", None)
+    returned = list(itertools.pairwise(dis.get_instructions(code))) if code is not None else []
+    found = [before if i.opname == "RETURN_VALUE" else i for before, i in returned if i.opname.startswith("RETURN_")]
+    return any(not (i.opname in ("LOAD_CONST", "RETURN_CONST") and not i.argval) for i in found)
+
+
+_CATCHING = ("CHECK_EG_MATCH", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "suppress")
 
 
 def _catches(tx: Any, handler: Any) -> bool:

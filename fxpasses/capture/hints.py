@@ -126,6 +126,13 @@ def ranges(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs
     return NOT_HANDLED if all(map(operator.is_, numbers, args)) else proceed(self, tx, numbers, kwargs)
 
 
+@handlers.at(method(BUILTIN, "_call_min_max_seq"), without="`max(found.tolist())` of nothing fails in Dynamo")
+def of_nothing(trace: Trace, proceed: Proceed, self: Any, tx: Any, items: Any) -> Any:
+    if items:
+        return NOT_HANDLED
+    raise DynamoNames.find().unsupported(f"`{self.fn.__name__}` of nothing\n  Explanation: It raises `ValueError`.")
+
+
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=3, without="`torch.equal(a, b)` breaks the graph")
 def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.value is torch.equal and len(args) == 2 and not kwargs:

@@ -23,7 +23,7 @@ from torch.fx import Node
 from fxpasses.capture.dynamo_names import DynamoNames
 from fxpasses.capture.size_defaults import OF_PROGRAM
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.symbols import is_unbacked
+from fxpasses.graph.symbols import expression, is_unbacked
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace
@@ -43,6 +43,8 @@ def check_operation(trace: Trace, node: Node, args: tuple[Any, ...]) -> None:
         return
     if _may_fail(node, args) and trace.is_in_try():
         raise _broken(f"`{node.name}` in `try`", "Its error would not be raised where the program catches it")
+    if _is_compared_with_itself(node, args):
+        raise _broken(f"`{node.name}`, of a number with itself", "NaN is not equal to itself")
     if not all(_holds(trace, condition) for condition in _conditions(node, args)):
         raise _broken(f"`{node.name}`", "It is not defined for this batch")
 
@@ -73,6 +75,14 @@ def _conditions(node: Node, args: tuple[Any, ...]) -> list[Any]:
 
 def _holds(trace: Trace, condition: Any) -> bool:
     return not trace.can_answer(condition) or bool(condition)
+
+
+def _is_compared_with_itself(node: Node, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is `x != x` of a float, which sympy takes for a real number."""
+    if getattr(node.target, "__name__", "") not in ("eq", "ge", "gt", "le", "lt", "ne") or len(args) != 2:
+        return False
+    x, y = args
+    return isinstance(x, torch.SymFloat) and isinstance(y, torch.SymFloat) and expression(x) == expression(y)
 
 
 def _may_fail(node: Node, args: tuple[Any, ...]) -> bool:

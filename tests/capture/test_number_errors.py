@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -149,9 +149,63 @@ def checked(x: Tensor, lengths: Tensor) -> Tensor:
     return h
 
 
+class Quiet:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        return kind is ZeroDivisionError
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[float]:
+    try:
+        yield 0.5
+    except ZeroDivisionError:
+        return
+
+
+@contextlib.contextmanager
+def quiet_inside() -> Iterator[None]:
+    with contextlib.suppress(ZeroDivisionError):
+        yield
+
+
+def by_an_exit(x: Tensor, lengths: Tensor) -> Tensor:
+    scale = 0.5
+    with Quiet():
+        scale = 1 / (lengths > 2).sum().item()
+    return x @ W * scale
+
+
+def by_a_generator(x: Tensor, lengths: Tensor) -> Tensor:
+    with quiet() as scale:
+        scale = 1 / (lengths > 2).sum().item()
+    with quiet_inside():
+        scale += 1 / (lengths > 1).sum().item()
+    return x @ W * scale
+
+
+def by_a_stack(x: Tensor, lengths: Tensor) -> Tensor:
+    scale = 0.5
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(ZeroDivisionError))
+        scale = 1 / (lengths > 2).sum().item()
+    return x @ W * scale
+
+
+def most_of_none(x: Tensor, lengths: Tensor) -> Tensor:
+    found = lengths[lengths > 2]
+    torch._dynamo.graph_break()
+    try:
+        return x @ W * max(found.tolist())
+    except ValueError:
+        return x @ W
+
+
 CAUGHT: list[Callable[..., Tensor]] = [
     quotient, suppressed, quotient_of_activations, read_before, in_a_callee, by_a_callee, root, power, integer_of_nan,
-    row, rows, largest_of_none, asserted, checked,
+    row, rows, largest_of_none, asserted, checked, by_an_exit, by_a_generator, by_a_stack, most_of_none,
 ]  # fmt: skip
 
 
@@ -178,6 +232,16 @@ def test_an_error_that_nobody_catches_is_eager_modes() -> None:
                 step(*given)
         else:
             torch.testing.assert_close(step(*given), expected)
+
+
+def test_what_is_not_a_number_is_not_equal_to_itself() -> None:
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        mean = lengths[lengths > 2].float().mean().item()
+        return x @ W * 2 if mean != mean else x @ W * mean
+
+    step = torch.compile(program, backend="fastpack", options={"fastpack.lowering": "aot_eager"})
+    for given in BATCHES:
+        torch.testing.assert_close(results(step, given), results(program, given))
 
 
 def test_finally_catches_nothing() -> None:
