@@ -51,3 +51,16 @@ def test_a_contiguous_result_is_contiguous() -> None:
     step = compiled(returned, "inductor")
     for x, lengths in BATCHES:
         torch.testing.assert_close(step(x, lengths).view(-1), returned(x, lengths).view(-1))
+
+
+@pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_convolution_keeps_the_layout_of_trimmed_images(lowering: str) -> None:
+    """Before, the branch of contiguous results."""
+
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        n = lengths.max().item()
+        images = x[:, :n].reshape(2, n, 2, 2).permute(0, 2, 1, 3).contiguous(memory_format=torch.channels_last)
+        found = F.conv2d(images, torch.linspace(-1, 1, 24).view(3, 2, 4, 1), padding=(1, 0))
+        return found * 2 if found.is_contiguous() else found * 3
+
+    assert_same(program, BATCHES, lowering, tolerance=1e-5)

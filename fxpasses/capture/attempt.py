@@ -22,6 +22,7 @@ class Feature(enum.Enum):
     MEMBERS = "members of lists"
     CHUNKS = "ranges over chunks"
     SLICES = "sizes of slices"
+    LAYOUTS = "layouts of convolutions"
     OUTPUTS = "recorded outputs"
     STORES = "stored values"
     SHARED = "shared tensors"

@@ -57,6 +57,7 @@ FEATURES = {
     Feature.MEMBERS: ("list_members", "`3 in lengths.tolist()` may take the wrong branch"),
     Feature.CHUNKS: ("chunk_ranges", "`range(0, n, 64)` is compiled anew for each n"),
     Feature.SLICES: ("slice_sizes", "slices whose bounds depend on the batch may break the graph"),
+    Feature.LAYOUTS: ("conv_layouts", "trimmed images in channels-last layout may be compiled for other strides"),
     Feature.OUTPUTS: ("recorded_outputs", "transformers' recorded outputs of layers break the graph"),
     Feature.STORES: ("stored_values", "what checkpointed layers store outside break the graph"),
     Feature.SHARED: ("shared_tensors", "tensors that checkpointed layers share through a dict break the graph"),
