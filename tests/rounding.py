@@ -54,6 +54,7 @@ def round_by_sizes() -> Any:
     return library
 
 
+@torch.compiler.disable  # a kernel that a compiled frame calls is none of its program
 def _rounded(kernel: Any, first: int, keys: Any, *args: Any, **kwargs: Any) -> Tensor:
     product = kernel.call_boxed(keys, *args, **kwargs)
     if product.is_floating_point():

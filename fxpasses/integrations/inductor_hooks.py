@@ -42,6 +42,7 @@ _OFFLOAD = "offload_activations"
 _REFUSED = {
     "hoist_writes": "it has to know that the graph is all of the program, which no hook tells",
     "hoist_metadata": "its prologue runs once per batch, before the compiled code, and no hook runs there",
+    "live_rows": "which rows are live is known once per batch, from the prologue of hoist_metadata",
     "sparsify_attention": "its plans would be made in every layer, without the prologue of hoist_metadata",
     "omit_masks": "it leaves out what sparsify_attention makes superfluous",
     "fold_layers": "it compiles the bodies of layers apart, and Inductor calls its hooks when it has the whole graph",
@@ -50,6 +51,7 @@ _WITHOUT_EFFECT = {
     "capture": "no hook sees Dynamo's trace; set torch._dynamo.config.capture_scalar_outputs and "
     "capture_dynamic_output_shape_ops yourself",
     "attention": _REFUSED["sparsify_attention"],
+    "rows": _REFUSED["live_rows"],
     "fold": _REFUSED["fold_layers"],
     "lowering": "the lowering is Inductor's",
     "mode": "pass the options of torch._inductor.list_mode_options(mode) along",

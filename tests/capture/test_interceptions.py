@@ -111,7 +111,7 @@ def test_an_attempt_loses_what_needs_what_it_loses() -> None:
     attempt = Attempt(flags.Values(True, True), frozenset(Feature))
     speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES}
     assert attempt.without(Feature.SPECULATION).features == frozenset(Feature) - speculative
-    alone = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.STRINGS, Feature.WRITES})
+    alone = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.MEMBERS, Feature.STRINGS, Feature.WRITES})
     assert attempt.without(Feature.HINTS).features == alone
     fewer = attempt.with_fewer_flags()
     assert fewer is not None and fewer.flags == flags.Values(True, False) and fewer.features == attempt.features
