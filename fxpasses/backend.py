@@ -110,7 +110,7 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Options,
     gm.meta[WHOLE_PROGRAM] = False
     with contained("finding out whether a graph is the whole program", strict=strict):
         gm.meta[WHOLE_PROGRAM] = tracing.is_whole(trace, gm)
-    result = _rewritten(gm, example_inputs, settings, trace, observer.after_pass)
+    result, rows = _rewritten(gm, example_inputs, settings, trace, observer.after_pass)
     folding = [FoldLayers()] if FoldLayers.name in settings.passes and settings.folds else []
     folded = run_further(folding, result, settings, observer.after_pass)
     trace.discharge(result.discharged)
@@ -134,6 +134,8 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Options,
         raise
     observer.finish(outcome)
     compiled = guarding.checked(compiled, gm, trace)
+    if rows is not None:
+        compiled = choice.counted(compiled, rows)
     with contained("noting the choices of a router", strict=strict):
         return passed_choices.noting(compiled, gm, example_inputs)
     return compiled
@@ -144,30 +146,29 @@ fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which c
 
 def _rewritten(
     gm: GraphModule, example_inputs: Sequence[Any], settings: Options, trace: Trace, after_pass: AfterPass
-) -> Result:
-    """The result of the passes on the captured graph; without `live_rows` where the batch has too few dead rows."""
+) -> tuple[Result, choice.RowCounts | None]:
+    """The result of the passes on the captured graph, and what counts its rows, if they are counted.
+
+    Without `live_rows` where the batch at hand has too few dead rows; the graph is guarded by that.
+    """
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     if settings.rows == "all":
-        return run_passes(passes, gm, example_inputs, settings, after_pass)
+        return run_passes(passes, gm, example_inputs, settings, after_pass), None
     told: list[tuple[Report, Result, str]] = []
     result = run_passes(passes, gm, example_inputs, settings, lambda *each: told.append(each))
-    if not _packs(result, gm, trace, settings):
-        others = [each for each in passes if not isinstance(each, LiveRows)]
-        return run_passes(others, gm, example_inputs, settings, after_pass)
-    for each in told:
-        after_pass(*each)
-    return result
-
-
-def _packs(result: Result, gm: GraphModule, trace: Trace, settings: Options) -> bool:
-    """Whether to keep the rows of a graph packed for batches like the one at hand, which is guarded."""
-    packs = True
+    rows, packs = None, True
     with contained("counting rows", "They stay packed for each batch.", settings.strict):
         counts = choice.row_counts(result.draft, gm)
         if counts is not None:
-            packs = counts.packs(trace.inputs(gm, counts.positions))
-            choice.guard(counts, packs, trace.code)
-    return packs
+            packed = counts.packs(trace.inputs(gm, counts.positions))
+            choice.guard(counts, packed, trace.code)
+            rows, packs = counts, packed
+    if not packs:
+        others = [each for each in passes if not isinstance(each, LiveRows)]
+        return run_passes(others, gm, example_inputs, settings, after_pass), rows
+    for each in told:
+        after_pass(*each)
+    return result, rows
 
 
 _RETRACED: tuple[type[Exception], ...] = (*asks_for_another_trace(), Rejected)

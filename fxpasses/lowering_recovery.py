@@ -50,8 +50,7 @@ def recovering(compiled: Run, captured: Run, gm: GraphModule, function: Hashable
 
     One warning is given for a function of the program, which `function` identifies, and a kind of error.
     """
-    written = _written_inputs(gm)
-    if communicates(gm) or written is None:
+    if communicates(gm) or (written := _written_inputs(gm)) is None:
         return compiled
 
     def run(*inputs: Any) -> Any:

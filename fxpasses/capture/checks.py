@@ -21,11 +21,15 @@ class Check:
     """Calls `holds`. If that fails, nothing is known of the batch, except in the first call, on the traced batch.
 
     feature: without which the frame is traced again once `holds` has failed twice, since the check then holds for no
-    batch; None if the graph is right for any batch, and the check holds where it fails. code: of the frame.
+    batch; None if the graph is right for any batch, and the check holds where it fails: `what` says what it is of, in a
+    warning. code: of the frame.
     """
 
-    def __init__(self, holds: Callable[..., bool], feature: Feature | None, code: CodeType | None) -> None:
+    def __init__(
+        self, holds: Callable[..., bool], feature: Feature | None, code: CodeType | None, what: str = ""
+    ) -> None:
         self.holds, self.feature, self._code = holds, feature, code
+        self._what = what if feature is None else feature.value
         self._is_first = True
         self._errors = 0
 
@@ -37,8 +41,7 @@ class Check:
             return self.holds(*values)
         except Exception as error:
             self._errors += 1
-            what = "which inputs are leaves" if self.feature is None else self.feature.value
-            say(f"a guard of {what}", error, _INSTEAD[self.feature is None])
+            say(f"a guard of {self._what}", error, _INSTEAD[self.feature is None])
             if self.feature is not None and self._code is not None and self._errors > _MOST_ERRORS:
                 _failed.note(self._code, self.feature)
             return is_first or self.feature is None

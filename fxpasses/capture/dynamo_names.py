@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import importlib
 import inspect
 import itertools
@@ -24,7 +25,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -172,15 +173,24 @@ def _may_suppress(tx: Any, context: Any) -> bool:
     if isinstance(manager, contextlib._GeneratorContextManager):
         generator = tx.output.side_effects.store_attr_mutations.get(context, {}).get("gen")  # of Dynamo's
         code = getattr(generator, "code", None)
-        names = {i.opname for i in dis.get_instructions(code)} | {*code.co_names} if code is not None else set()
-        return not names.isdisjoint(_CATCHING)
+        return code is not None and _has_except(code)
     code = getattr(getattr(type(manager), "__exit__", None), "__code__", None)
-    returned = list(itertools.pairwise(dis.get_instructions(code))) if code is not None else []
-    found = [before if i.opname == "RETURN_VALUE" else i for before, i in returned if i.opname.startswith("RETURN_")]
+    return code is not None and _returns_something(code)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_except(code: CodeType) -> bool:
+    names = {instruction.opname for instruction in dis.get_instructions(code)}
+    matches = ("CHECK_EG_MATCH", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+    return not names.isdisjoint(matches) or "suppress" in code.co_names
+
+
+@functools.lru_cache(maxsize=256)
+def _returns_something(code: CodeType) -> bool:
+    """Whether a function may return what is true."""
+    pairs = list(itertools.pairwise(dis.get_instructions(code)))
+    found = [before if i.opname == "RETURN_VALUE" else i for before, i in pairs if i.opname.startswith("RETURN_")]
     return any(not (i.opname in ("LOAD_CONST", "RETURN_CONST") and not i.argval) for i in found)
-
-
-_CATCHING = ("CHECK_EG_MATCH", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH", "suppress")
 
 
 def _catches(tx: Any, handler: Any) -> bool:

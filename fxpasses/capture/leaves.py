@@ -37,7 +37,8 @@ def guard(gm: GraphModule, examples: Sequence[object]) -> None:
 
     text = "; ".join(f"{source}.is_leaf is {leaf}" for source, leaf in found.items())
     try:
-        add_guard(context.guards_context.dynamo_guards, Check(are_as_before, None, None), list(found), text)
+        check = Check(are_as_before, None, None, "which inputs are leaves")
+        add_guard(context.guards_context.dynamo_guards, check, list(found), text)
     except MissingName as missing:
         log.debug("leaves and activations share graphs: %s", missing)
 

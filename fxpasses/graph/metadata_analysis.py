@@ -90,7 +90,7 @@ class Walk:
         self.private: set[Node] = set()  # violating allocations that hold no closure values: no near misses
         self.escaping: dict[Node, tuple[Allocation, ...]] = {}  # the closure's memory that nodes outside it return
         self.touches: dict[Hashable, effects.Touch | None] = {}
-        self.symbols: dict[Any, Value] = {}  # and expressions of several symbols
+        self.symbols: dict[Any, Scalar] = {}  # and expressions of several symbols
         self.levels = 0  # of vmap and grad transforms around the node
 
     def run(self) -> Closure:
@@ -209,7 +209,7 @@ class Walk:
     def _value_by_properties(self, node: Node, outside: list[Node], autocast: tuple[Any, ...]) -> Value:
         """Number a node that reads no values of the activation x: a size, `x.new_full(size, 0)`, `mask.type_as(x)`."""
         known = self._size(node.meta.get("example_value"))
-        if isinstance(known, Scalar):
+        if known is not None:
             return known
         position = _LOOKS.get(operator_of(node))
         if position is None or len(node.args) <= position or outside != [node.args[position]]:
@@ -242,14 +242,12 @@ class Walk:
         if not isinstance(size, torch.SymInt):
             return None
         found = expression(size)
-        value = self.symbols.get(found)
-        if isinstance(value, Scalar) or not self._is_computed(found):
-            return value if isinstance(value, Scalar) else None
-        inputs, result = arithmetic(found)
-        number = self._number(result, {node: self.symbols[name] for name, node in inputs.items()})
-        if number is not None:
-            self.symbols[found] = number
-        return number
+        if found not in self.symbols and self._is_computed(found):
+            inputs, result = arithmetic(found)
+            number = self._number(result, {node: self.symbols[name] for name, node in inputs.items()})
+            if number is not None:
+                self.symbols[found] = number
+        return self.symbols.get(found)
 
     def _number(self, result: Node, known: dict[Node, Value]) -> Scalar | None:
         """Number the result of a graph of its own, given the values of its inputs; None if it is no number."""

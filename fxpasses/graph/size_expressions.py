@@ -6,7 +6,7 @@ that a mask or a slice of that size is metadata:
     s0, u0                                     of numbers that have values
     sym_min = torch.sym_min(s0, u0)            what `x.shape[1]` is, without `x`
 
-Private names, checked on torch 2.11, 2.13 and 2.15: `torch.utils._sympy.interp.sympy_interp`,
+Private names, checked on torch 2.13: `torch.utils._sympy.interp.sympy_interp`,
 `torch.utils._sympy.reference.PythonReferenceAnalysis` and the classes of `torch.utils._sympy.functions`.
 """
 
@@ -40,7 +40,7 @@ _ARITHMETIC = (
 def is_arithmetic(size: Any) -> bool:
     """Whether an expression is made of symbols and integers by operators that integers have in Python."""
     parts = sympy.preorder_traversal(size)
-    return all(isinstance(part, _ARITHMETIC) and part.is_integer is not False for part in parts)
+    return all(isinstance(part, _ARITHMETIC) and part.is_integer for part in parts)
 
 
 def arithmetic(size: Any) -> tuple[dict[Any, Node], Node]:

@@ -6,8 +6,9 @@ no third. The guard counts rows as the prologue does, once per batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.fx import GraphModule
 
 from fxpasses.capture.checks import Check
 from fxpasses.capture.dynamo_names import add_guard
+from fxpasses.capture.guarding import can_guard
+from fxpasses.containment import contained
 from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.values import Ref
@@ -27,8 +30,11 @@ MOST_LIVE = 0.9
 
 @dataclass(frozen=True, eq=False)
 class RowCounts:
-    """Counts the rows of a batch. prologue: gives the size of each set, and all rows. shares: of the step's products,
-    those on each set."""
+    """Counts the rows of a batch.
+
+    prologue: gives the size of each set, and all rows. positions, sources: of the graph's inputs that it reads. shares:
+    of the step's products, those on each set.
+    """
 
     prologue: Prologue
     positions: tuple[int, ...]
@@ -41,9 +47,7 @@ class RowCounts:
         return sum(size * share for size, share in zip(sets, self.shares, strict=True)) / max(rows, 1)
 
     def packs(self, inputs: Sequence[Any]) -> bool:
-        live = self.live(inputs)
-        count(live)
-        return live < MOST_LIVE
+        return self.live(inputs) < MOST_LIVE
 
 
 def row_counts(draft: Draft | None, gm: GraphModule) -> RowCounts | None:
@@ -51,9 +55,11 @@ def row_counts(draft: Draft | None, gm: GraphModule) -> RowCounts | None:
 
     draft: its prologue. gm: the captured graph.
     """
+    if draft is None or not can_guard():
+        return None
     target = torch.ops.fxpasses.live_rows.default
-    entries = [entry for entry in draft.table.entries if entry.node.target is target] if draft is not None else []
-    if draft is None or not entries:
+    entries = [entry for entry in draft.table.entries if entry.node.target is target]
+    if not entries:
         return None
     sets = tuple(Extra(Ref(entry.number, entry.number), dimension=0) for entry in entries)
     rows = Extra(entries[0].args[0], dimension=0)
@@ -66,8 +72,20 @@ def row_counts(draft: Draft | None, gm: GraphModule) -> RowCounts | None:
     return RowCounts(Prologue(program), positions, tuple(sources[position] for position in positions), shares)
 
 
-def guard(counts: RowCounts, packed: bool, code: Any) -> None:
-    """Called while Dynamo compiles a graph: guard that its batches are of one kind. Raises `MissingName`."""
+def counted(compiled: Callable[..., Any], counts: RowCounts) -> Callable[..., Any]:
+    """`compiled`, a graph for either kind of batch, whose steps are in `fxpasses.row_stats()`."""
+
+    def run(*inputs: Any) -> Any:
+        if not counts.prologue.has_fake_root(inputs):
+            with contained("counting rows"):
+                count(counts.live([inputs[position] for position in counts.positions]))
+        return compiled(*inputs)
+
+    return run
+
+
+def guard(counts: RowCounts, packed: bool, code: CodeType | None) -> None:
+    """Called while Dynamo compiles a graph: guard that its batches are of one kind."""
     context = torch._guards.TracingContext.try_get()
     if context is None:
         return
@@ -76,4 +94,5 @@ def guard(counts: RowCounts, packed: bool, code: Any) -> None:
         return counts.packs(inputs) is packed
 
     text = f"{'less' if packed else 'no less'} than {MOST_LIVE:.0%} of the rows can reach the loss"
-    add_guard(context.guards_context.dynamo_guards, Check(is_alike, None, code), list(counts.sources), text)
+    check = Check(is_alike, None, code, "how many rows are needed")
+    add_guard(context.guards_context.dynamo_guards, check, list(counts.sources), text)

@@ -85,16 +85,13 @@ def _ends_rows(dims: Any, tags: Tags) -> bool:
 
 def _factor(x: Node, tags: Mapping[Node, Tags], is_metadata: Any) -> tuple[Any, bool] | None:
     """What of the batch decides which rows of a sum are 0, and whether it does so by True."""
-    call, name, operand = OperatorCall.of(x), operator_of(x), _first(x)
+    call, name = OperatorCall.of(x), operator_of(x)
+    operand: Any = x.args[0] if x.args else None
     others = [part for part in x.all_input_nodes if part not in tags]
     if name in ("mul", "masked_fill") and len(others) == 1 and is_metadata(others[0]):
         if name == "mul":
             return others[0], False
-        return (others[0], True) if call.argument("value") == 0 else None
+        return (others[0], True) if operand in tags and call.argument("value") == 0 else None
     if name in ("neg", *CASTS) or (name in ("mul", "div") and operand in tags and not others):
         return _factor(operand, tags, is_metadata) if len(x.all_input_nodes) == 1 else None
     return None
-
-
-def _first(node: Node) -> Any:
-    return node.args[0] if node.args else None

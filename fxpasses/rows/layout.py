@@ -159,6 +159,8 @@ class _Analysis:
             self.tags[node] = self._rule(node, name)
             if sorted(filter(None, self.tags[node])) not in ([BATCH, TOKENS], [ROWS]):
                 raise refused(node, "combines rows with other rows")
+            if is_tensor(node) and len(self.tags[node]) != len(shape_of(node)):
+                raise refused(node)
         else:
             raise refused(node, "reads numbers of rows")
         self.layout.steps.append(Step(node, region, autocast))

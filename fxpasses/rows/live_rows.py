@@ -18,7 +18,7 @@ After, the batch is one sequence of the rows that are needed, which the prologue
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fxpasses.graph.closure import find_closure
 from fxpasses.graph.refusals import Refused
@@ -52,7 +52,7 @@ class LiveRows:
             rewrite = Rewrite(main, layout, values, context.fake_mode)
             rewrite.run()
         except Refused as refused:
-            report.refusals.append(refused.of(_first(gm)))
+            report.refusals.append(refused.of(refused.node or next(iter(gm.graph.nodes))))
             return report
         report.changed = True
         sets, attentions = len(rewrite.packings), len(layout.attentions)
@@ -60,7 +60,3 @@ class LiveRows:
         report.summary = f"only rows that can reach the loss, in {sets} set{'s' * (sets > 1)}"
         report.changes = [report.summary]
         return report
-
-
-def _first(gm: GraphModule) -> Node:
-    return next(iter(gm.graph.nodes))

@@ -3,8 +3,8 @@
 | operator | result |
 |---|---|
 | `live_rows(live, share)` | the rows of a set, in order |
-| `attended_rows(seed, masks)` | the rows that a set sees over any number of layers |
-| `plan_of_rows(mask, queries, keys, heads)` | the plan of attention between the rows of two sets |
+| `attended_rows(seed, masks, batch)` | the rows that a set sees over any number of layers |
+| `plan_of_rows(mask, queries, keys, batch, heads)` | the plan of attention between the rows of two sets |
 
 They run on the host, on the CPU's copy of the batch.
 """
@@ -37,7 +37,7 @@ def live_rows(live: Tensor, share: float) -> Tensor:
 def attended_rows(seed: Tensor, masks: list[Tensor], batch: int) -> Tensor:
     """bool [B * T]: the rows of `seed`, bool [B * T], and all that those see under any of the masks, repeatedly.
 
-    masks: bool [B or 1, H or 1, T, T], True where the query of a row sees a key.
+    masks: bool [B or 1, H or 1, T, T], True where the query of a row sees a key. batch: B.
     """
     live = seed.view(batch, -1)
     seen_by = [mask.any(1).float() for mask in masks]
@@ -55,8 +55,8 @@ def attended_rows(seed: Tensor, masks: list[Tensor], batch: int) -> Tensor:
 def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads: int) -> Tensor:
     """The plan of attention between rows, as one sequence; see `runtime/attention/plan.py`.
 
-    mask: bool [B or 1, H or 1, Tq, Tk]. queries, keys: sets of rows by `live_rows`. heads: of queries that share one
-    head of the mask. No mask of all pairs is made.
+    mask: bool [B or 1, H or 1, Tq, Tk]. queries, keys: sets of rows by `live_rows`. batch: B. heads: of queries that
+    share one head of the mask. No mask of all pairs is made.
     """
     own_heads, q_tokens, k_tokens = mask.shape[1:]
     q_ends = _ends(queries, batch, q_tokens)

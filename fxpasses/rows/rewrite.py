@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import argument, is_in_place, is_pointwise, operator_of
+from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import elements_of
 from fxpasses.graph.values import Tensor, Value
@@ -85,7 +86,10 @@ class Rewrite:
     def _prepare(self) -> None:
         graph = self.main.gm.graph
         first = next(node for node in graph.nodes if node.op.startswith("call") and self._has_rows(node))
+        autocast = autocast_regions(graph)
         for node in [node for node in graph.nodes if node.op.startswith("call") and node in self.closure]:
+            if autocast[node] != autocast[first] and _is_floating(node):
+                raise refused(node, "is computed in another region of autocast")
             first.prepend(node)
         with graph.inserting_before(first):
             emit = NodeBuilder(graph, self.fake_mode, first)
@@ -135,11 +139,12 @@ class Rewrite:
         if mask is not None:
             return self._outside(mask)
         is_causal = bool(argument(attention, "is_causal", False))
-        if is_causal not in self._made:
-            device = attention.meta["example_value"].device
-            ones = emit(torch.ones, (1, 1, self.tokens, self.tokens), {"dtype": torch.bool, "device": device})
-            self._made[is_causal] = emit(torch.tril, (ones,)) if is_causal else ones
-        return self._made[is_causal]
+        key = "causal" if is_causal else "all"
+        if key not in self._made:
+            kind = {"dtype": torch.bool, "device": _device(attention)}
+            ones = emit(torch.ones, (1, 1, self.tokens, self.tokens), kind)
+            self._made[key] = emit(torch.tril, (ones,)) if is_causal else ones
+        return self._made[key]
 
     def _live(self, rows: RowSet, emit: NodeBuilder) -> Node:
         """bool [B * T], the rows of a set."""
@@ -157,7 +162,7 @@ class Rewrite:
         """bool [B * T], the rows that an exit reads."""
         if found.kind == "loss":
             return emit(torch.ne, (self._outside(found.by), argument(node, "ignore_index", -100)))
-        none = {"dtype": torch.bool, "device": self.ids.meta["example_value"].device}
+        none = {"dtype": torch.bool, "device": _device(self.ids)}
         if found.kind == "picked":
             return emit(
                 torch.index_fill, (emit(torch.zeros, (self.all_rows,), none), 0, self._picked(found.by, emit), True)
@@ -196,7 +201,7 @@ class Rewrite:
             origin = self.layout.origins[node]
             if node in self.layout.results:
                 self.new[node] = node
-                self._set_example(node, self._value(origin))
+                node.meta["example_value"] = self._value(origin).meta["example_value"]
             else:
                 region = self.regions[node.graph]
                 assert region.parent is not None and region.call is not None
@@ -378,9 +383,6 @@ class Rewrite:
 
     # After the last row
 
-    def _set_example(self, node: Node, like: Node) -> None:
-        node.meta = {**node.meta, "example_value": like.meta["example_value"]}
-
     def _return_packed(self) -> None:
         """Have the bodies return packed values, and forget those that nobody needs."""
         for region in self.main.walk():
@@ -415,6 +417,11 @@ def _out_of_place(node: Node) -> Any:
     """The operator that returns what this one writes."""
     name = operator_of(node)[:-1]
     return name if hasattr(torch.Tensor, name) else getattr(torch, name)
+
+
+def _is_floating(node: Node) -> bool:
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.Tensor) and example.is_floating_point()
 
 
 def _device(node: Node) -> torch.device:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+
+from fxpasses.counts import taken
 
 
 @dataclass
@@ -17,7 +19,7 @@ class RowStats:
     live: float = 0.0
 
     def __str__(self) -> str:
-        """`rows: 41 % computed`; "" if no graph counts its rows."""
+        """`rows: 41 % can reach the loss`; "" if no graph counts its rows."""
         return f"rows: {100 * self.live / self.steps:.0f} % can reach the loss" if self.steps else ""
 
 
@@ -26,11 +28,7 @@ _now = RowStats()
 
 def row_stats(reset: bool = False) -> RowStats:
     """A copy of the counts; with `reset` they restart from 0."""
-    taken = replace(_now)
-    if reset:
-        for field in fields(_now):
-            setattr(_now, field.name, 0)
-    return taken
+    return taken(_now, reset)
 
 
 def count(live: float) -> None:

@@ -230,9 +230,9 @@ def test_a_guard_that_always_fails_compiles_the_frame_once_more(feature: str, mo
     make = checks.Check.__init__
     batches: list[Any] = [(X, torch.tensor([8, 4 + number])) for number in range(5)]
 
-    def failing(self: Any, holds: Any, guarded: Any, code: Any) -> None:
-        mine = "which inputs are leaves" if guarded is None else guarded.value
-        make(self, fails if mine == feature else holds, guarded, code)
+    def failing(self: Any, holds: Any, guarded: Any, code: Any, what: str = "") -> None:
+        mine = what if guarded is None else guarded.value
+        make(self, fails if mine == feature else holds, guarded, code, what)
 
     monkeypatch.setattr(checks.Check, "__init__", failing)
     program: Any = asks
@@ -343,40 +343,30 @@ def trimmed(x: Tensor, lengths: Tensor) -> Tensor:
     return F.softmin(x[:, :n].transpose(1, 2), 2) if kept.any() and n > 1 else x
 
 
-ANALYSES: dict[str, tuple[Any, str]] = {
-    "views as Dynamo ran them": (values.effects, "as_in_program"),
-    "effects": (values.effects, "observe"),
-    "numbers of values": (values.ValueTable, "apply"),
-    "sizes of activations": (metadata_analysis, "arithmetic"),
-    "which sizes are computed": (metadata_analysis, "is_arithmetic"),
-    "sizes of stand-ins": (partial_graph._PartialWalk, "_number_sizes"),
-    "numbers that fail": (hints, "check_operation"),
-    "what may fail": (number_errors, "_may_fail"),
+PIECES: dict[str, tuple[Any, str, str]] = {
+    "views as Dynamo ran them": (values.effects, "as_in_program", "eager"),
+    "effects": (values.effects, "observe", "eager"),
+    "numbers of values": (values.ValueTable, "apply", "eager"),
+    "sizes of activations": (metadata_analysis, "arithmetic", "eager"),
+    "which sizes are computed": (metadata_analysis, "is_arithmetic", "eager"),
+    "sizes of stand-ins": (partial_graph._PartialWalk, "_number_sizes", "eager"),
+    "numbers that fail": (hints, "check_operation", "eager"),
+    "what may fail": (number_errors, "_may_fail", "eager"),
+    "strides of results": (output_strides, "_expected", "inductor"),
+    "which results": (output_strides.TracedStrides, "given_to", "inductor"),
+    "strides that differ": (output_strides, "_differs", "inductor"),
+    "copies of results": (output_strides, "_copy", "inductor"),
+    "integers of floats": (fxpasses.backend, "_check_integers", "inductor"),
+    "a second way": (fxpasses.backend, "recovering", "inductor"),
+    "its assertions": (fxpasses.backend, "unasserted", "inductor"),
 }
 
 
-@pytest.mark.parametrize("name", ANALYSES)
-def test_an_analysis_of_capture_and_passes_may_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*ANALYSES[name], fails)
-    said = said_in_two_steps(trimmed)
-    assert len(said) == 1 and "ZeroDivisionError: a defect" in said[0], said
-
-
-LOWERING: dict[str, tuple[Any, str]] = {
-    "strides of results": (output_strides, "_expected"),
-    "which results": (output_strides.TracedStrides, "given_to"),
-    "strides that differ": (output_strides, "_differs"),
-    "copies of results": (output_strides, "_copy"),
-    "integers of floats": (fxpasses.backend, "_check_integers"),
-    "a second way": (fxpasses.backend, "recovering"),
-    "its assertions": (fxpasses.backend, "unasserted"),
-}
-
-
-@pytest.mark.parametrize("name", LOWERING)
-def test_a_piece_of_the_lowering_may_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*LOWERING[name], fails)
-    said = said_in_two_steps(trimmed, "inductor")
+@pytest.mark.parametrize("name", PIECES)
+def test_a_piece_that_several_levels_use_may_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, lowering = PIECES[name]
+    monkeypatch.setattr(owner, attribute, fails)
+    said = said_in_two_steps(trimmed, lowering)
     assert len(said) == 1 and "ZeroDivisionError: a defect" in said[0], said
 
 

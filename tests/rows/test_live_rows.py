@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import fxpasses
 import fxpasses.inspect
+from fxpasses import once
+from fxpasses.rows import choice
 from tests.rows.models import TOKENS, VOCABULARY, WIDTH, Exit, Model, batch
 from tests.support import compiled, reports_of, results
 
@@ -125,7 +128,7 @@ def test_the_rows_are_counted() -> None:
     fxpasses.row_stats(reset=True)
     step = compiled(Model(loss), rows="auto")
     step(*batch(6, 4, 2, labelled=1.0)).backward()
-    assert "can reach the loss" in str(fxpasses.row_stats()) and fxpasses.row_stats(reset=True).steps >= 1
+    assert "can reach the loss" in str(fxpasses.row_stats()) and fxpasses.row_stats(reset=True).steps == 1
     assert str(fxpasses.row_stats()) == ""
 
 
@@ -200,6 +203,51 @@ def sorted_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor
 )  # fmt: skip
 def test_rows_that_matter_are_computed(exit: Exit) -> None:
     check(Model(exit), BATCHES[:2], taken=False)
+
+
+def filled_by_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Any:
+    """What is filled is the batch's, and where it is filled is the rows': no factor of the batch's."""
+    labelled = (labels != -100).to(x.dtype).unsqueeze(-1)
+    return model.head(x[:, 0]), labelled.masked_fill(x > 0, 0).sum(1)
+
+
+def test_what_is_filled_by_rows_is_no_factor() -> None:
+    check(Model(filled_by_rows), [batch(12, 12, 12)], taken=False)  # all rows are needed
+
+
+def test_texts_of_no_token_and_one_text() -> None:
+    check(Model(loss), [batch(0, 3), batch(0, 0), batch(5), batch(1), batch(2, tokens=2)])
+
+
+def test_counting_that_fails_leaves_the_rows_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    for owner, attribute in ((choice, "row_counts"), (choice, "guard"), (choice.RowCounts, "live")):
+        with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            once._given.clear()
+            torch._dynamo.reset()
+            model = Model(loss)
+            step = torch.compile(
+                model, backend="fastpack", options={"fastpack.lowering": "eager", "fastpack.rows": "auto"}
+            )
+            patch.setattr(owner, attribute, fails)
+            for each in BATCHES[:2]:
+                torch.testing.assert_close(step(*each), model(*each))
+        said = [str(warning.message) for warning in caught if "fxpasses:" in str(warning.message)]
+        assert len(said) == 1 and "ZeroDivisionError: a defect" in said[0]
+
+
+def test_a_guard_that_fails_keeps_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(loss)
+    step = torch.compile(model, backend="fastpack", options={"fastpack.lowering": "eager", "fastpack.rows": "auto"})
+    step(*BATCHES[0])
+    monkeypatch.setattr(choice.RowCounts, "packs", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="a guard of how many rows are needed failed") as caught:
+        for each in BATCHES[:3]:
+            torch.testing.assert_close(step(*each), model(*each))
+    assert len(caught) == 1
 
 
 # Writes in place

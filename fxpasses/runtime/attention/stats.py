@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
+from fxpasses.counts import taken
 from fxpasses.units import amount
 
 
@@ -44,11 +45,7 @@ _now = AttentionStats()
 
 def attention_stats(reset: bool = False) -> AttentionStats:
     """A copy of the counts; with `reset` they restart from 0, to be read once per step."""
-    taken = replace(_now)
-    if reset:
-        for field in fields(_now):
-            setattr(_now, field.name, 0)
-    return taken
+    return taken(_now, reset)
 
 
 def count(computed: int, pairs: int, flops: int, tiled: bool) -> None:
