@@ -55,7 +55,10 @@ def demands(layout: Layout) -> dict[Node, RowSet]:
                 is_key = operator_of(node) == ATTENTION and operand is not argument(node, "query")
                 need(operand, everything if is_key else needed[node])
     for node in needed.keys() & layout.results:  # what a checkpoint returns may be needed inside for more
-        needed[node] = needed[layout.origins[node]]
+        made = node
+        while made in layout.results:
+            made = layout.origins[made]
+        needed[node] = needed[made]
     for node, written in layout.written.items():
         if written in needed:
             needed[node] = needed[written]

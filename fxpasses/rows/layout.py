@@ -137,8 +137,9 @@ class _Analysis:
         ids: Any = OperatorCall.of(node).argument("input") if name == "embedding" else None
         if not is_tensor(ids) or not self.is_metadata(ids) or len(shape_of(ids)) != 2:
             return False
-        if OperatorCall.of(node).argument("max_norm") is not None:
-            return False
+        call = OperatorCall.of(node)
+        if call.argument("max_norm") is not None or call.argument("scale_grad_by_freq") or call.argument("sparse"):
+            return False  # what becomes of the table depends on how often it is looked up
         if ids.meta["example_value"].device.type != "cpu":
             raise Refused(Reason.NOT_ON_CPU, f"`{ids.name}`", node)
         if self.layout.ids is None and 1 not in shape_of(ids):

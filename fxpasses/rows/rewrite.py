@@ -188,9 +188,13 @@ class Rewrite:
         if isinstance(second, int):
             sequence: Any = emit(torch.arange, (self.batch,), {"device": _device(self.ids)})
             token: Any = second if second >= 0 else _computed(emit, operator.add, self.tokens, second)
-        else:
-            sequence = emit(torch.remainder, (self._outside(first), self.batch))
-            token = emit(torch.remainder, (self._outside(second), self.tokens))
+        else:  # counted from the end as well, and an error beyond it
+            sequence, token = (
+                emit(
+                    operator.getitem, (emit(torch.arange, (size,), {"device": _device(self.ids)}), self._outside(part))
+                )
+                for part, size in ((first, self.batch), (second, self.tokens))
+            )
         return emit("add", (emit("mul", (sequence, self.tokens)), token))
 
     # Values
@@ -377,8 +381,11 @@ class Rewrite:
         rest = [size for size in x.meta["example_value"].shape[2:]]
         if any(isinstance(size, torch.SymInt) for size in rest):
             raise refused(node, "has a size of the batch beside its rows")
-        zeros = emit("new_zeros", (x, (self.batch, *rest)))
-        found = emit("index_add", (zeros, 0, packing.sequences, emit("squeeze", (x, 0))))
+        dtype = node.meta["example_value"].dtype
+        exact = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # as `sum` adds
+        zeros = emit("new_zeros", (x, (self.batch, *rest)), {"dtype": exact})
+        added = emit("to", (emit("squeeze", (x, 0)), exact))
+        found = emit("to", (emit("index_add", (zeros, 0, packing.sequences, added)), dtype))
         return emit("unsqueeze", (found, 1)) if argument(node, "keepdim", False) else found
 
     # After the last row

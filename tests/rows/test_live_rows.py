@@ -215,6 +215,45 @@ def test_what_is_filled_by_rows_is_no_factor() -> None:
     check(Model(filled_by_rows), [batch(12, 12, 12)], taken=False)  # all rows are needed
 
 
+def counted_and_averaged(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Any:
+    """Before, sums of bools were bools, and those of bfloat16 lost what is small."""
+    kept = seen.unsqueeze(-1)
+    return (
+        ((x > 0) * kept.bool()).sum(1),
+        (x.bfloat16() * kept).sum(1, keepdim=True),
+        (x * kept).sum(1, dtype=torch.float32),
+    )
+
+
+def test_sums_have_the_dtype_and_the_precision_of_sums() -> None:
+    model = Model(counted_and_averaged).double()
+    step = compiled(model, rows="auto")
+    for each in (batch(12, 5, 7), batch(3, 9, 1)):
+        for own, other in zip(step(*each), model(*each), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-2)
+
+
+def test_a_row_that_is_not_there_raises() -> None:
+    def picked(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        return model.head(x)[torch.arange(seen.shape[0]) - seen.shape[0], labels[:, 0]]
+
+    model = Model(picked)
+    step = compiled(model, rows="auto", strict=False)
+    ids, seen, labels = batch(4, 2, 3)
+    for token in (1, -2):
+        given = (ids, seen, torch.full_like(labels, token))
+        torch.testing.assert_close(step(*given), model(*given))
+    with pytest.raises(IndexError, match="out of bounds"):
+        step(ids, seen, torch.full_like(labels, TOKENS))
+
+
+def test_a_table_that_counts_its_tokens_stays() -> None:
+    model = Model(loss)
+    model.embedding.scale_grad_by_freq = True
+    model.positions.scale_grad_by_freq = True
+    check(model, BATCHES[:2], taken=False)
+
+
 def test_texts_of_no_token_and_one_text() -> None:
     check(Model(loss), [batch(0, 3), batch(0, 0), batch(5), batch(1), batch(2, tokens=2)])
 
