@@ -16,6 +16,7 @@ Parameters = Mapping[str, Any]  # of one group: strings, numbers and bools, as t
 CASES = (
     "packed_metadata",
     "packed_attention",
+    "live_rows",
     "flash_path",
     "experts",
     "offload",

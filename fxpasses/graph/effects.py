@@ -47,7 +47,14 @@ _RESHAPING_METHODS = frozenset(
 )  # fmt: skip
 # Pure operators of this package.
 _OWN = frozenset(
-    {"fxpasses::attended_rows", "fxpasses::attention_plan", "fxpasses::live_rows", "fxpasses::plan_of_rows"}
+    {
+        "fxpasses::attended_rows",
+        "fxpasses::attention_plan",
+        "fxpasses::live_rows",
+        "fxpasses::plan_of_rows",
+        "fxpasses::rows_attended_from",
+        "fxpasses::visible_pairs",
+    }
 )
 # Pure, with a result in new memory. On CUDA it runs a higher-order operator, which no dispatch mode can record.
 _NOT_RECORDED = frozenset({"fxpasses::sparse_attention"})

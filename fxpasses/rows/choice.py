@@ -6,6 +6,7 @@ no third. The guard counts rows as the prologue does, once per batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -21,8 +22,9 @@ from fxpasses.containment import contained
 from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.values import Ref
+from fxpasses.rows.operators import NotPacked
 from fxpasses.rows.stats import count
-from fxpasses.runtime.prologue import Prologue
+from fxpasses.runtime.prologue import OperatorFailed, Prologue
 
 # The part of the rows from which packing is slower than the products that it saves.
 MOST_LIVE = 0.9
@@ -42,8 +44,16 @@ class RowCounts:
     shares: tuple[float, ...]
 
     def live(self, inputs: Sequence[Any]) -> float:
-        """The part of the rows that is computed, each weighted by its products. inputs: those at `sources`."""
-        *sets, rows = self.prologue(dict(zip(self.positions, inputs, strict=True)))
+        """The part of the rows that is computed, each weighted by its products; infinite where they cannot be packed.
+
+        inputs: those at `sources`.
+        """
+        try:
+            *sets, rows = self.prologue(dict(zip(self.positions, inputs, strict=True)))
+        except OperatorFailed as error:
+            if isinstance(error.__cause__, NotPacked):
+                return math.inf
+            raise
         return sum(size * share for size, share in zip(sets, self.shares, strict=True)) / max(rows, 1)
 
     def packs(self, inputs: Sequence[Any]) -> bool:
@@ -78,7 +88,7 @@ def counted(compiled: Callable[..., Any], counts: RowCounts) -> Callable[..., An
     def run(*inputs: Any) -> Any:
         if not counts.prologue.has_fake_root(inputs):
             with contained("counting rows"):
-                count(counts.live([inputs[position] for position in counts.positions]))
+                count(min(1.0, counts.live([inputs[position] for position in counts.positions])))
         return compiled(*inputs)
 
     return run

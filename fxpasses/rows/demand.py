@@ -5,31 +5,41 @@
     attention(q3, k3, v3)                     k3, v3, and all before: what labelled rows see, and what those see, ...
 
 The lattice is small: the rows that some exits read, and at its top all that these see under all masks, any number of
-layers deep.
+layers deep. Where a decoder attends to an encoder, the encoder's rows that the decoder's see are at its top.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Node
 
-from fxpasses.graph.calls import argument, operator_of
-from fxpasses.rows.layout import ATTENTION, Layout
+from fxpasses.graph.calls import operator_of
+from fxpasses.rows.layout import Layout, first_of
+from fxpasses.rows.spaces import Space
 
 
 @dataclass(frozen=True)
 class RowSet:
-    """The rows that `exits` read; closed: and all that these see."""
+    """The rows of a space that `exits` read; closed: those that any exit needs through any attention."""
 
+    space: Space
     exits: frozenset[Node]
     closed: bool = False
+
+    @property
+    def whole(self) -> RowSet:
+        """The same rows, of the whole of which the space is a part."""
+        return self if self.space.whole is None else replace(self, space=self.space.whole).whole
+
+
+def closed(space: Space) -> RowSet:
+    return RowSet(space, frozenset(), closed=True)
 
 
 def demands(layout: Layout) -> dict[Node, RowSet]:
     """The set of rows for which each value is needed; values that no exit needs are absent."""
-    everything = RowSet(frozenset(layout.exits), closed=True)
     needed: dict[Node, RowSet] = {}
 
     def need(value: Node, rows: RowSet) -> None:
@@ -37,23 +47,30 @@ def demands(layout: Layout) -> dict[Node, RowSet]:
         if known is None or rows.closed:
             needed[value] = rows
         elif not known.closed:
-            needed[value] = RowSet(known.exits | rows.exits)
+            needed[value] = replace(known, exits=known.exits | rows.exits)
         if value in layout.origins:  # across the border of a checkpoint
             need(layout.origins[value], needed[value])
 
     for step in reversed(layout.steps):
         node = step.node
         if node in layout.exits:
-            need(layout.exits[node].operand, RowSet(frozenset({node})))
+            operand = layout.exits[node].operand
+            need(operand, RowSet(layout.spaces[operand], frozenset({node})))
             continue
         if node not in needed:
             continue
         if (written := layout.written.get(node)) is not None:  # the same memory, before and after
             need(written, needed[node])
-        for operand in node.all_input_nodes:
-            if operand in layout.tags:
-                is_key = operator_of(node) == ATTENTION and operand is not argument(node, "query")
-                need(operand, everything if is_key else needed[node])
+        if (attention := layout.attentions.get(node)) is not None:
+            need(attention.query.node, needed[node])
+            for operand in (attention.key.node, attention.value.node):
+                need(operand, closed(layout.spaces[operand]))
+        elif node in layout.parts:
+            need(first_of(node), replace(needed[node], space=layout.spaces[first_of(node)]))
+        else:
+            for operand in node.all_input_nodes:
+                if operand in layout.tags:
+                    need(operand, needed[node])
     for node in needed.keys() & layout.results:  # what a checkpoint returns may be needed inside for more
         made = node
         while made in layout.results:

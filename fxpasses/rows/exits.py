@@ -18,10 +18,7 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
-
-# What a dimension is: a sequence of the batch, a token of a sequence, or a row, b * T + t. None: neither.
-BATCH, TOKENS, ROWS = "batch", "tokens", "rows"
-Tags = tuple[str | None, ...]
+from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Tags
 
 
 @dataclass(frozen=True)

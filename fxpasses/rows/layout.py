@@ -8,8 +8,8 @@
     cross_entropy(logits, target)                       an exit: takes rows, and gives none
 
 Forwards, from the embeddings of the batch's tokens, through operators that compute each row from the same row of their
-operands. Attention is the one operator that mixes rows and is known. Whatever else mixes rows is refused, as is a row
-that leaves the graph: what a program returns is exact.
+operands. Attention is the one operator that mixes rows and is known, be it of one space of rows or across two. Whatever
+else mixes rows is refused, as is a row that leaves the graph: what a program returns is exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -30,21 +29,16 @@ from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.modes import Regions, autocast_regions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
-from fxpasses.graph.symbols import expression
 from fxpasses.passes.experts.rowwise_rules import ALONG
 from fxpasses.report import Reason
-from fxpasses.rows.exits import BATCH, ROWS, TOKENS, Exit, Tags, exit_of
+from fxpasses.rows.attentions import ATTENTION, RowAttention, fused, is_written_between, written_out
+from fxpasses.rows.exits import Exit, exit_of
+from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Spaces, Tags, shape_of
 
-ATTENTION = "scaled_dot_product_attention"
 RESHAPES = frozenset({"flatten", "reshape", "unflatten", "view"})
 _KEEPING = CASTS | {"clone", "type_as"}
 _KEEPING_ALONG = frozenset({"chunk", "cumsum", "glu", "log_softmax", "softmax", "split", "tensor_split"})
 _NORMS = frozenset({"layer_norm", "rms_norm"})
-
-
-def shape_of(node: Node) -> tuple[Any, ...]:
-    """The sizes of a tensor, as integers or expressions."""
-    return tuple(sympy.sympify(expression(size)) for size in node.meta["example_value"].shape)
 
 
 def is_tensor(value: Any) -> bool:
@@ -63,16 +57,18 @@ def refused(node: Node, text: str = "is not known to work row by row") -> Refuse
 class Layout:
     """What is known of the rows of a graph and its checkpoint bodies.
 
-    ids: an input of an embedding, whose sizes are the batch's. tags: of each value with rows. exits: the nodes that
-    take rows and give none. attentions: those among rows. steps: in the order in which they run. origins: of a body's
-    inputs and of a checkpoint's results, the value that each is, on the other side of the border. results: those
-    results. written: of each operator in place, the value whose memory it writes.
+    tags, spaces: of each value with rows, its dimensions and whose rows they are. exits: the nodes that take rows and
+    give none. attentions: those among rows, by their results. parts: the values that are a part of the rows of another.
+    steps: in the order in which they run. origins: of a body's inputs and of a checkpoint's results, the value that
+    each is, on the other side of the border. results: those results. written: of each operator in place, the value
+    whose memory it writes.
     """
 
-    ids: Node | None = None
     tags: dict[Node, Tags] = field(default_factory=dict)
+    spaces: dict[Node, Space] = field(default_factory=dict)
     exits: dict[Node, Exit] = field(default_factory=dict)
-    attentions: list[Node] = field(default_factory=list)
+    attentions: dict[Node, RowAttention] = field(default_factory=dict)
+    parts: set[Node] = field(default_factory=set)
     steps: list[Step] = field(default_factory=list)
     origins: dict[Node, Node] = field(default_factory=dict)
     results: set[Node] = field(default_factory=set)
@@ -95,33 +91,47 @@ def find_layout(main: Region, is_metadata: Callable[[Node], bool], may_drop: boo
     """
     analysis = _Analysis(is_metadata, may_drop)
     analysis.run(main)
-    return analysis.layout if analysis.layout.ids is not None else None
+    return analysis.layout if analysis.layout.steps else None
 
 
 class _Analysis:
     def __init__(self, is_metadata: Callable[[Node], bool], may_drop: bool) -> None:
         self.is_metadata, self.may_drop = is_metadata, may_drop
         self.layout = Layout()
-        self.tags = self.layout.tags
-        self.sizes: tuple[Any, ...] = ()
+        self.tags, self.spaces = self.layout.tags, self.layout.spaces
+        self.known = Spaces()
+        self.written_out: dict[Node, RowAttention] = {}
+        self.inside: set[Node] = set()
+        self.near_misses: list[Refused] = []
 
     def run(self, region: Region) -> None:
+        attentions, refusals = written_out(region.gm.graph, self.is_metadata)
+        self.written_out |= attentions
+        self.inside |= {node for attention in attentions.values() for node in attention.inside}
+        self.near_misses += refusals
         for node, autocast in autocast_regions(region.gm.graph, region.autocast).items():
             name = operator_of(node)
             if node in region.bodies:
                 if has_policy(region.bodies[node].gm):
                     raise Refused(Reason.SELECTIVE, "", node)
                 self._body(node, region.bodies[node])
-            elif self._is_embedding(node, name):
-                self.tags[node] = (BATCH, TOKENS, None)
-                self.layout.steps.append(Step(node, region, autocast))
-            elif any(operand in self.tags for operand in node.all_input_nodes):
-                self._visit(node, name, region, autocast)
+            elif node not in self.inside:
+                space = self._space_of_embedding(node, name)
+                if space is not None:
+                    self.tags[node], self.spaces[node] = (BATCH, TOKENS, None), space
+                    self.layout.steps.append(Step(node, region, autocast))
+                elif any(operand in self.tags for operand in self._operands(node)):
+                    self._visit(node, name, region, autocast)
+
+    def _operands(self, node: Node) -> list[Node]:
+        if node in self.written_out:
+            return [operand.node for operand in self.written_out[node].operands]
+        return node.all_input_nodes
 
     def _body(self, call: Node, body: Region) -> None:
         for placeholder, operand in body.operands.items():
             if operand in self.tags:
-                self.tags[placeholder], self.layout.origins[placeholder] = self.tags[operand], operand
+                self._is(placeholder, operand)
         self.run(body)
         for user in call.users:
             outputs, at = body.gm.graph.output_node().args[0], user.args[-1]
@@ -129,22 +139,24 @@ class _Analysis:
                 raise refused(call, "returns rows in a way that is not known")
             result: Any = outputs[at]
             if result in self.tags:
-                self.tags[user], self.layout.origins[user] = self.tags[result], result
+                self._is(user, result)
                 self.layout.results.add(user)
 
-    def _is_embedding(self, node: Node, name: str) -> bool:
-        """Whether a node looks the batch's tokens up: those of the first such node."""
-        ids: Any = OperatorCall.of(node).argument("input") if name == "embedding" else None
-        if not is_tensor(ids) or not self.is_metadata(ids) or len(shape_of(ids)) != 2:
-            return False
+    def _is(self, node: Node, other: Node) -> None:
+        """A node has the value of another, on the other side of a checkpoint's border."""
+        self.tags[node], self.spaces[node], self.layout.origins[node] = self.tags[other], self.spaces[other], other
+
+    def _space_of_embedding(self, node: Node, name: str) -> Space | None:
+        """The space of the batch's tokens that a node looks up."""
         call = OperatorCall.of(node)
+        ids: Any = call.argument("input") if name == "embedding" else None
+        if not is_tensor(ids) or not self.is_metadata(ids) or len(shape_of(ids)) != 2:
+            return None
         if call.argument("max_norm") is not None or call.argument("scale_grad_by_freq") or call.argument("sparse"):
-            return False  # what becomes of the table depends on how often it is looked up
+            return None  # what becomes of the table depends on how often it is looked up
         if ids.meta["example_value"].device.type != "cpu":
             raise Refused(Reason.NOT_ON_CPU, f"`{ids.name}`", node)
-        if self.layout.ids is None and 1 not in shape_of(ids):
-            self.layout.ids, self.sizes = ids, shape_of(ids)
-        return shape_of(ids) == self.sizes
+        return self.known.of_ids(ids)
 
     def _visit(self, node: Node, name: str, region: Region, autocast: Regions) -> None:
         if node in self.layout.origins:
@@ -153,18 +165,55 @@ class _Analysis:
             if region.parent is None:
                 raise refused(node, "takes rows, which are exact where they are returned")
             return
-        found = exit_of(node, self.tags, self.is_metadata)
+        spaces = {self.spaces[operand]: None for operand in self._operands(node) if operand in self.spaces}
+        found = exit_of(node, self.tags, self.is_metadata) if len(spaces) == 1 else None
         if found is not None:
             self.layout.exits[node] = found
         elif isinstance(node.meta.get("example_value"), (Tensor, tuple, list)):
-            self.tags[node] = self._rule(node, name)
-            if sorted(filter(None, self.tags[node])) not in ([BATCH, TOKENS], [ROWS]):
-                raise refused(node, "combines rows with other rows")
-            if is_tensor(node) and len(self.tags[node]) != len(shape_of(node)):
-                raise refused(node)
+            self.tags[node], self.spaces[node] = self._result(node, name, list(spaces))
         else:
             raise refused(node, "reads numbers of rows")
         self.layout.steps.append(Step(node, region, autocast))
+
+    def _result(self, node: Node, name: str, spaces: list[Space]) -> tuple[Tags, Space]:
+        """The tags and the space of a node that gives rows."""
+        if node in self.written_out or name == ATTENTION:
+            return self._attention(self.written_out.get(node) or fused(node))
+        if len(spaces) > 1:
+            raise refused(node, "combines rows of two texts")
+        (space,) = spaces
+        cut = self._cut(node, name, space)
+        if cut is not None:
+            self.layout.parts.add(node)
+            return self.tags[first_of(node)], cut
+        tags = self._rule(node, name)
+        if sorted(filter(None, tags)) not in ([BATCH, TOKENS], [ROWS]):
+            raise refused(node, "combines rows with other rows")
+        if is_tensor(node) and len(tags) != len(shape_of(node)):
+            raise refused(node)
+        return tags, space
+
+    def _cut(self, node: Node, name: str, space: Space) -> Space | None:
+        """The part of the rows that `x[:, :-1]` takes; None for another node."""
+        x = first_of(node)
+        if name != "getitem" or not is_tensor(x) or not is_tensor(node) or len(shape_of(node)) != len(shape_of(x)):
+            return None
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if not all(isinstance(part, slice) or part is Ellipsis for part in index) or index.count(Ellipsis) > 1:
+            return None
+        at = index.index(Ellipsis) if Ellipsis in index else len(index)
+        whole = (slice(None),) * (len(shape_of(x)) - len(index) + (Ellipsis in index))
+        index = (*index[:at], *whole, *index[at + 1 :])
+        tags, places = self.tags[x], []
+        for tag in (BATCH, TOKENS):
+            if tag not in tags:
+                return None
+            places.append(tags.index(tag))
+        others = [part for at, part in enumerate(index) if at not in places]
+        cuts = (index[places[0]], index[places[1]])
+        if any(part != slice(None) for part in others) or all(cut == slice(None) for cut in cuts):
+            return None
+        return self.known.part(space, cuts, (shape_of(node)[places[0]], shape_of(node)[places[1]]))
 
     def _rule(self, node: Node, name: str) -> Tags:
         call = OperatorCall.of(node)
@@ -174,8 +223,6 @@ class _Analysis:
             raise refused(node, "writes to rows")
         if is_in_place(name):
             return self._in_place(node, name)
-        if name == ATTENTION:
-            return self._attention(node, call)
         if name in ("cat", "stack"):
             return self._joined(node, call, name)
         if is_pointwise(name) and (name != "where" or len(node.args) == 3):
@@ -217,6 +264,8 @@ class _Analysis:
     def _multiplied(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
         """Rules of products with weights, and of the loss of each row."""
         if self._rows_among(node) != 1:
+            if name == "matmul" and self.near_misses:  # why this is no attention
+                raise self.near_misses[0]
             return None
         if name == "cross_entropy" and tags == (ROWS, None):
             is_known = is_tensor(call.argument("target")) and call.argument("reduction", "mean") == "none"
@@ -291,7 +340,7 @@ class _Analysis:
             raise refused(node, "takes the bits of rows for other numbers")
         found: list[str | None] = [None] * len(after)
         places = {(math.prod(after[:place]), size): place for place, size in reversed([*enumerate(after)])}
-        batch, tokens = self.sizes
+        batch, tokens = self.spaces[first_of(node)].sizes
         outer = [math.prod(before[:at]) for at in range(len(before))]
         for at, tag in enumerate(tags):
             if tag is None:
@@ -340,24 +389,39 @@ class _Analysis:
             found += [tag] if part is None or isinstance(part, slice) else []
         return tuple(found)
 
-    def _attention(self, node: Node, call: OperatorCall) -> Tags:
-        operands = [call.argument(name) for name in ("query", "key", "value")]
-        mask = call.argument("attn_mask")
-        if mask is not None and not self._is_known_mask(mask):
-            raise refused(node, "has a mask that is not the batch's, or not bool [B, H, T, T]")
-        if call.argument("dropout_p", 0.0):
-            raise refused(node, "drops pairs at random")
-        if any(self.tags.get(operand) != (BATCH, None, TOKENS, None) for operand in operands):
-            raise refused(node, "is not self-attention by heads")
-        self.layout.attentions.append(node)
-        return self.tags[operands[0]]
+    def _attention(self, found: RowAttention) -> tuple[Tags, Space]:
+        usual = (BATCH, None, TOKENS, None)
+        for operand in found.operands:
+            tags = self.tags.get(operand.node, ())
+            if len(tags) != 4 or tuple(tags[axis] for axis in operand.order) != usual:
+                raise refused(found.node, "is not attention of rows to rows, by heads")
+        query, key, value = (self.spaces[operand.node] for operand in found.operands)
+        if key is not value or (found.is_causal and query is not key):
+            raise refused(found.node, "attends to keys and values of two texts")
+        if query.whole is not None or key.whole is not None:
+            raise refused(found.node, "attends to a part of the rows")
+        if found.mask is not None:
+            self._check_mask(found, query, key)
+        if is_written_between(found):
+            raise refused(found.node, "goes on while something is written in place")
+        self.layout.attentions[found.node] = found
+        return tuple(usual[axis] for axis in found.order), query
 
-    def _is_known_mask(self, mask: Any) -> bool:
-        if not is_tensor(mask) or not self.is_metadata(mask) or mask.meta["example_value"].dtype != torch.bool:
-            return False
-        batch, tokens = self.sizes
-        sizes = shape_of(mask)
-        return len(sizes) == 4 and sizes[0] in (1, batch) and sizes[2:] == (tokens, tokens)
+    def _check_mask(self, found: RowAttention, query: Space, key: Space) -> None:
+        assert found.mask is not None
+        mask = found.mask.node
+        if not is_tensor(mask) or not self.is_metadata(mask):
+            raise refused(found.node, "has a mask that is not the batch's")
+        example, sizes = mask.meta["example_value"], shape_of(mask)
+        (batch, queries), (_, keys) = query.sizes, key.sizes
+        sizes = (1,) * (4 - len(sizes)) + sizes
+        fits = len(sizes) == 4 and sizes[0] in (1, batch) and sizes[2] in (1, queries) and sizes[3] == keys
+        if (
+            not fits
+            or example.dtype is torch.float16
+            or not (example.dtype is torch.bool or example.is_floating_point())
+        ):
+            raise refused(found.node, f"has a mask {example.dtype} {list(example.shape)}")
 
 
 def _drops(call: OperatorCall) -> bool:

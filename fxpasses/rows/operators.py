@@ -3,7 +3,9 @@
 | operator | result |
 |---|---|
 | `live_rows(live, share)` | the rows of a set, in order |
-| `attended_rows(seed, masks, batch)` | the rows that a set sees over any number of layers |
+| `visible_pairs(mask, hides)` | an additive mask as a bool one |
+| `attended_rows(seed, masks, batch, exact)` | the rows that a set sees over any number of layers |
+| `rows_attended_from(live, mask, batch, exact)` | the rows of another text that a set sees |
 | `plan_of_rows(mask, queries, keys, batch, heads)` | the plan of attention between the rows of two sets |
 
 They run on the host, on the CPU's copy of the batch.
@@ -33,22 +35,74 @@ def live_rows(live: Tensor, share: float) -> Tensor:
     return torch.nn.functional.pad(found, (0, padding), value=-1)
 
 
+class NotPacked(Exception):
+    """The rows of a batch cannot be packed; the text says why."""
+
+
+@custom_op("fxpasses::visible_pairs", mutates_args=())
+def visible_pairs(mask: Tensor, hides: float) -> Tensor:
+    """An additive mask, of any shape, as bool: True where it is 0, False where it is `hides` or less.
+
+    Raises `NotPacked` for another value, such as a bias of the distance.
+    """
+    visible = mask == 0
+    if not torch.equal(visible, mask > hides):  # NaN, too, is neither
+        raise NotPacked("an additive mask has values besides 0 and the least")
+    return visible
+
+
 @custom_op("fxpasses::attended_rows", mutates_args=())
-def attended_rows(seed: Tensor, masks: list[Tensor], batch: int) -> Tensor:
+def attended_rows(seed: Tensor, masks: list[Tensor], batch: int, exact: list[bool]) -> Tensor:
     """bool [B * T]: the rows of `seed`, bool [B * T], and all that those see under any of the masks, repeatedly.
 
-    masks: bool [B or 1, H or 1, T, T], True where the query of a row sees a key. batch: B.
+    masks: bool [B or 1, H or 1, T, T], True where the query of a row sees a key. batch: B. exact: for each mask,
+    whether attention by a plan gives what the program's gives in rows that see nothing. Raises `NotPacked` where it
+    does not, and there is such a row.
     """
-    live = seed.view(batch, -1)
-    seen_by = [mask.any(1).float() for mask in masks]
+    live = seed.view(batch, -1).clone()
     while True:
-        seen = live
-        for pairs in seen_by:
-            reached = torch.matmul(live.float().unsqueeze(1), pairs.expand(batch, -1, -1)).squeeze(1)
-            seen = seen | (reached > 0)
-        if torch.equal(seen, live):
-            return seen.reshape(-1).clone()
-        live = seen
+        before = live.clone()
+        for mask in masks:
+            _add_seen(live, mask)
+        if torch.equal(before, live):
+            break
+    for mask, is_exact in zip(masks, exact, strict=True):
+        _check_blind(live, mask, is_exact)
+    return live.reshape(-1)
+
+
+@custom_op("fxpasses::rows_attended_from", mutates_args=())
+def rows_attended_from(live: Tensor, mask: Tensor, batch: int, exact: bool) -> Tensor:
+    """bool [B * Tk]: the rows of another text that the rows `live`, bool [B * Tq], see.
+
+    mask: bool [B or 1, H or 1, Tq, Tk]. batch: B. exact: as for `attended_rows`.
+    """
+    queries = live.view(batch, -1)
+    seen = torch.zeros(batch, mask.shape[-1], dtype=torch.bool)
+    _check_blind(queries, mask, exact)
+    for b in range(batch):
+        seen[b] = _seen_by(queries[b], mask[min(b, len(mask) - 1)])
+    return seen.reshape(-1)
+
+
+def _add_seen(live: Tensor, mask: Tensor) -> None:
+    for b, own in enumerate(live):
+        own |= _seen_by(own, mask[min(b, len(mask) - 1)])
+
+
+def _seen_by(live: Tensor, mask: Tensor) -> Tensor:
+    """bool [Tk]: the keys that some live query of one sequence sees. live: bool [Tq]. mask: bool [H or 1, Tq, Tk]."""
+    if mask.stride(1) == 0:  # one row stands for all
+        return mask[:, 0].any(0) & live.any()
+    return mask[:, live].flatten(0, 1).any(0)
+
+
+def _check_blind(live: Tensor, mask: Tensor, exact: bool) -> None:
+    """Raise `NotPacked` if a live query, bool [B, Tq], sees nothing where a plan is not exact."""
+    if not exact:
+        sees = (mask[:, :, :1] if mask.stride(2) == 0 else mask).any(-1).all(1)
+        if bool((live & ~sees).any()):
+            raise NotPacked("a row that is needed attends to nothing")
 
 
 @custom_op("fxpasses::plan_of_rows", mutates_args=())
@@ -87,9 +141,19 @@ def _(live: Tensor, share: float) -> Tensor:
     return live.new_empty(torch.library.get_ctx().new_dynamic_size(min=MULTIPLE), dtype=torch.int64)
 
 
+@visible_pairs.register_fake
+def _(mask: Tensor, hides: float) -> Tensor:
+    return torch.empty_like(mask, dtype=torch.bool)
+
+
 @attended_rows.register_fake
-def _(seed: Tensor, masks: list[Tensor], batch: int) -> Tensor:
+def _(seed: Tensor, masks: list[Tensor], batch: int, exact: list[bool]) -> Tensor:
     return torch.empty_like(seed)
+
+
+@rows_attended_from.register_fake
+def _(live: Tensor, mask: Tensor, batch: int, exact: bool) -> Tensor:
+    return live.new_empty(batch * mask.shape[-1])
 
 
 @plan_of_rows.register_fake

@@ -12,14 +12,11 @@ needed for fewer rows than it was computed for, a residual before the last layer
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
 from fxpasses.graph.building import NodeBuilder
@@ -28,31 +25,14 @@ from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import elements_of
 from fxpasses.graph.values import Tensor, Value
-from fxpasses.rows import operators  # noqa: F401  registers the operators
+from fxpasses.passes.attention.match import Operand
+from fxpasses.rows.attentions import RowAttention
 from fxpasses.rows.demand import RowSet, demands
-from fxpasses.rows.exits import BATCH, ROWS, TOKENS, Exit, Tags
-from fxpasses.rows.layout import ATTENTION, RESHAPES, Layout, Step, first_of, is_tensor, refused, shape_of
+from fxpasses.rows.layout import RESHAPES, Layout, Step, first_of, is_tensor, refused, shape_of
+from fxpasses.rows.packings import Packing, Packings
+from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Tags
 
 ops = torch.ops.fxpasses
-
-
-class Packing:
-    """A set of rows, as nodes of the main graph.
-
-    slots: int64 [N], rows in order, -1 for padding. rows: the same, 0 for padding. padding: bool [N]. count: N.
-    sequences, tokens: int64 [N], b and t of each. place: int64 [B * T], of each row among them.
-    """
-
-    def __init__(self, emit: NodeBuilder, live: Node, share: float, tokens: Any, fake_mode: Any) -> None:
-        self.slots = emit(ops.live_rows.default, (live, share))
-        found = self.slots.meta["example_value"]
-        self.slots.meta["unbacked_bindings"] = compute_unbacked_bindings(fake_mode.shape_env, found)
-        self.rows = emit("clamp", (self.slots,), {"min": 0})
-        self.padding = emit(torch.lt, (self.slots, 0))
-        self.count = emit.size(self.slots, 0)
-        self.sequences = emit(torch.floor_divide, (self.rows, tokens))
-        self.tokens = emit(torch.remainder, (self.rows, tokens))
-        self.place = emit("clamp", (emit("sub", (emit("cumsum", (live, 0)), 1)),), {"min": 0})
 
 
 class Rewrite:
@@ -62,8 +42,6 @@ class Rewrite:
         self.main, self.layout, self.closure, self.fake_mode = main, layout, closure, fake_mode
         self.regions = {region.gm.graph: region for region in main.walk()}
         self.needed = demands(layout)
-        assert layout.ids is not None
-        self.ids: Node = layout.ids
         self.new: dict[Node, Node] = {}
         self.packings: dict[RowSet, Packing] = {}
         self.last_set: Node
@@ -93,21 +71,27 @@ class Rewrite:
             first.prepend(node)
         with graph.inserting_before(first):
             emit = NodeBuilder(graph, self.fake_mode, first)
-            ids = self._outside(self.ids)
-            self.batch, self.tokens = emit.size(ids, 0), emit.size(ids, 1)
-            self.all_rows = emit.size(emit("reshape", (ids, -1)), 0)
-            self.masks = {node: self._mask(node, emit) for node in self.layout.attentions if node in self.needed}
-            for rows, share in self._shares().items():
-                live = self._live(rows, emit)
-                self.packings[rows] = Packing(emit, live, share, self.tokens, self.fake_mode)
+            self.sets = Packings(self.layout, self.needed, emit, self._outside)
+            self.masks = {node: self.sets.mask(found) for node, found in self.sets.attentions.items()}
+            shares = self._shares()
+            for rows, share in shares.items():
+                self.packings[rows] = self.sets.packing(rows, share, self.fake_mode)
+            for rows in self._sets():
+                if rows not in shares:
+                    self.packings[rows] = self.sets.part(rows, self.packings[rows.whole])
         self.last_set = first.prev
 
+    def _sets(self) -> dict[RowSet, None]:
+        exits = self.layout.exits
+        at_exits = (RowSet(self.layout.spaces[exits[node].operand], frozenset({node})) for node in exits)
+        return dict.fromkeys((*self.needed.values(), *at_exits))
+
     def _shares(self) -> dict[RowSet, float]:
-        """By set of rows: the part of the products with weights that is computed for it."""
-        found = dict.fromkeys((*self.needed.values(), *(RowSet(frozenset({node})) for node in self.layout.exits)), 0)
+        """By set of rows of a whole space: the part of the products with weights that is computed for it."""
+        found = dict.fromkeys((rows.whole for rows in self._sets()), 0)
         for node, rows in self.needed.items():
             if operator_of(node) in ("linear", "addmm", "matmul"):
-                found[rows] += max((elements_of(part) or 0 for part in self._weights(node)), default=0)
+                found[rows.whole] += max((elements_of(part) or 0 for part in self._weights(node)), default=0)
         return {rows: elements / max(1, sum(found.values())) for rows, elements in found.items()}
 
     def _weights(self, node: Node) -> Iterator[Any]:
@@ -132,70 +116,6 @@ class Rewrite:
             copied = self.main.gm.graph.node_copy(node, self._outside)
             self._made[node] = copied
         return self._made[node]
-
-    def _mask(self, attention: Node, emit: NodeBuilder) -> Node:
-        """bool [B or 1, H or 1, T, T]"""
-        mask = argument(attention, "attn_mask")
-        if mask is not None:
-            return self._outside(mask)
-        is_causal = bool(argument(attention, "is_causal", False))
-        key = "causal" if is_causal else "all"
-        if key not in self._made:
-            kind = {"dtype": torch.bool, "device": _device(attention)}
-            ones = emit(torch.ones, (1, 1, self.tokens, self.tokens), kind)
-            self._made[key] = emit(torch.tril, (ones,)) if is_causal else ones
-        return self._made[key]
-
-    def _live(self, rows: RowSet, emit: NodeBuilder) -> Node:
-        """bool [B * T], the rows of a set."""
-        if rows.closed:
-            masks = list(dict.fromkeys(self.masks.values()))
-            seed = self._live(RowSet(rows.exits), emit)
-            return emit(ops.attended_rows.default, (seed, masks, self.batch))
-        found = [self._read(node, self.layout.exits[node], emit) for node in self.layout.exits if node in rows.exits]
-        live = found[0]
-        for other in found[1:]:
-            live = emit(torch.logical_or, (live, other))
-        return live
-
-    def _read(self, node: Node, found: Exit, emit: NodeBuilder) -> Node:
-        """bool [B * T], the rows that an exit reads."""
-        if found.kind == "loss":
-            return emit(torch.ne, (self._outside(found.by), argument(node, "ignore_index", -100)))
-        none = {"dtype": torch.bool, "device": _device(self.ids)}
-        if found.kind == "picked":
-            return emit(
-                torch.index_fill, (emit(torch.zeros, (self.all_rows,), none), 0, self._picked(found.by, emit), True)
-            )
-        if found.by is None:
-            return emit(torch.ones, (self.all_rows,), none)
-        factor = emit(torch.eq if found.hides else torch.ne, (self._outside(found.by), 0))
-        tags = self.layout.tags[found.operand]
-        own = factor.meta["example_value"].dim()
-        sizes = [{BATCH: self.batch, TOKENS: self.tokens, ROWS: self.all_rows}.get(tag or "", -1) for tag in tags]
-        for place in range(1, len(tags) + 1):  # a dimension of features that the factor lacks
-            if sizes[-place] == -1 and place > own:
-                sizes[-place] = 1
-        whole = emit("expand", (factor, *sizes))
-        places = [at for at, tag in enumerate(tags) if tag]
-        if places != [*range(len(places))]:
-            whole = emit("movedim", (whole, places, [*range(len(places))]))
-        return emit("any", (emit("reshape", (whole, self.all_rows, -1)), 1))
-
-    def _picked(self, index: Any, emit: NodeBuilder) -> Node:
-        """The rows of `x[:, 0]` or `x[b, t]`."""
-        first, second, *_ = index
-        if isinstance(second, int):
-            sequence: Any = emit(torch.arange, (self.batch,), {"device": _device(self.ids)})
-            token: Any = second if second >= 0 else _computed(emit, operator.add, self.tokens, second)
-        else:  # counted from the end as well, and an error beyond it
-            sequence, token = (
-                emit(
-                    operator.getitem, (emit(torch.arange, (size,), {"device": _device(self.ids)}), self._outside(part))
-                )
-                for part, size in ((first, self.batch), (second, self.tokens))
-            )
-        return emit("add", (emit("mul", (sequence, self.tokens)), token))
 
     # Values
 
@@ -256,7 +176,7 @@ class Rewrite:
     def _aligned(self, operand: Node, tags: Tags, rows: RowSet, step: Step, emit: NodeBuilder) -> Node:
         """An operand without rows of its own, which is broadcast against rows: gathered where it has one for each."""
         own = shape_of(operand)
-        own = (sympy.Integer(1),) * (len(tags) - len(own)) + own
+        own = (1,) * (len(tags) - len(own)) + own
         many = {tag: at for at, (size, tag) in enumerate(zip(own, tags, strict=True)) if tag and size != 1}
         if not many:
             return operand
@@ -269,7 +189,9 @@ class Rewrite:
         if ROWS in many:
             return emit("index_select", (operand, many[ROWS] - missing, inside(packing.rows)))
         if len(many) == 2:
-            sizes = [{BATCH: self.batch, TOKENS: self.tokens}.get(tag, -1) if tag else -1 for tag in tags]
+            own_sizes = self.sets.sizes(rows.space)
+            own_tags = {BATCH: own_sizes.batch, TOKENS: own_sizes.tokens}
+            sizes = [own_tags.get(tag, -1) if tag else -1 for tag in tags]
             whole = emit("expand", (operand, *map(inside, sizes)))
             places = (tags.index(BATCH), tags.index(TOKENS))
             found = emit("flatten", (emit("movedim", (whole, places, (0, 1))), 0, 1))
@@ -288,8 +210,11 @@ class Rewrite:
         first = first_of(node)
         if name == "embedding":
             return self._embedded(step, emit)
-        if name == ATTENTION:
-            return self._attention(step, emit)
+        if node in self.layout.attentions:
+            return self._attention(self.layout.attentions[node], region, emit)
+        if node in self.layout.parts:
+            whole = RowSet(self.layout.spaces[first], wanted.exits)
+            return self._at(first, whole, region, emit)
         if name in RESHAPES or name == "expand":
             count = self._inside(region, self.packings[wanted].count)
             sizes = {BATCH: 1, TOKENS: count, ROWS: count}
@@ -327,23 +252,27 @@ class Rewrite:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: found if operand is ids else operand)
         return emit(node.target, args, kwargs, like=node)
 
-    def _attention(self, step: Step, emit: NodeBuilder) -> Node:
-        node, region, wanted = step.node, step.region, self.needed[step.node]
-        query, key, value = (argument(node, part) for part in ("query", "key", "value"))
-        seen = self.needed[key]
-        mask, heads = self.masks[node], query.meta["example_value"].shape[1]
-        share = heads // mask.meta["example_value"].shape[1]
+    def _attention(self, found: RowAttention, region: Region, emit: NodeBuilder) -> Node:
+        wanted, seen = self.needed[found.node], self.needed[found.key.node]
+        mask, heads = self.masks[found.node], shape_of(found.query.node)[found.query.order[1]]
+        share = int(heads) // mask.meta["example_value"].shape[1]
         plan_key = (mask, wanted, seen, share)
         if plan_key not in self._made:
             slots = self.packings[wanted].slots, self.packings[seen].slots
-            arguments = (mask, *slots, self.batch, share)
+            arguments = (mask, *slots, self.sets.sizes(wanted.space).batch, share)
             self._made[plan_key] = self._early(lambda early: early(ops.plan_of_rows.default, arguments))
-        operands = [
-            self._at(query, wanted, region, emit),
-            *(self._at(part, seen, region, emit) for part in (key, value)),
-        ]
-        arguments = (*operands, None, self._inside(region, self._made[plan_key]), argument(node, "scale"))
-        return emit(ops.sparse_attention.default, arguments)
+
+        def by_heads(operand: Operand, rows: RowSet) -> Node:
+            value = self._at(operand.node, rows, region, emit)
+            return value if operand.order == (0, 1, 2, 3) else emit("permute", (value, operand.order))
+
+        operands = by_heads(found.query, wanted), by_heads(found.key, seen), by_heads(found.value, seen)
+        plan = self._inside(region, self._made[plan_key])
+        result = emit(ops.sparse_attention.default, (*operands, None, plan, found.scale))
+        dtype = found.node.meta["example_value"].dtype
+        if result.meta["example_value"].dtype is not dtype:
+            raise refused(found.node, f"is of {dtype}, unlike its operands")
+        return result if found.order == (0, 1, 2, 3) else emit("permute", (result, found.order))
 
     # Exits
 
@@ -352,7 +281,7 @@ class Rewrite:
         node, found = step.node, self.layout.exits[step.node]
         if step.region.parent is not None:
             raise refused(node, "ends rows in a checkpoint")
-        wanted = RowSet(frozenset({node}))
+        wanted = RowSet(self.layout.spaces[found.operand], frozenset({node}))
         packing = self.packings[wanted]
         x = self._at(found.operand, wanted, step.region, emit)
         if found.kind == "loss":
@@ -361,11 +290,15 @@ class Rewrite:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), {found.by: target, found.operand: x}.get)
             return emit(node.target, args, kwargs, like=node)
         if found.kind == "picked":
-            place = self._early(lambda early: early("index_select", (packing.place, 0, self._picked(found.by, early))))
+            space = wanted.space
+            place = self._early(
+                lambda early: early("index_select", (packing.place, 0, self.sets.picked(found.by, space, early)))
+            )
             return emit("index_select", (emit("squeeze", (x, 0)), 0, place))
-        return self._summed(node, x, self.layout.tags[found.operand], packing, emit)
+        return self._summed(node, x, self.layout.tags[found.operand], wanted, emit)
 
-    def _summed(self, node: Node, x: Node, tags: Tags, packing: Packing, emit: NodeBuilder) -> Node:
+    def _summed(self, node: Node, x: Node, tags: Tags, rows: RowSet, emit: NodeBuilder) -> Node:
+        packing = self.packings[rows]
         at = next(at for at, tag in enumerate(tags) if tag in (TOKENS, ROWS))
         shape: list[Any] = [1] * len(tags)
         shape[at] = packing.count
@@ -383,7 +316,7 @@ class Rewrite:
             raise refused(node, "has a size of the batch beside its rows")
         dtype = node.meta["example_value"].dtype
         exact = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # as `sum` adds
-        zeros = emit("new_zeros", (x, (self.batch, *rest)), {"dtype": exact})
+        zeros = emit("new_zeros", (x, (self.sets.sizes(rows.space).batch, *rest)), {"dtype": exact})
         added = emit("to", (emit("squeeze", (x, 0)), exact))
         found = emit("to", (emit("index_add", (zeros, 0, packing.sequences, added)), dtype))
         return emit("unsqueeze", (found, 1)) if argument(node, "keepdim", False) else found
@@ -407,9 +340,11 @@ class Rewrite:
     def _erase(self) -> None:
         """Erase the values of all rows, and what of the batch nobody uses any more."""
         kept = set(self.new.values())
+        inside = {node for found in self.layout.attentions.values() for node in found.inside}
+        old = self.layout.tags.keys() | self.layout.exits.keys() | inside
         for region in self.main.walk():
             for node in reversed(list(region.gm.graph.nodes)):
-                is_old = node in self.layout.tags or node in self.layout.exits or self._is_made_for_rows(node)
+                is_old = node in old or self._is_made_for_rows(node)
                 is_input = node.op == "placeholder" and region.parent is not None
                 if not node.users and node not in kept and (is_input or (is_old and node.op.startswith("call"))):
                     region.erase(node)
@@ -429,15 +364,3 @@ def _out_of_place(node: Node) -> Any:
 def _is_floating(node: Node) -> bool:
     example = node.meta.get("example_value")
     return isinstance(example, torch.Tensor) and example.is_floating_point()
-
-
-def _device(node: Node) -> torch.device:
-    device: torch.device = node.meta["example_value"].device
-    return device
-
-
-def _computed(emit: NodeBuilder, function: Any, one: Any, other: Any) -> Any:
-    """A number from numbers, which may be nodes."""
-    if isinstance(one, Node) or isinstance(other, Node):
-        return emit(function, (one, other))
-    return function(one, other)

@@ -1,0 +1,267 @@
+"""The sets of rows of a graph, as nodes before its first row: all of this only the batch determines.
+
+live = target != -100                                        bool [B * T], what an exit reads
+rows = fxpasses.live_rows(live)                              int64 [N], by the prologue
+seen = fxpasses.live_rows(attended_rows(live, [mask], ...))  and what those see, any number of layers deep
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
+
+from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.calls import argument
+from fxpasses.rows import operators  # noqa: F401  registers the operators
+from fxpasses.rows.attentions import HIDES, RowAttention
+from fxpasses.rows.demand import RowSet, closed
+from fxpasses.rows.exits import Exit
+from fxpasses.rows.layout import Layout, refused
+from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space
+
+ops = torch.ops.fxpasses
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A set of rows, as nodes of the main graph.
+
+    slots: int64 [N], rows in order, -1 for padding. rows: the same, 0 for padding. padding: bool [N]. count: N.
+    sequences, tokens: int64 [N], b and t of each. place: int64 [B * T], of each row among them.
+    """
+
+    slots: Node
+    rows: Node
+    padding: Node
+    count: Any
+    sequences: Node
+    tokens: Node
+    place: Node
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a space: B, T and B * T; integers, or nodes."""
+
+    batch: Any
+    tokens: Any
+    rows: Any
+
+
+class Packings:
+    """Makes the sets that are needed. outside: gives the node of the main graph with the value of one of a body."""
+
+    def __init__(
+        self, layout: Layout, needed: dict[Node, RowSet], emit: NodeBuilder, outside: Callable[[Node], Node]
+    ) -> None:
+        self.layout, self.emit, self._outside = layout, emit, outside
+        self.attentions = {node: found for node, found in layout.attentions.items() if node in needed}
+        self._made: dict[Any, Any] = {}
+        self._waiting: list[Space] = []  # whose closed sets are being made
+
+    def packing(self, rows: RowSet, share: float, fake_mode: Any) -> Packing:
+        """The packing of a set of a whole space. share: of the step's products, those computed for it."""
+        if rows not in self._made:
+            emit, live = self.emit, self._live(rows)
+            slots = emit(ops.live_rows.default, (live, share))
+            found = slots.meta["example_value"]
+            slots.meta["unbacked_bindings"] = compute_unbacked_bindings(fake_mode.shape_env, found)
+            place = emit("clamp", (emit("sub", (emit("cumsum", (live, 0)), 1)),), {"min": 0})
+            self._made[rows] = self._packing(slots, emit.size(slots, 0), place, self.sizes(rows.space).tokens)
+        made: Packing = self._made[rows]
+        return made
+
+    def part(self, rows: RowSet, packing: Packing) -> Packing:
+        """The packing of a set of a part, whose rows are those of `packing`, a set of the whole."""
+        if rows not in self._made:
+            space, emit = rows.space, self.emit
+            assert space.whole is not None
+            own, whole = self.sizes(space), self.sizes(space.whole)
+            if space.whole.whole is not None:
+                packing = self.part(RowSet(space.whole, rows.exits), packing)
+            starts = [int(start) for start in space.starts]
+            sequences, tokens = emit("sub", (packing.sequences, starts[0])), emit("sub", (packing.tokens, starts[1]))
+            slots = emit("add", (emit("mul", (sequences, own.tokens)), tokens))
+            slots = emit("masked_fill", (slots, packing.padding, -1))
+            place = emit("reshape", (packing.place, whole.batch, whole.tokens))
+            for dim, (start, size) in enumerate(zip(starts, (own.batch, own.tokens), strict=True)):
+                place = emit("narrow", (place, dim, start, size))
+            self._made[rows] = self._packing(slots, packing.count, emit("reshape", (place, -1)), own.tokens)
+        made: Packing = self._made[rows]
+        return made
+
+    def _packing(self, slots: Node, count: Any, place: Node, tokens: Any) -> Packing:
+        rows = self.emit("clamp", (slots,), {"min": 0})
+        padding = self.emit(torch.lt, (slots, 0))
+        sequence = self.emit(torch.floor_divide, (rows, tokens))
+        return Packing(slots, rows, padding, count, sequence, self.emit(torch.remainder, (rows, tokens)), place)
+
+    def sizes(self, space: Space) -> Sizes:
+        if space not in self._made:
+            self._made[space] = self._sizes(space)
+        found: Sizes = self._made[space]
+        return found
+
+    def _sizes(self, space: Space) -> Sizes:
+        emit = self.emit
+        if space.whole is None:
+            assert space.ids is not None
+            ids = self._outside(space.ids)
+            return Sizes(emit.size(ids, 0), emit.size(ids, 1), emit.size(emit("reshape", (ids, -1)), 0))
+        whole = self.sizes(space.whole)
+        batch, tokens = (
+            computed(emit, operator.add, size, int(own - other))
+            for size, own, other in zip((whole.batch, whole.tokens), space.sizes, space.whole.sizes, strict=True)
+        )
+        return Sizes(batch, tokens, computed(emit, operator.mul, batch, tokens))
+
+    def mask(self, found: RowAttention) -> Node:
+        """bool [B or 1, H or 1, Tq, Tk], True where a query sees a key."""
+        emit = self.emit
+        tokens = [self.sizes(self.layout.spaces[part.node]).tokens for part in (found.query, found.key)]
+        if found.mask is None:
+            key: Any = ("mask", found.is_causal, *(self.layout.spaces[part.node] for part in (found.query, found.key)))
+            if key not in self._made:
+                kind = {"dtype": torch.bool, "device": device_of(found.node)}
+                ones = emit(torch.ones, (1, 1, *tokens), kind)
+                self._made[key] = emit(torch.tril, (ones,)) if found.is_causal else ones
+            made: Node = self._made[key]
+            return made
+        node = self._outside(found.mask.node)
+        key = ("mask", node, found.mask.fill, found.mask.hides, *tokens)
+        if key not in self._made:
+            if node.meta["example_value"].dtype is not torch.bool:
+                node = emit(ops.visible_pairs.default, (node, HIDES))
+            elif found.mask.fill is not None and found.mask.hides:
+                node = emit("logical_not", (node,))
+            while node.meta["example_value"].dim() < 4:
+                node = emit("unsqueeze", (node, 0))
+            self._made[key] = emit("expand", (node, -1, -1, *tokens))
+        made = self._made[key]
+        return made
+
+    def _live(self, rows: RowSet) -> Node:
+        """bool [B * T], the rows of a set of a whole space."""
+        if rows.closed:
+            return self._closed(rows.space)
+        exits = [node for node in self.layout.exits if node in rows.exits]
+        return self._any_of(self._lifted(self._read(node), self._space_of(node)) for node in exits)
+
+    def _space_of(self, node: Node) -> Space:
+        return self.layout.spaces[self.layout.exits[node].operand]
+
+    def _any_of(self, sets: Iterable[Node]) -> Node:
+        live, *others = dict.fromkeys(sets)
+        for other in others:
+            live = self.emit(torch.logical_or, (live, other))
+        return live
+
+    def _closed(self, space: Space) -> Node:
+        """bool [B * T], the rows of a space that any exit needs through any attention."""
+        if space in self._waiting:
+            raise refused(next(iter(self.attentions)), "goes round between two texts")
+        self._waiting.append(space)
+        batch, seeds = self.sizes(space).batch, []
+        exits = [node for node in self.layout.exits if self._space_of(node).root is space]
+        if exits:
+            seeds.append(self._live(RowSet(space, frozenset(exits))))
+        own: dict[Node, bool] = {}
+        for found in self.attentions.values():
+            other, keys = (self.layout.spaces[part.node] for part in (found.query, found.key))
+            mask = self.mask(found)
+            if other is space and keys is space:
+                own[mask] = own.get(mask, True) and found.is_exact
+            elif keys is space:
+                arguments = (self._set(closed(other)), mask, self.sizes(other).batch, found.is_exact)
+                seeds.append(self.emit(ops.rows_attended_from.default, arguments))
+        self._waiting.pop()
+        live = self._any_of(seeds)
+        return self.emit(ops.attended_rows.default, (live, list(own), batch, list(own.values()))) if own else live
+
+    def _set(self, rows: RowSet) -> Node:
+        key = ("live", rows)
+        if key not in self._made:
+            self._made[key] = self._live(rows)
+        made: Node = self._made[key]
+        return made
+
+    def _lifted(self, live: Node, space: Space) -> Node:
+        """The rows of a part, as rows of the whole."""
+        while space.whole is not None:
+            own, whole, emit = self.sizes(space), self.sizes(space.whole), self.emit
+            live = emit("reshape", (live, own.batch, own.tokens))
+            padding: list[Any] = []
+            for start, all_of_it, size in zip(space.starts, space.whole.sizes, space.sizes, strict=True):
+                padding = [int(start), int(all_of_it - size - start), *padding]  # the last dimension comes first
+            live = emit("reshape", (emit(torch.nn.functional.pad, (live, tuple(padding))), whole.rows))
+            space = space.whole
+        return live
+
+    def _read(self, node: Node) -> Node:
+        """bool [B * T], the rows that an exit reads."""
+        emit, found = self.emit, self.layout.exits[node]
+        space, sizes = self._space_of(node), self.sizes(self._space_of(node))
+        if found.kind == "loss":
+            return emit(torch.ne, (self._outside(found.by), argument(node, "ignore_index", -100)))
+        none = {"dtype": torch.bool, "device": device_of(node)}
+        if found.kind == "picked":
+            zeros = emit(torch.zeros, (sizes.rows,), none)
+            return emit(torch.index_fill, (zeros, 0, self.picked(found.by, space, emit), True))
+        if found.by is None:
+            return emit(torch.ones, (sizes.rows,), none)
+        return self._kept(found, sizes)
+
+    def _kept(self, found: Exit, sizes: Sizes) -> Node:
+        """bool [B * T], where the factor of a sum is not 0."""
+        emit = self.emit
+        factor = emit(torch.eq if found.hides else torch.ne, (self._outside(found.by), 0))
+        tags = self.layout.tags[found.operand]
+        own = factor.meta["example_value"].dim()
+        expanded = [{BATCH: sizes.batch, TOKENS: sizes.tokens, ROWS: sizes.rows}.get(tag or "", -1) for tag in tags]
+        for place in range(1, len(tags) + 1):  # a dimension of features that the factor lacks
+            if expanded[-place] == -1 and place > own:
+                expanded[-place] = 1
+        whole = emit("expand", (factor, *expanded))
+        places = [at for at, tag in enumerate(tags) if tag]
+        if places != [*range(len(places))]:
+            whole = emit("movedim", (whole, places, [*range(len(places))]))
+        return emit("any", (emit("reshape", (whole, sizes.rows, -1)), 1))
+
+    def picked(self, index: Any, space: Space, emit: NodeBuilder) -> Node:
+        """The rows of `x[:, 0]` or `x[b, t]`, int64."""
+        first, second, *_ = index
+        sizes, device = self.sizes(space), {"device": device_of_space(space)}
+        if isinstance(second, int):
+            sequence: Any = emit(torch.arange, (sizes.batch,), device)
+            token: Any = second if second >= 0 else computed(emit, operator.add, sizes.tokens, second)
+        else:  # counted from the end as well, and an error beyond it
+            sequence, token = (
+                emit(operator.getitem, (emit(torch.arange, (size,), device), self._outside(part)))
+                for part, size in ((first, sizes.batch), (second, sizes.tokens))
+            )
+        return emit("add", (emit("mul", (sequence, sizes.tokens)), token))
+
+
+def device_of(node: Node) -> torch.device:
+    example = node.meta["example_value"]
+    device: torch.device = (example[0] if isinstance(example, (tuple, list)) else example).device
+    return device
+
+
+def device_of_space(space: Space) -> torch.device:
+    ids = space.root.ids
+    assert ids is not None
+    return device_of(ids)
+
+
+def computed(emit: NodeBuilder, function: Any, one: Any, other: Any) -> Any:
+    """A number from numbers, which may be nodes."""
+    if isinstance(one, Node) or isinstance(other, Node):
+        return emit(function, (one, other))
+    return function(one, other)

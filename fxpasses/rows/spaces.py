@@ -1,0 +1,69 @@
+"""Spaces of rows: the tokens of a batch [B, T], of an encoder or a decoder, or a part of them.
+
+x = embedding(ids, table)          space [B, T]
+x[:, :-1]                          a part of it, [B, T - 1], whose row (b, t) is the row (b, t) of the whole
+y = embedding(target, table)       another space [B, U]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from fxpasses.graph.symbols import expression
+
+# What a dimension is: a sequence of the batch, a token of a sequence, or a row, b * T + t. None: neither.
+BATCH, TOKENS, ROWS = "batch", "tokens", "rows"
+Tags = tuple[str | None, ...]
+
+
+def shape_of(node: Node) -> tuple[Any, ...]:
+    """The sizes of a tensor, as integers or expressions."""
+    return tuple(sympy.sympify(expression(size)) for size in node.meta["example_value"].shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """sizes: [B, T], as expressions. ids: an input of an embedding, of these sizes; None in a part of another space.
+
+    whole: the space of which this is a part. starts: the sequence and the token of `whole` at which it starts.
+    """
+
+    sizes: tuple[Any, Any]
+    ids: Node | None = None
+    whole: Space | None = None
+    starts: tuple[Any, Any] = (0, 0)
+
+    @property
+    def root(self) -> Space:
+        return self if self.whole is None else self.whole.root
+
+
+class Spaces:
+    """The spaces of a graph: one for each size of an embedding's input, and one for each part."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Space] = {}
+
+    def of_ids(self, ids: Node) -> Space | None:
+        """The space of an embedding's input [B, T]; None for sizes of 1, which would be broadcast."""
+        sizes = shape_of(ids)
+        if 1 in sizes:
+            return None
+        return self._known.setdefault(sizes, Space((sizes[0], sizes[1]), ids))
+
+    def part(self, whole: Space, cuts: tuple[Any, Any], sizes: tuple[Any, Any]) -> Space | None:
+        """The space of `x[cuts]`, two slices, whose sizes are `sizes`; None for slices that are not known."""
+        starts = []
+        for cut, size, all_of_it in zip(cuts, sizes, whole.sizes, strict=True):
+            if cut.step not in (None, 1) or not (size - all_of_it).is_Integer or size == 1:
+                return None
+            start = 0 if cut.start is None else cut.start
+            if type(start) is not int or (start < 0 and cut.stop is not None):
+                return None
+            starts.append(all_of_it - size if cut.stop is None else sympy.Integer(start))
+        key = (whole, *starts, *sizes)
+        return self._known.setdefault(key, Space(sizes, None, whole, (starts[0], starts[1])))
