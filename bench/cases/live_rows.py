@@ -130,7 +130,7 @@ LOSSES: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 def padded_batches(parameters: Parameters, device: str) -> list[dict[str, Any]]:
-    """input_ids, attention_mask, labels: int64 [ROWS, tokens]; for BART the labels are the target's, which is as long."""
+    """input_ids, attention_mask, labels: int64 [ROWS, tokens]; of BART the labels are the target's, as long."""
     import torch
 
     generator = torch.Generator().manual_seed(3)

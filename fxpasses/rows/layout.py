@@ -242,6 +242,8 @@ class _Analysis:
             return tags
         if name in RESHAPES:
             return self._regrouped(node, shape_of(first), tags, shape_of(node))
+        if name == "getattr" and node.args[1:] == ("mT",):
+            return (*tags[:-2], tags[-1], tags[-2])
         if name in ("transpose", "permute", "unsqueeze", "squeeze", "expand"):
             return self._rearranged(node, call, name, tags)
         if name in ALONG and (dims := call.argument("dim", ALONG[name])) is not None:

@@ -13,6 +13,7 @@ needed for fewer rows than it was computed for, a residual before the last layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,9 +83,15 @@ class Rewrite:
         self.last_set = first.prev
 
     def _sets(self) -> dict[RowSet, None]:
-        exits = self.layout.exits
-        at_exits = (RowSet(self.layout.spaces[exits[node].operand], frozenset({node})) for node in exits)
-        return dict.fromkeys((*self.needed.values(), *at_exits))
+        """Those of all values and exits; with a set of a part, the same rows of each whole around it."""
+        exits, found = self.layout.exits, dict.fromkeys(self.needed.values())
+        found |= {RowSet(self.layout.spaces[exits[node].operand], frozenset({node})): None for node in exits}
+        for rows in list(found):
+            space = rows.space
+            while space.whole is not None:
+                space = space.whole
+                found[replace(rows, space=space)] = None
+        return found
 
     def _shares(self) -> dict[RowSet, float]:
         """By set of rows of a whole space: the part of the products with weights that is computed for it."""

@@ -22,24 +22,65 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
 
-    def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        batch, tokens = x.shape[:2]
-        parts = self.qkv(self.norm(x)).view(batch, tokens, 3, HEADS, -1).unbind(2)
+    def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool, spelling: str = "fused") -> Tensor:
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        return self._after(x, parts, mask, is_causal, spelling)
+
+    def across(self, x: Tensor, mask: Tensor, text: Tensor, spelling: str) -> Tensor:
+        """Attention of x to another text."""
+        q = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1))[:, :, 0]
+        _, k, v = self.qkv(text).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        return self._after(x, (q, k, v), mask, False, spelling)
+
+    def _after(self, x: Tensor, parts: Any, mask: Tensor | None, is_causal: bool, spelling: str) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, WIDTH))
+        y = ATTENTIONS[spelling](q, k, v, mask, is_causal)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.silu(self.up(x)))
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+
+
+def additive(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(mask, 0.0, LEAST))
+
+
+def written(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.3 + torch.where(mask, 0.0, LEAST)
+    return torch.matmul(scores.softmax(-1), v)
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+    return (torch.matmul(q / 2, k.mT).masked_fill(~mask, LEAST).softmax(-1)) @ v
+
+
+def einsum(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
+    weights = torch.where(mask, scores, LEAST).softmax(-1)
+    return torch.einsum("bhqk,bhkd->bqhd", weights, v).transpose(1, 2)
+
+
+LEAST = torch.finfo(torch.float32).min
+ATTENTIONS: dict[str, Any] = {
+    "fused": fused,
+    "additive": additive,
+    "written": written,
+    "filled": filled,
+    "einsum": einsum,
+}
 
 
 class Model(nn.Module):
     """exit: what becomes of the last layer's rows. attention: "padding", "causal" or "both"."""
 
-    def __init__(self, exit: Exit, attention: str = "both", checkpoints: bool = False) -> None:
+    def __init__(self, exit: Exit, attention: str = "both", checkpoints: bool = False, spelling: str = "fused") -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.exit, self.attention, self.checkpoints = exit, attention, checkpoints
+        self.exit, self.attention, self.checkpoints, self.spelling = exit, attention, checkpoints, spelling
 
     def forward(self, ids: Tensor, seen: Tensor, labels: Tensor) -> Any:
         tokens = ids.shape[1]
@@ -48,8 +89,23 @@ class Model(nn.Module):
             mask = mask & torch.ones(tokens, tokens, dtype=torch.bool).tril()
         x = self.embedding(ids) + self.positions(torch.arange(tokens))
         for layer in self.layers:
-            arguments = (x, None, True) if self.attention == "causal" else (x, mask, False)
+            arguments: Any = (x, None, True) if self.attention == "causal" else (x, mask, False, self.spelling)
             x = checkpoint(layer, *arguments, use_reentrant=False) if self.checkpoints else layer(*arguments)
+        return self.exit(self, x, seen, labels)
+
+
+class Translation(Model):
+    """An encoder, and a decoder that attends to it."""
+
+    def forward(self, ids: Tensor, seen: Tensor, labels: Tensor, source: Tensor, source_seen: Tensor) -> Any:  # type: ignore[override]
+        y, x = self.embedding(source), self.embedding(ids)
+        encoder, decoder = self.layers
+        keys = source_seen.bool()[:, None, None]
+        y = encoder(y, keys.expand(-1, 1, y.shape[1], -1), False, self.spelling)
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        for _ in range(2):
+            x = decoder(x, seen.bool()[:, None, None] & causal, False, self.spelling)
+            x = decoder.across(x, keys.expand(-1, 1, x.shape[1], -1), y, self.spelling)
         return self.exit(self, x, seen, labels)
 
 

@@ -14,7 +14,7 @@ import fxpasses
 import fxpasses.inspect
 from fxpasses import once
 from fxpasses.rows import choice
-from tests.rows.models import TOKENS, VOCABULARY, WIDTH, Exit, Model, batch
+from tests.rows.models import ATTENTIONS, LEAST, TOKENS, VOCABULARY, WIDTH, Exit, Model, Translation, batch
 from tests.support import compiled, reports_of, results
 
 BATCHES = [
@@ -65,6 +65,19 @@ def mean_of_text(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tenso
     return (x * weights).sum(1) / weights.sum(1)
 
 
+def shifted_loss(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    logits = model.head(x)[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels[..., 1:].contiguous().view(-1))
+
+
+def losses_of_parts(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """Of the next token and the one after it, of parts of parts, and of one text alone."""
+    logits = model.head(x[:, 1:])
+    first = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 2:].flatten(), reduction="sum")
+    second = F.cross_entropy(logits[:, 1:-1].flatten(0, 1), labels[:, 3:].flatten(), reduction="sum")
+    return first + 0.3 * second + x[1:].pow(2)[:, 0].sum()
+
+
 EXITS = [loss, summed_loss, loss_of_each, log_probabilities, first_token, last_token, mean_of_text]
 
 
@@ -94,6 +107,44 @@ def test_what_reaches_the_loss_is_eager_modes(exit: Exit, attention: str) -> Non
         pytest.skip("as with both")
     record = check(Model(exit, attention), BATCHES[:3] if attention == "causal" else BATCHES)
     assert len(record.graphs) <= 4  # for batches with few dead rows as well, and for another number of texts
+
+
+@pytest.mark.parametrize("exit", [shifted_loss, losses_of_parts])
+def test_parts_of_the_rows(exit: Exit) -> None:
+    check(Model(exit), BATCHES)
+
+
+@pytest.mark.parametrize("spelling", ["additive", "written", "filled", "einsum"])
+def test_attention_in_every_spelling(spelling: str) -> None:
+    check(Model(loss, spelling=spelling), BATCHES)
+
+
+@pytest.mark.parametrize("spelling", ["fused", "written"])
+def test_a_decoder_attends_to_an_encoder(spelling: str) -> None:
+    sources = [batch(*lengths, tokens=17)[:2] for lengths in ((17, 2, 9), (1, 3, 2), (4, 9, 17))]
+    check(
+        Translation(loss, spelling=spelling), [(*own, *source) for own, source in zip(BATCHES, sources, strict=False)]
+    )
+
+
+def every_row(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return x.pow(2).sum() + shifted_loss(model, x, seen, labels)
+
+
+@pytest.mark.parametrize("spelling", ["additive", "written"])
+def test_rows_that_see_nothing_are_eager_modes_where_they_are_needed(spelling: str) -> None:
+    """Padding on the left sees nothing, and is a mean of all tokens then; on the right it sees the text."""
+    check(Model(every_row, spelling=spelling), [BATCHES[2], BATCHES[3], BATCHES[2]], taken=False)
+
+
+def test_a_bias_in_the_mask_is_eager_modes() -> None:
+    def distances(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+        place = torch.arange(q.shape[2])
+        bias = (place - place[:, None]).abs() * -0.1
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(mask, bias, LEAST).to(q.dtype))
+
+    ATTENTIONS["distances"] = distances
+    check(Model(loss, spelling="distances"), BATCHES[:3], taken=False)
 
 
 @pytest.mark.parametrize("exit", [loss, mean_of_text])
