@@ -57,6 +57,8 @@ def demands(layout: Layout) -> dict[Node, RowSet]:
             operand = layout.exits[node].operand
             need(operand, RowSet(layout.spaces[operand], frozenset({node})))
             continue
+        if (memory := layout.fills.get(node)) in needed:
+            need(node, needed[memory])
         if node not in needed:
             continue
         if (written := layout.written.get(node)) is not None:  # the same memory, before and after
@@ -79,6 +81,9 @@ def demands(layout: Layout) -> dict[Node, RowSet]:
     for node, written in layout.written.items():
         if written in needed:
             needed[node] = needed[written]
+    for node, memory in layout.fills.items():
+        if memory in needed:
+            needed[node] = needed[first_of(node)] = needed[memory]
     for step in layout.steps:  # the parts of a tuple are made together
         source: Any = step.node.args[0] if operator_of(step.node) == "getitem" else None
         if step.node in needed and source in needed and isinstance(source.meta["example_value"], (tuple, list)):

@@ -35,6 +35,7 @@ from fxpasses.rows.attentions import ATTENTION, RowAttention, fused, is_written_
 from fxpasses.rows.exits import Exit, exit_of
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Spaces, Tags, shape_of
 
+MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like"})
 RESHAPES = frozenset({"flatten", "reshape", "unflatten", "view"})
 _KEEPING = CASTS | {"clone", "type_as"}
 _KEEPING_ALONG = frozenset({"chunk", "cumsum", "glu", "log_softmax", "softmax", "split", "tensor_split"})
@@ -61,7 +62,7 @@ class Layout:
     give none. attentions: those among rows, by their results. parts: the values that are a part of the rows of another.
     steps: in the order in which they run. origins: of a body's inputs and of a checkpoint's results, the value that
     each is, on the other side of the border. results: those results. written: of each operator in place, the value
-    whose memory it writes.
+    whose memory it writes. fills: of each `copy_` into a part of the features of new memory, that memory.
     """
 
     tags: dict[Node, Tags] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Layout:
     origins: dict[Node, Node] = field(default_factory=dict)
     results: set[Node] = field(default_factory=set)
     written: dict[Node, Node] = field(default_factory=dict)
+    fills: dict[Node, Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +105,7 @@ class _Analysis:
         self.written_out: dict[Node, RowAttention] = {}
         self.inside: set[Node] = set()
         self.near_misses: list[Refused] = []
+        self.new_memory: dict[Node, Node] = {}  # of new memory that nobody has read, and of its views: that memory
 
     def run(self, region: Region) -> None:
         attentions, refusals = written_out(region.gm.graph, self.is_metadata)
@@ -169,6 +172,8 @@ class _Analysis:
         found = exit_of(node, self.tags, self.is_metadata) if len(spaces) == 1 else None
         if found is not None:
             self.layout.exits[node] = found
+        elif name == "setitem":
+            self._set(node)
         elif isinstance(node.meta.get("example_value"), (Tensor, tuple, list)):
             self.tags[node], self.spaces[node] = self._result(node, name, list(spaces))
         else:
@@ -221,6 +226,16 @@ class _Analysis:
         tags = self.tags.get(first, ()) if isinstance(first, Node) else ()
         if call.argument("inplace"):
             raise refused(node, "writes to rows")
+        if name in MAKES_MEMORY:
+            return self._made(node, first, tags)
+        if name == "getitem" and first in self.new_memory:
+            self.new_memory[node] = self.new_memory[first]
+            return self._indexed(node, tags)
+        if name == "copy_" and self.new_memory.get(first) in (first, first_of(first)):
+            self.layout.fills[node] = self.new_memory[first]
+            return self._broadcast(node)
+        for operand in node.all_input_nodes:
+            self._is_read(operand)
         if is_in_place(name):
             return self._in_place(node, name)
         if name in ("cat", "stack"):
@@ -251,6 +266,32 @@ class _Analysis:
             if found is not None:
                 return found
         raise refused(node)
+
+    def _made(self, node: Node, like: Any, tags: Tags) -> Tags:
+        """`x.new_empty(sizes)`, `torch.zeros_like(x)`: of the same rows as x, perhaps with other features."""
+        sizes = list(zip(shape_of(node), shape_of(like), tags, strict=False))
+        if len(shape_of(node)) != len(tags) or any(tag and own != other for own, other, tag in sizes):
+            raise refused(node, "makes memory of other sizes")
+        self.new_memory[node] = node
+        return tags
+
+    def _set(self, node: Node) -> None:
+        """`x[..., :8] = y`, where x is new memory."""
+        memory, index, value = node.args
+        if not isinstance(memory, Node) or self.new_memory.get(memory) is not memory:
+            raise refused(node, "writes to rows")
+        part = self._indexed(node, self.tags[memory])
+        if isinstance(value, Node):
+            tags = self.tags.get(value, ())
+            own = (None,) * (len(part) - len(tags)) + tags
+            if own != part or (is_tensor(value) and len(tags) != len(shape_of(value))):
+                raise refused(node, "writes other rows, or what is none, to rows")
+        self.layout.fills[node] = memory
+
+    def _is_read(self, node: Node) -> None:
+        memory = self.new_memory.get(node)
+        if memory is not None:
+            self.new_memory = {other: made for other, made in self.new_memory.items() if made is not memory}
 
     def _selected(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
         """Rules of operators that select or repeat features."""

@@ -69,6 +69,8 @@ class Rewrite:
         for node in [node for node in graph.nodes if node.op.startswith("call") and node in self.closure]:
             if autocast[node] != autocast[first] and _is_floating(node):
                 raise refused(node, "is computed in another region of autocast")
+            if any(self._has_rows(operand) for operand in node.all_input_nodes):
+                raise refused(node, "is made with the sizes of rows")
             first.prepend(node)
         with graph.inserting_before(first):
             emit = NodeBuilder(graph, self.fake_mode, first)
@@ -213,8 +215,11 @@ class Rewrite:
 
     def _packed(self, step: Step, emit: NodeBuilder) -> Node:
         node, region = step.node, step.region
-        name, tags, wanted = operator_of(node), self.layout.tags[node], self.needed[node]
-        first = first_of(node)
+        name, wanted, first = operator_of(node), self.needed[node], first_of(node)
+        if name == "setitem":
+            filled = torch.fx.map_arg(node.args, lambda operand: self._at(operand, wanted, region, emit))
+            return emit(node.target, filled, {}, like=node)
+        tags = self.layout.tags[node]
         if name == "embedding":
             return self._embedded(step, emit)
         if node in self.layout.attentions:
@@ -222,16 +227,12 @@ class Rewrite:
         if node in self.layout.parts:
             whole = RowSet(self.layout.spaces[first], wanted.exits)
             return self._at(first, whole, region, emit)
+        if name.startswith("new_"):
+            return emit(name, (self._at(first, wanted, region, emit), self._resized(step, region)), dict(node.kwargs))
         if name in RESHAPES or name == "expand":
-            count = self._inside(region, self.packings[wanted].count)
-            sizes = {BATCH: 1, TOKENS: count, ROWS: count}
-            resized = [
-                sizes[tag] if tag else size for tag, size in zip(tags, node.meta["example_value"].shape, strict=True)
-            ]
-            if any(isinstance(size, torch.SymInt) for size in resized):
-                raise refused(node, "has a size of the batch beside its rows")
+            resized = self._resized(step, region)
             return emit("expand" if name == "expand" else "reshape", (self._at(first, wanted, region, emit), *resized))
-        aligns = is_pointwise(name.rstrip("_")) or name in ("cat", "stack", "gather", "cross_entropy")
+        aligns = is_pointwise(name.rstrip("_")) or name in ("copy_", "cat", "stack", "gather", "cross_entropy")
 
         def convert(operand: Node) -> Node:
             if operand in self.layout.tags:
@@ -250,6 +251,17 @@ class Rewrite:
             if owner is written and other in self.new:
                 self.new[other] = result
         return result
+
+    def _resized(self, step: Step, region: Region) -> list[Any]:
+        """The sizes of a value with rows, packed."""
+        node = step.node
+        count = self._inside(region, self.packings[self.needed[node]].count)
+        sizes = {BATCH: 1, TOKENS: count, ROWS: count}
+        own = zip(self.layout.tags[node], node.meta["example_value"].shape, strict=True)
+        resized = [sizes[tag] if tag else size for tag, size in own]
+        if any(isinstance(size, torch.SymInt) for size in resized):
+            raise refused(node, "has a size of the batch beside its rows")
+        return resized
 
     def _embedded(self, step: Step, emit: NodeBuilder) -> Node:
         node, rows = step.node, self.packings[self.needed[step.node]].rows
@@ -348,7 +360,7 @@ class Rewrite:
         """Erase the values of all rows, and what of the batch nobody uses any more."""
         kept = set(self.new.values())
         inside = {node for found in self.layout.attentions.values() for node in found.inside}
-        old = self.layout.tags.keys() | self.layout.exits.keys() | inside
+        old = self.layout.tags.keys() | self.layout.exits.keys() | self.layout.fills.keys() | inside
         for region in self.main.walk():
             for node in reversed(list(region.gm.graph.nodes)):
                 is_old = node in old or self._is_made_for_rows(node)

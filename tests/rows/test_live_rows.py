@@ -360,3 +360,32 @@ def written_through_a_view(model: Model, x: Tensor, seen: Tensor, labels: Tensor
 @pytest.mark.parametrize(("exit", "taken"), [(added_in_place, True), (written_through_a_view, False)])
 def test_writes_in_place(exit: Exit, taken: bool) -> None:
     check(Model(exit), BATCHES[:3], taken)
+
+
+def test_memory_that_is_filled_by_parts() -> None:
+    """As multi-head latent attention writes keys: into new memory, by slices of the features."""
+
+    def filled_by_parts(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        memory = x.new_empty(x.shape[0], x.shape[1], 2 * WIDTH)
+        memory[..., :WIDTH] = x.tanh()
+        memory[..., WIDTH:] = x[..., :1]
+        return loss(model, memory[..., WIDTH // 2 : -WIDTH // 2], seen, labels) + memory[:, 0].sum()
+
+    check(Model(filled_by_parts), BATCHES[:3])
+
+
+def test_memory_that_is_read_before_it_is_written() -> None:
+    def read_first(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        memory = x.new_zeros(x.shape)
+        before = memory + x
+        memory[..., :2] = x[..., 1:3]
+        return loss(model, before + memory, seen, labels)
+
+    check(Model(read_first), BATCHES[:3], taken=False)
+
+
+def test_metadata_made_with_the_sizes_of_rows() -> None:
+    def zeros_like_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        return loss(model, x * torch.ones_like(x[..., :1]).cumsum(1), seen, labels)
+
+    check(Model(zeros_like_rows), BATCHES[:2], taken=False)
