@@ -277,7 +277,7 @@ class _Analysis:
 
     def _set(self, node: Node) -> None:
         """`x[..., :8] = y`, where x is new memory."""
-        memory, index, value = node.args
+        memory, _, value = node.args
         if not isinstance(memory, Node) or self.new_memory.get(memory) is not memory:
             raise refused(node, "writes to rows")
         part = self._indexed(node, self.tags[memory])
