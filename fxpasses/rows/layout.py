@@ -253,7 +253,7 @@ class _Analysis:
         found = self._selected(node, call, name, tags) or self._multiplied(node, call, name, tags)
         if found is not None:
             return found
-        if name in _NORMS and not any(tags[-len(call.argument("normalized_shape")) :]):
+        if name in _NORMS and _is_over_features(call.argument("normalized_shape"), tags):
             return tags
         if name in RESHAPES:
             return self._regrouped(node, shape_of(first), tags, shape_of(node))
@@ -470,6 +470,11 @@ class _Analysis:
 def _drops(call: OperatorCall) -> bool:
     p = call.argument("p", 0.5)
     return call.argument("training", True) is not False and not (type(p) in (int, float) and p == 0)
+
+
+def _is_over_features(shape: Any, tags: Tags) -> bool:
+    """Whether a norm is over no rows. A shape may be a node as well, a part of the size of a value."""
+    return isinstance(shape, (tuple, list)) and not any(tags[-len(shape) :])
 
 
 def _along(tags: Tags, dims: Any, name: str, call: OperatorCall) -> Tags | None:

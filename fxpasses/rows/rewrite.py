@@ -306,7 +306,8 @@ class Rewrite:
         if found.kind == "loss":
             target = emit("index_select", (found.by, 0, packing.rows))
             target = emit("masked_fill", (target, packing.padding, argument(node, "ignore_index", -100)))
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), {found.by: target, found.operand: x}.get)
+            replaced = {found.by: target, found.operand: x}
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda part: replaced.get(part, part))
             return emit(node.target, args, kwargs, like=node)
         if found.kind == "picked":
             space = wanted.space

@@ -193,6 +193,15 @@ def test_two_exits() -> None:
     check(Model(two_exits), BATCHES[:3])
 
 
+def loss_by_weights_of_classes(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    weight = model.head.bias.detach().exp()
+    return F.cross_entropy(model.head(x).flatten(0, 1), labels.flatten(), weight, label_smoothing=0.1)
+
+
+def test_classes_keep_their_weights() -> None:
+    check(Model(loss_by_weights_of_classes), BATCHES[:3])
+
+
 class WrittenMask(Model):
     def forward(self, ids: Tensor, seen: Tensor, labels: Tensor) -> Any:
         mask = torch.zeros(ids.shape[0], 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
@@ -254,6 +263,15 @@ def sorted_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor
 )  # fmt: skip
 def test_rows_that_matter_are_computed(exit: Exit) -> None:
     check(Model(exit), BATCHES[:2], taken=False)
+
+
+def normed_with_tokens(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """The shape that is normed over is a node of the graph."""
+    return loss(model, F.layer_norm(x, x.shape[1:]), seen, labels)
+
+
+def test_a_norm_over_tokens_of_unknown_number() -> None:
+    check(Model(normed_with_tokens), BATCHES[:2], taken=False, dynamic=True)
 
 
 def filled_by_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Any:
