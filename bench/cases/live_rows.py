@@ -140,7 +140,6 @@ def padded_batches(parameters: Parameters, device: str) -> list[dict[str, Any]]:
         lengths = torch.full((ROWS,), tokens)
         if "padding" in dead:
             lengths = torch.randint(tokens // 6, tokens + 1, (ROWS,), generator=generator)
-            lengths[0] = tokens
         place = torch.arange(tokens)
         seen = place < lengths[:, None]
         ids = torch.randint(1, parameters["vocabulary"], (ROWS, tokens), generator=generator) * seen

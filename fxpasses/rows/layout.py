@@ -37,6 +37,7 @@ from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Spaces, Tags, shape
 
 MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like"})
 RESHAPES = frozenset({"flatten", "reshape", "unflatten", "view"})
+_ARITHMETIC = frozenset({"add", "floordiv", "getitem", "mul", "sub"})
 _KEEPING = CASTS | {"clone", "type_as"}
 _KEEPING_ALONG = frozenset({"chunk", "cumsum", "glu", "log_softmax", "softmax", "split", "tensor_split"})
 _NORMS = frozenset({"layer_norm", "rms_norm"})
@@ -62,7 +63,8 @@ class Layout:
     give none. attentions: those among rows, by their results. parts: the values that are a part of the rows of another.
     steps: in the order in which they run. origins: of a body's inputs and of a checkpoint's results, the value that
     each is, on the other side of the border. results: those results. written: of each operator in place, the value
-    whose memory it writes. fills: of each `copy_` into a part of the features of new memory, that memory.
+    whose memory it writes. fills: of each `copy_` into a part of the features of new memory, that memory. numbers:
+    sizes of rows, from which sizes of other rows are computed alone.
     """
 
     tags: dict[Node, Tags] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Layout:
     results: set[Node] = field(default_factory=set)
     written: dict[Node, Node] = field(default_factory=dict)
     fills: dict[Node, Node] = field(default_factory=dict)
+    numbers: set[Node] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +127,20 @@ class _Analysis:
                     self.tags[node], self.spaces[node] = (BATCH, TOKENS, None), space
                     self.layout.steps.append(Step(node, region, autocast))
                 elif any(operand in self.tags for operand in self._operands(node)):
-                    self._visit(node, name, region, autocast)
+                    if not self._is_size(node, name):
+                        self._visit(node, name, region, autocast)
+                elif any(operand in self.layout.numbers for operand in node.all_input_nodes):
+                    if not self._is_size(node, name):
+                        raise refused(node, "reads a size of rows")
+
+    def _is_size(self, node: Node, name: str) -> bool:
+        """Whether a node is a size of rows, or a number that is computed from one."""
+        is_size = name in ("size", "sym_size") or (name == "getattr" and node.args[1:] == ("shape",))
+        computes = name in _ARITHMETIC and all(operand in self.layout.numbers for operand in node.all_input_nodes)
+        if not (is_size or computes) or is_tensor(node):
+            return False
+        self.layout.numbers.add(node)
+        return True
 
     def _operands(self, node: Node) -> list[Node]:
         if node in self.written_out:
@@ -164,6 +180,9 @@ class _Analysis:
     def _visit(self, node: Node, name: str, region: Region, autocast: Regions) -> None:
         if node in self.layout.origins:
             return
+        resizes = name in RESHAPES or name == "expand" or name.startswith("new_")
+        if not resizes and self.layout.numbers & set(node.all_input_nodes):
+            raise refused(node, "reads a size of rows")
         if node.op == "output":
             if region.parent is None:
                 raise refused(node, "takes rows, which are exact where they are returned")

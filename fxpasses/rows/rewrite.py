@@ -361,7 +361,8 @@ class Rewrite:
         """Erase the values of all rows, and what of the batch nobody uses any more."""
         kept = set(self.new.values())
         inside = {node for found in self.layout.attentions.values() for node in found.inside}
-        old = self.layout.tags.keys() | self.layout.exits.keys() | self.layout.fills.keys() | inside
+        old = self.layout.tags.keys() | self.layout.exits.keys() | self.layout.fills.keys()
+        old |= inside | self.layout.numbers
         for region in self.main.walk():
             for node in reversed(list(region.gm.graph.nodes)):
                 is_old = node in old or self._is_made_for_rows(node)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 import fxpasses.inspect
@@ -148,8 +149,17 @@ def test_a_bias_in_the_mask_is_eager_modes() -> None:
 
 
 @pytest.mark.parametrize("exit", [loss, mean_of_text])
-def test_checkpoints(exit: Exit) -> None:
-    check(Model(exit, checkpoints=True), BATCHES[:4], lowering="aot_eager")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_checkpoints(exit: Exit, dynamic: bool | None) -> None:
+    """With symbolic sizes, Dynamo leaves `x.size()` in their bodies."""
+    check(Model(exit, checkpoints=True), BATCHES[:4], lowering="aot_eager", dynamic=dynamic)
+
+
+def test_sizes_of_rows_that_are_numbers() -> None:
+    def scaled(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        return checkpoint(lambda y: model.head(y) * y.shape[1], x, use_reentrant=False)[:, 0]
+
+    check(Model(scaled), BATCHES[:3], lowering="aot_eager", dynamic=True)
 
 
 def test_no_more_than_the_rows_is_computed() -> None:
@@ -173,6 +183,16 @@ def test_other_lengths_compile_nothing() -> None:
         for lengths in ((12, 5, 7), (3, 9, 1), (8, 8, 2), (1, 1, 2)):
             step(*batch(*lengths)).backward()
     assert len(record.graphs) == 1
+
+
+def test_a_guard_outlives_a_batch_of_other_sizes() -> None:
+    """Where B == T in the first batch, both are one symbol, and ours is asked before the guard of that."""
+    model = Model(first_token, attention="padding")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(
+            model, [batch(4, 1, 2, 2, tokens=4), batch(2, 1, 1, 2, tokens=2), batch(4, 4, 1, 2, tokens=5)], dynamic=True
+        )
 
 
 def test_the_rows_are_counted() -> None:
