@@ -3,6 +3,7 @@
     make demo                                        # or: python examples/packed_training.py
     make demo ARGS="--peer none --layers 12"         # without the column of stock Inductor
     make demo ARGS="--attention flash"               # Hugging Face's own flash-attention path
+    make demo ARGS=--padded                          # padded texts that begin with a prompt
     make demo ARGS=--offload                         # with a column whose activations wait for backward on disk
     make demo ARGS="--device cuda --tokens 4096"
 
@@ -18,6 +19,9 @@ documents begin. The model's flash-attention path asks in every layer whether th
 documents begin (`nonzero`), and how long the longest document is (`.item()`). Stock `torch.compile` breaks the graph
 there, and compiles no layer. No batch here is a single document: such a batch takes the other branch of `if tensor:`,
 for which `fastpack` compiles a second graph.
+
+`--padded` takes the model as Hugging Face ships it, and batches as instruction tuning has them: texts of different
+lengths, padded, whose first half is a prompt without labels. `fastpack` computes the tokens that can reach the loss.
 
 All columns start from the same weights and see the same batches. The exit code is 1 if their losses disagree.
 """
@@ -56,6 +60,7 @@ from transformers import AttentionInterface, DataCollatorWithFlattening, LlamaCo
 
 import fxpasses.inspect
 from fxpasses.data import bucket_lengths
+from fxpasses.rows.stats import RowStats
 from fxpasses.runtime.attention.stats import AttentionStats
 from fxpasses.runtime.offload.stats import OffloadStats
 
@@ -123,11 +128,18 @@ def new_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
         num_key_value_heads=5,
         num_hidden_layers=arguments.layers,
         use_cache=False,
-        attn_implementation=varlen_attention.install() if arguments.attention == "flash" else "packed",
+        attn_implementation=attention_of(arguments),
     )
     model = LlamaForCausalLM(config).to(arguments.device, dtype(arguments)).train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def attention_of(arguments: argparse.Namespace) -> str:
+    """What transformers calls it."""
+    if arguments.padded:
+        return "sdpa"
+    return varlen_attention.install() if arguments.attention == "flash" else "packed"
 
 
 def dtype(arguments: argparse.Namespace) -> torch.dtype:
@@ -179,6 +191,25 @@ def packed_batches(arguments: argparse.Namespace) -> list[Batch]:
     return batches
 
 
+def padded_batches(arguments: argparse.Namespace) -> list[Batch]:
+    """One batch per step: SEQUENCES texts, padded to a quarter of `tokens`, of which the first half has no labels.
+
+    input_ids, labels, attention_mask: int64 [SEQUENCES, tokens / 4].
+    """
+    longest, lengths = arguments.tokens // 4, random.Random(arguments.seed)
+    source = documents(longest, arguments.seed)
+    batches = []
+    for _ in range(arguments.steps):
+        ids, labels = torch.zeros(2, SEQUENCES, longest, dtype=torch.int64, device=arguments.device)
+        labels.fill_(-100)
+        for text, label in zip(ids, labels, strict=True):
+            length = lengths.randint(longest // 4, longest)
+            text[:length] = torch.tensor(list(next(source)[:length]))
+            label[length // 2 : length] = text[length // 2 : length]
+        batches.append({"input_ids": ids, "labels": labels, "attention_mask": (ids != 0).long()})
+    return batches
+
+
 # The run: the columns of the table take their training steps in turns
 
 
@@ -193,6 +224,7 @@ class Run:
     graph_breaks: int = 0
     offloaded: OffloadStats | None = None
     attention: AttentionStats | None = None
+    rows: RowStats | None = None
     peak_bytes: int = 0
     failure: str = ""
 
@@ -217,15 +249,19 @@ class Column:
         self.model = new_model(arguments)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.memory = PeakMemory(self.model.device)
-        self.compiled: Callable[..., Any] = self.model
+        self.loss_of: Callable[..., torch.Tensor] = self.loss
         if self.ours:
             options: dict[str, Any] = {"fastpack.lowering": arguments.lowering}
             if self.offloads:
                 # The model's activations are small: with the default limit all of them would be kept.
                 options |= {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}
-            self.compiled = torch.compile(self.model, backend="fastpack", options=options)
+            self.loss_of = torch.compile(self.loss, backend="fastpack", options=options)
         elif self.is_peer:
-            self.compiled = torch.compile(self.model, backend=arguments.peer)
+            self.loss_of = torch.compile(self.loss, backend=arguments.peer)
+
+    def loss(self, **batch: torch.Tensor) -> torch.Tensor:
+        """Compiled as a whole: logits that the graph returns would be needed for every token."""
+        return self.model(**batch).loss
 
     def step(self, number: int) -> None:
         """Forward, backward and optimizer on a batch; of the last batch, forward and backward are profiled."""
@@ -243,6 +279,7 @@ class Column:
         self.run.graph_breaks += counted_graphs()[1] - breaks
         if self.ours:
             self.run.attention = fxpasses.attention_stats(reset=True)
+            self.run.rows = fxpasses.row_stats(reset=True)
         if self.offloads:
             self.run.offloaded = fxpasses.offload_stats()
 
@@ -250,7 +287,7 @@ class Column:
         self.memory.reset()
         started = time.perf_counter()
         with counted(self.run.events) if last else contextlib.nullcontext():
-            loss = self.compiled(**batch).loss
+            loss = self.loss_of(**batch)
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -345,13 +382,18 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
         "host reads per step": lambda run: str(sum(run.events[name] for name in HOST_READS)),
         "masks built per step": lambda run: str(run.events[MASK_BUILT]),
         "pairs of tokens computed": pairs_computed,
+        "tokens computed": lambda run: f"{100 * run.rows.live / run.rows.steps:.0f} %" if run.rows else "100 %",
         "graph breaks": lambda run: str(run.graph_breaks),
         "graphs compiled": lambda run: str(run.graphs),
         "compile time": lambda run: f"{run.compile_seconds:.1f} s" if run.graphs else "–",
         "step time, median": lambda run: f"{1000 * run.step_seconds:.0f} ms",
     }
-    mask_rows = ("masks built per step", "pairs of tokens computed")
-    for name in ["graph breaks"] if arguments.attention == "mask" else mask_rows:
+    unused = ["graph breaks", "tokens computed"]
+    if arguments.attention == "flash":
+        unused = ["masks built per step", "pairs of tokens computed", "tokens computed"]
+    elif arguments.padded:
+        unused = ["graph breaks", "masks built per step", "pairs of tokens computed"]
+    for name in unused:
         del rows[name]
     if arguments.device == "cuda":
         rows["device-to-host copies per step"] = lambda run: str(
@@ -380,7 +422,7 @@ def pairs_computed(run: Run) -> str:
 def notes(runs: dict[str, Run], arguments: argparse.Namespace) -> list[str]:
     """What the reader has to know beside the table's figures."""
     lines = []
-    if arguments.device == "cpu" and arguments.attention == "mask":
+    if arguments.device == "cpu" and arguments.attention == "mask" and not arguments.padded:
         lines.append("(The profiler sees no `.tolist()` of a CPU tensor: eager mode reads more than is counted.)")
     if "stock eager" in runs:
         lines.append(
@@ -427,6 +469,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     attentions = {"choices": ["mask", "flash"], "default": "mask"}
     parser.add_argument("--attention", **attentions, help="a block-causal mask (default), or Hugging Face's flash path")
+    padded = "padded texts that begin with a prompt, instead of packed ones"
+    parser.add_argument("--padded", action="store_true", help=padded)
     offload = "add a column: fastpack with activations that wait for backward on disk"
     parser.add_argument("--offload", action="store_true", help=offload)
     peers = "add a column: stock torch.compile with this backend (default inductor; with --attention flash: eager)"
@@ -436,6 +480,8 @@ def parse_arguments() -> argparse.Namespace:
         arguments.peer = "eager" if arguments.attention == "flash" else "inductor"
     if arguments.peer == "none":
         arguments.peer = None
+    if arguments.padded and arguments.attention == "flash":
+        parser.error("argument --padded: Hugging Face's flash path takes packed batches; leave --attention out")
     if arguments.offload and arguments.lowering == "eager":
         parser.error("argument --offload: the lowering eager has no backward graph; take inductor or aot_eager")
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -446,7 +492,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     AttentionInterface.register("packed", packed_attention)
-    batches = packed_batches(arguments)
+    batches = padded_batches(arguments) if arguments.padded else packed_batches(arguments)
     if arguments.offload and arguments.device == "cpu":
         return_memory_at_once()
     columns = (
@@ -462,7 +508,7 @@ def main() -> int:
     reports = [report for graph in record.graphs for report in graph.reports if report.changed]
     for label, offloads in [("hoisted", False)] + [("offloaded", True)] * arguments.offload:
         found = dict.fromkeys(r.summary for r in reports if (r.pass_name == "offload_activations") == offloads)
-        print(f"{label}:", "; ".join(found) or "nothing")
+        print("changed:" if arguments.padded else f"{label}:", "; ".join(found) or "nothing")
     problem = disagreement(runs["eager"], runs["fastpack"], RELATIVE_TOLERANCE[dtype(arguments)])
     if arguments.offload and runs[OFFLOAD].losses != runs["fastpack"].losses:
         problem = "offloading changed the losses"

@@ -22,6 +22,7 @@ from fxpasses.runtime.attention import plan as plans
 # Sets are padded to a multiple of this, with row 0, which nothing reads there: so none is empty, nor of one row, which
 # would be broadcast.
 MULTIPLE = 16
+_PAIRS = 1 << 22  # of a mask, that are looked at together
 
 
 @custom_op("fxpasses::live_rows", mutates_args=())
@@ -94,7 +95,11 @@ def _seen_by(live: Tensor, mask: Tensor) -> Tensor:
     """bool [Tk]: the keys that some live query of one sequence sees. live: bool [Tq]. mask: bool [H or 1, Tq, Tk]."""
     if mask.stride(1) == 0:  # one row stands for all
         return mask[:, 0].any(0) & live.any()
-    return mask[:, live].flatten(0, 1).any(0)
+    heads, queries, keys = mask.shape
+    step = max(1, _PAIRS // (heads * keys))
+    parts = [slice(start, start + step) for start in range(0, queries, step)]
+    seen = [(mask[:, rows] & live[rows, None]).flatten(0, 1).any(0) for rows in parts]
+    return torch.stack(seen).any(0)
 
 
 def _check_blind(live: Tensor, mask: Tensor, exact: bool) -> None:
@@ -132,7 +137,8 @@ def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads:
 def _ends(rows: Tensor, batch: int, tokens: int) -> list[int]:
     """Where the rows of each sequence begin, and the last one's end."""
     edges = torch.arange(batch + 1) * tokens
-    found: list[int] = torch.searchsorted(rows[rows >= 0], edges).tolist()
+    last = rows.masked_fill(rows < 0, batch * tokens)  # padding stands at the end
+    found: list[int] = torch.searchsorted(last, edges).tolist()
     return found
 
 
