@@ -27,6 +27,7 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.passes.attention.match import Attention, Mask, Operand
 from fxpasses.passes.attention.unfused import Unfused, is_softmax
 from fxpasses.report import Reason
+from fxpasses.rows.spaces import BATCH, TOKENS, Tags
 
 ATTENTION = "scaled_dot_product_attention"
 _USUAL = (0, 1, 2, 3)
@@ -36,23 +37,32 @@ _USUAL = (0, 1, 2, 3)
 class RowAttention:
     """query, key, value: of [B, H, T, D] in their order. order: of the result's axes. inside: what becomes unused.
 
-    mask: None for all keys, or those that are not later where `is_causal`.
+    masks: a query sees the keys that all of them let it see; those that are not later, where `is_causal`. is_unpacked:
+    whether it is computed as it is, on unpacked rows; tags: of its result then.
     """
 
     node: Node
     query: Operand
     key: Operand
     value: Operand
-    mask: Mask | None
+    masks: tuple[Mask, ...]
     scale: Any
     order: tuple[int, ...]
     inside: tuple[Node, ...] = ()
     is_causal: bool = False
+    is_unpacked: bool = False
+    tags: Tags = (BATCH, None, TOKENS, None)
 
     @property
     def is_exact(self) -> bool:
         """Whether a plan gives what this gives in rows that see nothing."""
-        return self.mask is None or (not self.inside and self.mask.node.meta["example_value"].dtype is torch.bool)
+        are_bool = all(mask.node.meta["example_value"].dtype is torch.bool for mask in self.masks)
+        return not self.masks or (are_bool and not self.inside and not self.is_unpacked)
+
+    @property
+    def reads(self) -> list[Node]:
+        """The operands of the node that stands for it."""
+        return self.node.all_input_nodes if self.is_unpacked else [operand.node for operand in self.operands]
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:
@@ -70,7 +80,7 @@ def fused(node: Node) -> RowAttention:
     query, key, value = (Operand(part, _USUAL) for part in parts)
     if mask is not None and (is_causal or not isinstance(mask, Node)):
         raise Refused(Reason.NOT_BY_ROWS, f"`{ATTENTION}` has two masks", node)
-    found = None if mask is None else Mask(mask)
+    found = () if mask is None else (Mask(mask),)
     return RowAttention(node, query, key, value, found, argument(node, "scale"), _USUAL, is_causal=is_causal)
 
 
@@ -103,7 +113,7 @@ def _of(found: Attention) -> RowAttention:
         raise Refused(Reason.SCORES_CHANGED, "the least float16 does not hide a score", found.node)
     inside = {node for node in found.inside if node is not found.node}
     first = next(node for node in found.node.graph.nodes if node in inside)
-    return RowAttention(found.node, *parts, found.mask, found.scale, found.order, (first, *(inside - {first})))
+    return RowAttention(found.node, *parts, (found.mask,), found.scale, found.order, (first, *(inside - {first})))
 
 
 # What is added to a score to hide it: beside any score it is infinite.

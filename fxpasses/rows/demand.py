@@ -64,9 +64,14 @@ def demands(layout: Layout) -> dict[Node, RowSet]:
         if (written := layout.written.get(node)) is not None:  # the same memory, before and after
             need(written, needed[node])
         if (attention := layout.attentions.get(node)) is not None:
-            need(attention.query.node, needed[node])
-            for operand in (attention.key.node, attention.value.node):
-                need(operand, closed(layout.spaces[operand]))
+            keys = (attention.key.node, attention.value.node)
+            for operand in attention.reads:
+                if operand in layout.tags:
+                    need(operand, closed(layout.spaces[operand]) if operand in keys else needed[node])
+        elif (scores := layout.scores.get(node)) is not None:
+            for operand in node.all_input_nodes:
+                if operand in layout.tags:
+                    need(operand, closed(layout.spaces[operand]) if operand is scores.key else needed[node])
         elif node in layout.parts:
             need(first_of(node), replace(needed[node], space=layout.spaces[first_of(node)]))
         else:

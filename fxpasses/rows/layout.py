@@ -15,7 +15,7 @@ else mixes rows is refused, as is a row that leaves the graph: what a program re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpasses.graph.aliases import storages
-from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise, operator_of
+from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_in_place, is_pointwise, operator_of
 from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.modes import Regions, autocast_regions
 from fxpasses.graph.refusals import Refused
@@ -33,6 +33,7 @@ from fxpasses.passes.experts.rowwise_rules import ALONG
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, RowAttention, fused, is_written_between, written_out
 from fxpasses.rows.exits import Exit, exit_of
+from fxpasses.rows.scores import Scores, Unpacked
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Spaces, Tags, shape_of
 
 MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like"})
@@ -64,7 +65,8 @@ class Layout:
     steps: in the order in which they run. origins: of a body's inputs and of a checkpoint's results, the value that
     each is, on the other side of the border. results: those results. written: of each operator in place, the value
     whose memory it writes. fills: of each `copy_` into a part of the features of new memory, that memory. numbers:
-    sizes of rows, from which sizes of other rows are computed alone.
+    sizes of rows, from which sizes of other rows are computed alone. scores: the values of attention that are computed
+    on unpacked rows.
     """
 
     tags: dict[Node, Tags] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class Layout:
     written: dict[Node, Node] = field(default_factory=dict)
     fills: dict[Node, Node] = field(default_factory=dict)
     numbers: set[Node] = field(default_factory=set)
+    scores: Mapping[Node, Scores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +108,8 @@ class _Analysis:
         self.layout = Layout()
         self.tags, self.spaces = self.layout.tags, self.layout.spaces
         self.known = Spaces()
+        self.unpacked = Unpacked(is_metadata, self.tags)
+        self.layout.scores = self.unpacked.states
         self.written_out: dict[Node, RowAttention] = {}
         self.inside: set[Node] = set()
         self.near_misses: list[Refused] = []
@@ -163,13 +168,15 @@ class _Analysis:
 
     def _is(self, node: Node, other: Node) -> None:
         """A node has the value of another, on the other side of a checkpoint's border."""
+        if other in self.layout.scores:
+            raise refused(node, "takes scores across the border of a checkpoint")
         self.tags[node], self.spaces[node], self.layout.origins[node] = self.tags[other], self.spaces[other], other
 
     def _space_of_embedding(self, node: Node, name: str) -> Space | None:
         """The space of the batch's tokens that a node looks up."""
         call = OperatorCall.of(node)
         ids: Any = call.argument("input") if name == "embedding" else None
-        if not is_tensor(ids) or not self.is_metadata(ids) or len(shape_of(ids)) != 2:
+        if not is_tensor(ids) or not self.is_metadata(ids) or len(shape_of(ids)) != 2 or not _reads_inputs(ids):
             return None
         if call.argument("max_norm") is not None or call.argument("scale_grad_by_freq") or call.argument("sparse"):
             return None  # what becomes of the table depends on how often it is looked up
@@ -183,6 +190,9 @@ class _Analysis:
         resizes = name in RESHAPES or name == "expand" or name.startswith("new_")
         if not resizes and self.layout.numbers & set(node.all_input_nodes):
             raise refused(node, "reads a size of rows")
+        for operand in node.all_input_nodes:
+            if name not in ("copy_", "getitem", "setitem") or operand is not first_of(node):
+                self._is_read(operand)
         if node.op == "output":
             if region.parent is None:
                 raise refused(node, "takes rows, which are exact where they are returned")
@@ -201,8 +211,12 @@ class _Analysis:
 
     def _result(self, node: Node, name: str, spaces: list[Space]) -> tuple[Tags, Space]:
         """The tags and the space of a node that gives rows."""
-        if node in self.written_out or name == ATTENTION:
-            return self._attention(self.written_out.get(node) or fused(node))
+        attention = self.written_out.get(node) or self._fused(node, name) or self.unpacked.result(node)
+        if attention is not None:
+            return self._attention(attention)
+        scores = self.unpacked.scores(node, name)
+        if scores is not None:
+            return scores, self.spaces[self.layout.scores[node].query]
         if len(spaces) > 1:
             raise refused(node, "combines rows of two texts")
         (space,) = spaces
@@ -216,6 +230,13 @@ class _Analysis:
         if is_tensor(node) and len(tags) != len(shape_of(node)):
             raise refused(node)
         return tags, space
+
+    def _fused(self, node: Node, name: str) -> RowAttention | None:
+        if name != ATTENTION:
+            return None
+        mask = argument(node, "attn_mask")
+        usual = not argument(node, "dropout_p", 0.0) and (mask is None or self.is_metadata(mask))
+        return (None if usual else self.unpacked.fused(node)) or fused(node)
 
     def _cut(self, node: Node, name: str, space: Space) -> Space | None:
         """The part of the rows that `x[:, :-1]` takes; None for another node."""
@@ -253,8 +274,6 @@ class _Analysis:
         if name == "copy_" and self.new_memory.get(first) in (first, first_of(first)):
             self.layout.fills[node] = self.new_memory[first]
             return self._broadcast(node)
-        for operand in node.all_input_nodes:
-            self._is_read(operand)
         if is_in_place(name):
             return self._in_place(node, name)
         if name in ("cat", "stack"):
@@ -455,23 +474,21 @@ class _Analysis:
         usual = (BATCH, None, TOKENS, None)
         for operand in found.operands:
             tags = self.tags.get(operand.node, ())
-            if len(tags) != 4 or tuple(tags[axis] for axis in operand.order) != usual:
+            if len(tags) != 4 or (tuple(tags[axis] for axis in operand.order) != usual and not found.is_unpacked):
                 raise refused(found.node, "is not attention of rows to rows, by heads")
         query, key, value = (self.spaces[operand.node] for operand in found.operands)
         if key is not value or (found.is_causal and query is not key):
             raise refused(found.node, "attends to keys and values of two texts")
         if query.whole is not None or key.whole is not None:
             raise refused(found.node, "attends to a part of the rows")
-        if found.mask is not None:
-            self._check_mask(found, query, key)
+        for mask in found.masks:
+            self._check_mask(found, mask.node, query, key)
         if is_written_between(found):
             raise refused(found.node, "goes on while something is written in place")
         self.layout.attentions[found.node] = found
-        return tuple(usual[axis] for axis in found.order), query
+        return found.tags if found.is_unpacked else tuple(usual[axis] for axis in found.order), query
 
-    def _check_mask(self, found: RowAttention, query: Space, key: Space) -> None:
-        assert found.mask is not None
-        mask = found.mask.node
+    def _check_mask(self, found: RowAttention, mask: Any, query: Space, key: Space) -> None:
         if not is_tensor(mask) or not self.is_metadata(mask):
             raise refused(found.node, "has a mask that is not the batch's")
         example, sizes = mask.meta["example_value"], shape_of(mask)
@@ -484,6 +501,28 @@ class _Analysis:
             or not (example.dtype is torch.bool or example.is_floating_point())
         ):
             raise refused(found.node, f"has a mask {example.dtype} {list(example.shape)}")
+
+
+def _reads_inputs(node: Node) -> bool:
+    """Whether a value depends on those of tensors that are given; distances between positions do not."""
+    waiting, seen = [node], set()
+    while waiting:
+        found = waiting.pop()
+        if found.op in ("placeholder", "get_attr") and is_tensor(found):
+            return True
+        if found not in seen and operator_of(found) not in ("size", "sym_size"):
+            seen.add(found)
+            makes = operator_of(found) in MAKES_MEMORY
+            waiting += [operand for operand in found.all_input_nodes if not (makes and is_tensor(operand))]
+            waiting += _writers(found)
+    return False
+
+
+def _writers(node: Node) -> list[Node]:
+    """What writes into a value, or into a view of it."""
+    users = [user for user in node.users if user.args and user.args[0] is node]
+    views = [user for other in users if operator_of(other) == "getitem" for user in other.users]
+    return [user for user in (*users, *views) if is_in_place(operator_of(user)) or operator_of(user) == "setitem"]
 
 
 def _drops(call: OperatorCall) -> bool:

@@ -3,7 +3,7 @@
 | operator | result |
 |---|---|
 | `live_rows(live, share)` | the rows of a set, in order |
-| `visible_pairs(mask, hides)` | an additive mask as a bool one |
+| `visible_pairs(mask, hides, exact)` | an additive mask as a bool one |
 | `attended_rows(seed, masks, batch, exact)` | the rows that a set sees over any number of layers |
 | `rows_attended_from(live, mask, batch, exact)` | the rows of another text that a set sees |
 | `plan_of_rows(mask, queries, keys, batch, heads)` | the plan of attention between the rows of two sets |
@@ -41,13 +41,13 @@ class NotPacked(Exception):
 
 
 @custom_op("fxpasses::visible_pairs", mutates_args=())
-def visible_pairs(mask: Tensor, hides: float) -> Tensor:
-    """An additive mask, of any shape, as bool: True where it is 0, False where it is `hides` or less.
+def visible_pairs(mask: Tensor, hides: float, exact: bool) -> Tensor:
+    """An additive mask, of any shape, as bool: False where it is `hides` or less.
 
-    Raises `NotPacked` for another value, such as a bias of the distance.
+    exact: raise `NotPacked` where a value is neither that nor 0, such as a bias of the distance.
     """
-    visible = mask == 0
-    if not torch.equal(visible, mask > hides):  # NaN, too, is neither
+    visible = ~(mask <= hides)
+    if exact and not torch.equal(visible, mask == 0):  # NaN, too, is neither
         raise NotPacked("an additive mask has values besides 0 and the least")
     return visible
 
@@ -148,7 +148,7 @@ def _(live: Tensor, share: float) -> Tensor:
 
 
 @visible_pairs.register_fake
-def _(mask: Tensor, hides: float) -> Tensor:
+def _(mask: Tensor, hides: float, exact: bool) -> Tensor:
     return torch.empty_like(mask, dtype=torch.bool)
 
 

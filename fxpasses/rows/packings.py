@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import argument
+from fxpasses.passes.attention.match import Mask
 from fxpasses.rows import operators  # noqa: F401  registers the operators
 from fxpasses.rows.attentions import HIDES, RowAttention
 from fxpasses.rows.demand import RowSet, closed
@@ -125,7 +126,7 @@ class Packings:
         """bool [B or 1, H or 1, Tq, Tk], True where a query sees a key."""
         emit = self.emit
         tokens = [self.sizes(self.layout.spaces[part.node]).tokens for part in (found.query, found.key)]
-        if found.mask is None:
+        if not found.masks:
             key: Any = ("mask", found.is_causal, *(self.layout.spaces[part.node] for part in (found.query, found.key)))
             if key not in self._made:
                 kind = {"dtype": torch.bool, "device": device_of(found.node)}
@@ -133,17 +134,28 @@ class Packings:
                 self._made[key] = emit(torch.tril, (ones,)) if found.is_causal else ones
             made: Node = self._made[key]
             return made
-        node = self._outside(found.mask.node)
-        key = ("mask", node, found.mask.fill, found.mask.hides, *tokens)
+        key = ("mask", *found.masks, found.is_unpacked, *tokens)
+        if key not in self._made:
+            visible, *others = (self._visible(mask, found, tokens) for mask in found.masks)
+            for other in others:
+                visible = emit(torch.logical_and, (visible, other))
+            self._made[key] = visible
+        made = self._made[key]
+        return made
+
+    def _visible(self, mask: Mask, found: RowAttention, tokens: list[Any]) -> Node:
+        """bool [B or 1, H or 1, Tq, Tk], True where one of the masks lets a query see a key."""
+        emit, node = self.emit, self._outside(mask.node)
+        key = ("visible", node, mask.fill, mask.hides, found.is_unpacked, *tokens)
         if key not in self._made:
             if node.meta["example_value"].dtype is not torch.bool:
-                node = emit(ops.visible_pairs.default, (node, HIDES))
-            elif found.mask.fill is not None and found.mask.hides:
+                node = emit(ops.visible_pairs.default, (node, HIDES, not found.is_unpacked))
+            elif mask.fill is not None and mask.hides:
                 node = emit("logical_not", (node,))
             while node.meta["example_value"].dim() < 4:
                 node = emit("unsqueeze", (node, 0))
             self._made[key] = emit("expand", (node, -1, -1, *tokens))
-        made = self._made[key]
+        made: Node = self._made[key]
         return made
 
     def _live(self, rows: RowSet) -> Node:

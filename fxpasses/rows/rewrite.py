@@ -222,6 +222,10 @@ class Rewrite:
         tags = self.layout.tags[node]
         if name == "embedding":
             return self._embedded(step, emit)
+        if node in self.layout.scores:
+            return self._on_unpacked(node, region, emit)
+        if node in self.layout.attentions and self.layout.attentions[node].is_unpacked:
+            return self._repacked(self._on_unpacked(node, region, emit), node, region, emit)
         if node in self.layout.attentions:
             return self._attention(self.layout.attentions[node], region, emit)
         if node in self.layout.parts:
@@ -292,6 +296,36 @@ class Rewrite:
         if result.meta["example_value"].dtype is not dtype:
             raise refused(found.node, f"is of {dtype}, unlike its operands")
         return result if found.order == (0, 1, 2, 3) else emit("permute", (result, found.order))
+
+    def _on_unpacked(self, node: Node, region: Region, emit: NodeBuilder) -> Node:
+        def convert(operand: Node) -> Node:
+            if operand in self.layout.scores:
+                return self.new[operand]
+            return self._unpacked(operand, region, emit) if operand in self.layout.tags else operand
+
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), convert)
+        return emit(node.target, args, kwargs, like=node)
+
+    def _unpacked(self, node: Node, region: Region, emit: NodeBuilder) -> Node:
+        """A value with all rows [.., B, .., T, ..]; those that it was not computed for are copies of others."""
+        key = ("unpacked", node, region)
+        if key not in self._made:
+            rows, tags = self.needed[node], self.layout.tags[node]
+            batch, tokens = tags.index(BATCH), tags.index(TOKENS)
+            sizes = self.sets.sizes(rows.space)
+            own = [self._inside(region, size) for size in (self.packings[rows].place, sizes.batch, sizes.tokens)]
+            found = emit("index_select", (self._value(node), tokens, own[0]))
+            found = emit("squeeze", (emit("unflatten", (found, tokens, (own[1], own[2]))), batch + (batch > tokens)))
+            self._made[key] = emit("movedim", (found, tokens - (batch < tokens), batch))
+        return self._made[key]
+
+    def _repacked(self, found: Node, node: Node, region: Region, emit: NodeBuilder) -> Node:
+        tags, packing = self.layout.tags[node], self.packings[self.needed[node]]
+        batch, tokens = tags.index(BATCH), tags.index(TOKENS)
+        at = tokens - (batch < tokens)
+        found = emit("flatten", (emit("movedim", (found, batch, at)), at, at + 1))
+        found = emit("index_select", (found, at, self._inside(region, packing.rows)))
+        return emit("unsqueeze", (found, batch))
 
     # Exits
 

@@ -21,6 +21,7 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
+        self.bias = nn.Parameter(torch.randn(HEADS, 1, 2 * TOKENS))
 
     def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool, spelling: str = "fused") -> Tensor:
         parts = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
@@ -34,32 +35,58 @@ class Layer(nn.Module):
 
     def _after(self, x: Tensor, parts: Any, mask: Tensor | None, is_causal: bool, spelling: str) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in parts)
-        y = ATTENTIONS[spelling](q, k, v, mask, is_causal)
+        y = ATTENTIONS[spelling](q, k, v, mask, is_causal, self.bias[..., : k.shape[2]])
         x = x + self.out(y.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.silu(self.up(x)))
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, _: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
 
-def additive(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+def additive(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(mask, 0.0, LEAST))
 
 
-def written(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+def written(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
     scores = torch.matmul(q, k.transpose(2, 3)) * 0.3 + torch.where(mask, 0.0, LEAST)
     return torch.matmul(scores.softmax(-1), v)
 
 
-def filled(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+def filled(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
     return (torch.matmul(q / 2, k.mT).masked_fill(~mask, LEAST).softmax(-1)) @ v
 
 
-def einsum(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+def einsum(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
     weights = torch.where(mask, scores, LEAST).softmax(-1)
     return torch.einsum("bhqk,bhkd->bqhd", weights, v).transpose(1, 2)
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
+    """As Gemma 2."""
+    scores = torch.tanh(torch.matmul(q, k.transpose(2, 3)) / 2) * 2
+    weights = (scores + torch.where(mask, 0.0, LEAST)).softmax(-1)
+    return torch.matmul(F.dropout(weights, 0.3), v)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """As T5, by the operator."""
+    biases = torch.where(mask, bias[None].expand(q.shape[0], -1, q.shape[2], -1), LEAST)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=biases)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """As GPT-OSS."""
+    scores = torch.matmul(q, k.mT) + torch.where(mask, 0.0, LEAST)
+    sinks = bias[None, ..., :1].expand(q.shape[0], -1, q.shape[2], -1)
+    logits = torch.cat([scores, sinks], -1)
+    weights = (logits - logits.max(-1, keepdim=True).values).softmax(-1)
+    return torch.matmul(weights[..., :-1], v)
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2)
 
 
 LEAST = torch.finfo(torch.float32).min
@@ -69,6 +96,10 @@ ATTENTIONS: dict[str, Any] = {
     "written": written,
     "filled": filled,
     "einsum": einsum,
+    "capped": capped,
+    "biased": biased,
+    "with_sinks": with_sinks,
+    "dropped": dropped,
 }
 
 

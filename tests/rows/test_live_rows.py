@@ -88,11 +88,16 @@ def check(model: Model, batches: Any, taken: bool = True, **options: Any) -> Any
     with fxpasses.inspect.record() as record:
         step = compiled(model, rows="auto", **options)
         for each in batches:
-            expected, actual = (with_zeros(results(run, each), model) for run in (model, step))
+            expected, actual = (seeded(run, each, model) for run in (model, step))
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
     reports = reports_of(record, "live_rows")
     assert any(report.changed for report in reports) is taken, reports
     return record
+
+
+def seeded(run: Any, each: Any, model: Model) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return with_zeros(results(run, each), model)
 
 
 def with_zeros(found: dict[str, Any], model: Model) -> dict[str, Any]:
@@ -113,6 +118,46 @@ def test_what_reaches_the_loss_is_eager_modes(exit: Exit, attention: str) -> Non
 @pytest.mark.parametrize("exit", [shifted_loss, losses_of_parts])
 def test_parts_of_the_rows(exit: Exit) -> None:
     check(Model(exit), BATCHES)
+
+
+@pytest.mark.parametrize("spelling", ["capped", "biased", "with_sinks", "dropped"])
+def test_attention_that_no_plan_computes(spelling: str) -> None:
+    """It is computed on unpacked rows, so that a dropout draws eager mode's numbers."""
+    check(Model(shifted_loss, spelling=spelling), [each for each in BATCHES if each is not BATCHES[2]])
+
+
+def test_a_bias_between_two_texts() -> None:
+    sources = [batch(*lengths, tokens=17)[:2] for lengths in ((17, 2, 9), (1, 3, 2), (4, 9, 17))]
+    batches = [(*own, *source) for own, source in zip(BATCHES, sources, strict=False)]
+    check(Translation(loss, spelling="biased", checkpoints=True), batches)
+
+
+def unmasked(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    return torch.matmul((torch.matmul(q, k.mT) + bias).softmax(-1), v)
+
+
+def masked_too_little(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    return torch.matmul((torch.matmul(q, k.mT) + bias).masked_fill(~mask, -9.0).softmax(-1), v)
+
+
+def capped_after_the_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT) + torch.where(mask, 0.0, LEAST)
+    return torch.matmul(scores.tanh().softmax(-1), v)
+
+
+def subtracted(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    return torch.matmul((bias - (torch.matmul(q, k.mT) + torch.where(mask, 0.0, 9.0))).softmax(-1), v)
+
+
+def over_queries(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = (torch.matmul(q, k.mT) + bias).masked_fill(~mask, LEAST)
+    return torch.matmul(scores.softmax(-2), v)
+
+
+@pytest.mark.parametrize("attention", [unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries])
+def test_scores_in_which_dead_keys_are_seen(attention: Any) -> None:
+    ATTENTIONS["seen"] = attention
+    check(Model(loss, spelling="seen"), BATCHES[:2], taken=False)
 
 
 @pytest.mark.parametrize("spelling", ["additive", "written", "filled", "einsum"])
@@ -139,7 +184,7 @@ def test_rows_that_see_nothing_are_eager_modes_where_they_are_needed(spelling: s
 
 
 def test_a_bias_in_the_mask_is_eager_modes() -> None:
-    def distances(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool) -> Tensor:
+    def distances(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
         place = torch.arange(q.shape[2])
         bias = (place - place[:, None]).abs() * -0.1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(mask, bias, LEAST).to(q.dtype))

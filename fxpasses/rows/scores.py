@@ -1,0 +1,251 @@
+"""Attention that no plan can compute, on unpacked rows: scores that are capped, biases with gradients, sinks, dropout.
+
+    scores = (q @ k.transpose(2, 3)) / cap                  [B, H, T, T]: batch, -, tokens, keys
+    scores = tanh(scores) * cap + bias + mask               hides the keys that the mask hides, whatever was before
+    weights = dropout(softmax(scores, -1))                  0 for hidden keys
+    output = weights @ v                                    [B, H, T, D]: rows again, and packed
+
+Its operators stay as they are. Before the first, queries, keys and values are unpacked, dead rows as copies of others:
+as keys they are hidden from every query that is needed, and what they give as queries is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_pointwise, operator_of
+from fxpasses.graph.refusals import Refused
+from fxpasses.passes.attention.match import Mask, Operand
+from fxpasses.passes.attention.products import Product, product_of
+from fxpasses.passes.attention.spelling import constant_of
+from fxpasses.report import Reason
+from fxpasses.rows.attentions import ATTENTION, HIDES, RowAttention
+from fxpasses.rows.spaces import BATCH, TOKENS, Tags
+
+# The dimension of scores whose elements are the tokens that a query attends to.
+KEYS = "keys"
+_ADDS = frozenset({"add", "add_", "sub"})
+_KEEPING = CASTS | {"clone", "contiguous", "type_as"}
+_USUAL = (0, 1, 2, 3)
+_CARRIES = CASTS | {"clone", "contiguous", "expand"}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is known of a value [B, H, T, keys, or more].
+
+    query, key: the operands of the product. masks: what hides keys in it. is_softmax: whether it is 0 where they hide.
+    more: of the last dimension, elements beside keys, at its end.
+    """
+
+    query: Node
+    key: Node
+    masks: tuple[Mask, ...] = ()
+    is_softmax: bool = False
+    more: int = 0
+
+
+class Unpacked:
+    """The values of a graph that are computed on unpacked rows. states: of each, what is known.
+
+    is_metadata: whether only the batch determines a value. tags: of the values with rows.
+    """
+
+    def __init__(self, is_metadata: Callable[[Node], bool], tags: Mapping[Node, Tags]) -> None:
+        self.is_metadata, self.tags = is_metadata, tags
+        self.states: dict[Node, Scores] = {}
+
+    def scores(self, node: Node, name: str) -> Tags | None:
+        """The tags of a node that gives scores; None for another node. Raises `Refused`."""
+        given = [operand for operand in node.all_input_nodes if operand in self.states]
+        if not given:
+            return self._first(node)
+        states = {(self.states[operand].query, self.states[operand].key) for operand in given}
+        if len(states) > 1:
+            raise _refused(node, "combines the scores of two attentions")
+        found = self._after(node, name, given)
+        if found is None:
+            raise _refused(node, "changes scores or weights in a way that is not known")
+        self.states[node], tags = found
+        return tags
+
+    def result(self, node: Node) -> RowAttention | None:
+        """The attention whose last product a node is; None for another node."""
+        product = product_of(node)
+        if product is None or (product.left in self.states) == (product.right in self.states):
+            return None
+        weights = product.left if product.left in self.states else product.right
+        state, value = self.states[weights], product.right if weights is product.left else product.left
+        if not state.is_softmax or state.more or value not in self.tags:
+            raise _refused(node, "multiplies scores that no mask hides")
+        own, tags = self._by_letters(product, weights), self._by_letters(product, value)
+        summed = [letter for letter, tag in own.items() if tag == KEYS]
+        if tags.get(summed[0]) != TOKENS or summed[0] in product.axes:
+            raise _refused(node, "multiplies weights by other rows")
+        rest = {letter: tag for letter, tag in (*own.items(), *tags.items()) if letter != summed[0]}
+        result = tuple(rest[letter] for letter in product.axes)
+        if any(own.get(letter, tag) != tag for letter, tag in tags.items() if letter != summed[0]):
+            raise _refused(node, "multiplies weights by other rows")
+        if sorted(tag for tag in result if tag) != [BATCH, TOKENS]:
+            raise _refused(node, "gives rows in a way that is not known")
+        return _attention(node, state.query, state.key, value, state.masks, result)
+
+    def fused(self, node: Node) -> RowAttention | None:
+        """A call of `scaled_dot_product_attention` whose mask hides keys and does more; None for another node."""
+        call = OperatorCall.of(node)
+        mask = call.argument("attn_mask")
+        if operator_of(node) != ATTENTION or not isinstance(mask, Node) or mask in self.tags:
+            return None
+        masks = (Mask(mask),) if self._is_bool_metadata(mask) else tuple(self._hiding(mask))
+        query, key, value = (call.argument(name) for name in ("query", "key", "value"))
+        if not masks or call.argument("is_causal"):
+            return None
+        return _attention(node, query, key, value, masks, (BATCH, None, TOKENS, None))
+
+    def _is_bool_metadata(self, mask: Node) -> bool:
+        return self.is_metadata(mask) and mask.meta["example_value"].dtype is torch.bool
+
+    def _first(self, node: Node) -> Tags | None:
+        """The tags of a product of queries and keys."""
+        product = product_of(node)
+        if product is None or product.left not in self.tags or product.right not in self.tags:
+            return None
+        left, right = self._by_letters(product, product.left), self._by_letters(product, product.right)
+        *batch, queries, keys = list(product.axes)
+        query, key = (product.left, product.right) if queries in left and queries not in right else (
+            product.right, product.left,
+        )  # fmt: skip
+        own, other = (left, right) if query is product.left else (right, left)
+        shared = [letter for letter in own if letter in other and letter not in product.axes]
+        fits = own.get(queries) == other.get(keys) == TOKENS and queries not in other and keys not in own
+        fits = fits and all(own.get(letter) == other.get(letter) for letter in batch)
+        if not fits or any(own[letter] or other[letter] for letter in shared):
+            return None
+        self.states[node] = Scores(query, key)
+        return (*(own[letter] for letter in batch), TOKENS, KEYS)
+
+    def _by_letters(self, product: Product, operand: Node) -> dict[str, str | None]:
+        axes = product.left_axes if operand is product.left else product.right_axes
+        return dict(zip(axes, self.tags[operand], strict=True))
+
+    def _after(self, node: Node, name: str, given: list[Node]) -> tuple[Scores, Tags] | None:
+        state, tags = self.states[given[0]], self.tags[given[0]]
+        first = node.args[0] if node.args else None
+        if name in _KEEPING:
+            return state, tags
+        if name == "softmax" and first is given[0] and argument(node, "dim") in (-1, len(tags) - 1):
+            return (replace(state, is_softmax=True), tags) if state.masks and not state.is_softmax else None
+        if name == "dropout" and not argument(node, "inplace", False):
+            return state, tags
+        if name == "cat":
+            return self._with_sinks(node, given)
+        if name == "getitem":
+            return self._without_sinks(node, state, tags)
+        if state.is_softmax:
+            return (state, tags) if name == "mul" and self._keeps(node, given, tags) else None
+        if name in ("max", "amax") and argument(node, "keepdim", False) and argument(node, "dim") in (-1, 3):
+            return (state, (*tags[:-1], None)) if state.masks else None
+        masked = self._masked(node, name, state)
+        if masked is not None:
+            return masked, tags
+        if name == "sub" and not self._subtracts_little(node):
+            return None
+        adds = name in _ADDS and OperatorCall.of(node).has_only("input", "other")
+        if adds or (not state.masks and is_pointwise(name) and name != "where"):
+            return (self._joined(node, given), tags) if self._keeps(node, given, tags) else None
+        return None
+
+    def _subtracts_little(self, node: Node) -> bool:
+        """`scores - x`, where x hides nothing: a number for each query, or what has no rows."""
+        first, second = node.args[0], node.args[1]
+        return first in self.states and not (isinstance(second, Node) and KEYS in self.tags.get(second, ()))
+
+    def _joined(self, node: Node, given: list[Node]) -> Scores:
+        """Of a sum: what hides keys in any of its parts hides them."""
+        others = [operand for operand in node.all_input_nodes if operand not in self.states]
+        masks = [mask for operand in given for mask in self.states[operand].masks]
+        if operator_of(node) in ("add", "add_"):
+            masks += [mask for operand in others for mask in self._hiding(operand)]
+        first = max((self.states[operand] for operand in given), key=lambda state: state.more)
+        return replace(first, masks=tuple(dict.fromkeys(masks)))
+
+    def _keeps(self, node: Node, given: list[Node], tags: Tags) -> bool:
+        """Whether the result of an elementwise operator has the dimensions of the scores among its operands."""
+        if node.meta["example_value"].dim() != len(tags):
+            return False
+        for operand in node.all_input_nodes:
+            own = self.tags.get(operand, ())
+            if any(tag not in (None, other) for tag, other in zip(reversed(own), reversed(tags), strict=False)):
+                return False
+        return KEYS in tags or all(KEYS not in self.tags[operand] for operand in given)
+
+    def _masked(self, node: Node, name: str, state: Scores) -> Scores | None:
+        """`masked_fill(scores, mask, least)` and `where(mask, scores, least)`."""
+        mask = self._fills(node, name)
+        return replace(state, masks=(*state.masks, mask)) if mask is not None else None
+
+    def _fills(self, node: Node, name: str) -> Mask | None:
+        """What a node replaces by a number that hides a score; None for another node."""
+        if name in ("masked_fill", "masked_fill_"):
+            condition, fill, hides = argument(node, "mask"), constant_of(argument(node, "value")), True
+        elif name == "where" and len(node.args) == 3:
+            condition, *sides = node.args
+            fills = [constant_of(side) for side in sides]
+            hides = fills[1] is None
+            fill = fills[not hides]
+        else:
+            return None
+        if not isinstance(condition, Node) or not self.is_metadata(condition) or fill is None:
+            return None
+        if fill > HIDES:
+            raise Refused(Reason.SCORES_CHANGED, f"{fill:g} does not hide a score for certain", node)
+        return Mask(condition, fill, hides)
+
+    def _hiding(self, node: Any, steps: int = 8) -> Iterator[Mask]:
+        """The parts of a sum that only the batch determines, and that may hide keys."""
+        if not isinstance(node, Node) or steps == 0 or not isinstance(node.meta.get("example_value"), torch.Tensor):
+            return
+        if self.is_metadata(node):
+            example = node.meta["example_value"]
+            if example.is_floating_point() and example.dtype is not torch.float16 and example.dim() in (2, 3, 4):
+                yield Mask(node)
+        elif (mask := self._fills(node, operator_of(node))) is not None:
+            yield mask
+        elif operator_of(node) in ("add", "add_"):
+            for operand in node.all_input_nodes:
+                yield from self._hiding(operand, steps - 1)
+        elif operator_of(node) in _CARRIES:
+            yield from self._hiding(node.args[0], steps - 1)
+
+    def _with_sinks(self, node: Node, given: list[Node]) -> tuple[Scores, Tags] | None:
+        """`cat([scores, sinks], -1)`, where sinks have no rows."""
+        parts: Any = node.args[0]
+        state, tags = self.states[given[0]], self.tags[given[0]]
+        fits = parts[0] is given[0] and len(given) == 1 and argument(node, "dim", 0) in (-1, len(tags) - 1)
+        if not fits or any(part in self.tags for part in parts[1:]) or state.is_softmax:
+            return None
+        added = sum(part.meta["example_value"].shape[-1] for part in parts[1:])
+        return (replace(state, more=state.more + added), tags) if type(added) is int else None
+
+    def _without_sinks(self, node: Node, state: Scores, tags: Tags) -> tuple[Scores, Tags] | None:
+        """`weights[..., :-1]`; also `max(...)[0]`."""
+        if isinstance(node.args[0], Node) and isinstance(node.args[0].meta["example_value"], (tuple, list)):
+            return state, tags
+        index = node.args[1]
+        if state.more and index == (Ellipsis, slice(None, -state.more, None)):
+            return replace(state, more=0), tags
+        return None
+
+
+def _attention(node: Node, query: Node, key: Node, value: Node, masks: tuple[Mask, ...], tags: Tags) -> RowAttention:
+    first, second, third = (Operand(part, _USUAL) for part in (query, key, value))
+    return RowAttention(node, first, second, third, masks, None, _USUAL, is_unpacked=True, tags=tags)
+
+
+def _refused(node: Node, text: str) -> Refused:
+    return Refused(Reason.NOT_BY_ROWS, f"`{operator_of(node) or node.name}` {text}", node)
