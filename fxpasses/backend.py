@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -155,14 +156,25 @@ def _rewritten(
     if settings.rows == "all":
         return run_passes(passes, gm, example_inputs, settings, after_pass), None
     told: list[tuple[Report, Result, str]] = []
-    result = run_passes(passes, gm, example_inputs, settings, lambda *each: told.append(each))
     rows, packs = None, True
+
+    def run(biases: bool) -> Result:
+        told.clear()
+        own = [LiveRows(biases) if isinstance(each, LiveRows) else each for each in passes]
+        return run_passes(own, gm, example_inputs, settings, lambda *each: told.append(each))
+
+    result = run(biases=False)
     with contained("counting rows", "They stay packed for each batch.", settings.strict):
-        counts = choice.row_counts(result.draft, gm)
-        if counts is not None:
-            packed = counts.packs(trace.inputs(gm, counts.positions))
-            choice.guard(counts, packed, trace.code)
-            rows, packs = counts, packed
+        for biases in (False, True):
+            counts = choice.row_counts(result.draft, gm)
+            if counts is None:
+                break
+            live = counts.live(trace.inputs(gm, counts.positions))
+            if biases or live < math.inf:
+                choice.guard(counts, live < choice.MOST_LIVE, trace.code)
+                rows, packs = counts, live < choice.MOST_LIVE
+                break
+            result = run(biases=True)
     if not packs:
         others = [each for each in passes if not isinstance(each, LiveRows)]
         return run_passes(others, gm, example_inputs, settings, after_pass), rows

@@ -92,19 +92,22 @@ class Step:
     autocast: Regions
 
 
-def find_layout(main: Region, is_metadata: Callable[[Node], bool], may_drop: bool = False) -> Layout | None:
+def find_layout(
+    main: Region, is_metadata: Callable[[Node], bool], may_drop: bool = False, biases: bool = False
+) -> Layout | None:
     """The layout of a graph; None without an embedding of tokens. Raises `Refused` for what mixes rows otherwise.
 
-    may_drop: whether a dropout may draw other random numbers than eager mode's.
+    may_drop: whether a dropout may draw other random numbers than eager mode's. biases: whether additive masks have
+    other values than 0 and the least, as ALiBi's.
     """
-    analysis = _Analysis(is_metadata, may_drop)
+    analysis = _Analysis(is_metadata, may_drop, biases)
     analysis.run(main)
     return analysis.layout if analysis.layout.steps else None
 
 
 class _Analysis:
-    def __init__(self, is_metadata: Callable[[Node], bool], may_drop: bool) -> None:
-        self.is_metadata, self.may_drop = is_metadata, may_drop
+    def __init__(self, is_metadata: Callable[[Node], bool], may_drop: bool, biases: bool) -> None:
+        self.is_metadata, self.may_drop, self.biases = is_metadata, may_drop, biases
         self.layout = Layout()
         self.tags, self.spaces = self.layout.tags, self.layout.spaces
         self.known = Spaces()
@@ -117,8 +120,9 @@ class _Analysis:
 
     def run(self, region: Region) -> None:
         attentions, refusals = written_out(region.gm.graph, self.is_metadata)
-        self.written_out |= attentions
-        self.inside |= {node for attention in attentions.values() for node in attention.inside}
+        planned = {node: found for node, found in attentions.items() if not self._has_bias(found.masks[0].node)}
+        self.written_out |= planned
+        self.inside |= {node for found in planned.values() for node in found.inside}
         self.near_misses += refusals
         for node, autocast in autocast_regions(region.gm.graph, region.autocast).items():
             name = operator_of(node)
@@ -235,8 +239,12 @@ class _Analysis:
         if name != ATTENTION:
             return None
         mask = argument(node, "attn_mask")
-        usual = not argument(node, "dropout_p", 0.0) and (mask is None or self.is_metadata(mask))
+        planned = mask is None or (self.is_metadata(mask) and not self._has_bias(mask))
+        usual = planned and not argument(node, "dropout_p", 0.0)
         return (None if usual else self.unpacked.fused(node)) or fused(node)
+
+    def _has_bias(self, mask: Node) -> bool:
+        return self.biases and mask.meta["example_value"].is_floating_point()
 
     def _cut(self, node: Node, name: str, space: Space) -> Space | None:
         """The part of the rows that `x[:, :-1]` takes; None for another node."""
@@ -458,7 +466,10 @@ class _Analysis:
 
     def _indexed(self, node: Node, tags: Tags) -> Tags:
         index = list(node.args[1]) if isinstance(node.args[1], tuple) else [node.args[1]]
-        if any(is_tensor(part) or isinstance(part, (list, Tensor)) for part in index):
+        lists = [part for part in index if isinstance(part, list)]
+        if any(is_tensor(part) or isinstance(part, Tensor) for part in index) or len(lists) > 1:
+            raise refused(node, "selects rows")
+        if lists and (any(type(part) is int for part in index) or any(type(at) is not int for at in lists[0])):
             raise refused(node, "selects rows")
         at = index.index(Ellipsis) if Ellipsis in index else len(index)
         index[at : at + 1] = [slice(None)] * (len(tags) - sum(part not in (None, Ellipsis) for part in index))
@@ -467,7 +478,7 @@ class _Analysis:
             tag = None if part is None else next(own)
             if tag and part not in (slice(None), slice(0, None)):
                 raise refused(node, "selects rows")
-            found += [tag] if part is None or isinstance(part, slice) else []
+            found += [tag] if part is None or isinstance(part, (list, slice)) else []
         return tuple(found)
 
     def _attention(self, found: RowAttention) -> tuple[Tags, Space]:

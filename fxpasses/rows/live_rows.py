@@ -18,8 +18,13 @@ After, the batch is one sequence of the rows that are needed, which the prologue
 
 from __future__ import annotations
 
-from torch.fx import GraphModule
+from typing import Any
 
+import torch
+from torch.fx import GraphModule, Node
+
+from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.closure import find_closure
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
@@ -31,21 +36,26 @@ from fxpasses.rows.rewrite import Rewrite
 
 
 class LiveRows:
-    """The pass."""
+    """The pass. biases: whether additive masks have other values than 0 and the least, as ALiBi's."""
 
     name = "live_rows"
     exact = False
+
+    def __init__(self, biases: bool = False) -> None:
+        self.biases = biases
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
         if context.options.rows == "all" or "hoist_metadata" not in context.options.passes:
             return report
         main = Region(gm)
+        _simplify(main, context.fake_mode)
         banned = {node: Refusal(node.name, Reason.INPUT_WRITTEN) for node in context.shared_inputs}
         values = find_closure(main, context.fake_mode, banned).values
         known = {node for node, value in values.items() if isinstance(value, Tensor)}
         try:
-            layout = find_layout(main, known.__contains__, may_drop=context.options.lowering == "inductor")
+            may_drop = context.options.lowering == "inductor"
+            layout = find_layout(main, known.__contains__, may_drop, self.biases)
             if layout is None or not layout.exits:
                 return report
             context.check_may_change(next(iter(layout.exits)))
@@ -60,3 +70,28 @@ class LiveRows:
         report.summary = f"only rows that can reach the loss, in {sets} set{'s' * (sets > 1)}"
         report.changes = [report.summary]
         return report
+
+
+def _simplify(main: Region, fake_mode: Any) -> None:
+    """Spell out what depends on less than it names: x in `mask.type_as(x)`, `mask.expand_as(x)`, `cat([empty, x])`."""
+    for region in main.walk():
+        for node in list(region.gm.graph.nodes):
+            if node.op.startswith("call") and isinstance(node.meta.get("example_value"), torch.Tensor):
+                with region.gm.graph.inserting_before(node):
+                    simpler = _simpler(node, NodeBuilder(region.gm.graph, fake_mode, node))
+                if simpler is not None:
+                    node.replace_all_uses_with(simpler)
+                    region.gm.graph.erase_node(node)
+
+
+def _simpler(node: Node, emit: NodeBuilder) -> Node | None:
+    name, example, first = operator_of(node), node.meta["example_value"], node.args[0] if node.args else None
+    if name == "type_as" and isinstance(first, Node):
+        return emit("to", (first, example.dtype))
+    if name == "expand_as" and isinstance(first, Node) and all(isinstance(size, int) for size in example.shape):
+        return emit("expand", (first, *example.shape))
+    if name == "cat" and isinstance(first, (tuple, list)) and all(isinstance(part, Node) for part in first):
+        full = [part for part in first if 0 not in part.meta["example_value"].shape]  # a cache that is empty yet
+        if len(full) == 1 and full[0].meta["example_value"].dtype is example.dtype:
+            return emit("clone", (full[0],))
+    return None

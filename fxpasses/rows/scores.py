@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_pointwise, operator_of
+from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_in_place, is_pointwise, operator_of
 from fxpasses.graph.refusals import Refused
 from fxpasses.passes.attention.match import Mask, Operand
 from fxpasses.passes.attention.products import Product, product_of
@@ -72,6 +72,8 @@ class Unpacked:
         if found is None:
             raise _refused(node, "changes scores or weights in a way that is not known")
         self.states[node], tags = found
+        if is_in_place(name):
+            self.states[given[0]] = found[0]
         return tags
 
     def result(self, node: Node) -> RowAttention | None:
@@ -155,6 +157,9 @@ class Unpacked:
             return masked, tags
         if name == "sub" and not self._subtracts_little(node):
             return None
+        if state.masks and name in ("div", "mul"):  # what hides a score still hides it
+            factor = constant_of(node.args[1]) if node.args[0] is given[0] and len(node.args) == 2 else None
+            return (state, tags) if factor is not None and 1e-3 < factor < 1e3 and not node.kwargs else None
         adds = name in _ADDS and OperatorCall.of(node).has_only("input", "other")
         if adds or (not state.masks and is_pointwise(name) and name != "where"):
             return (self._joined(node, given), tags) if self._keeps(node, given, tags) else None
