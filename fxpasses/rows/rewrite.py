@@ -65,13 +65,15 @@ class Rewrite:
     def _prepare(self) -> None:
         graph = self.main.gm.graph
         first = next(node for node in graph.nodes if node.op.startswith("call") and self._has_rows(node))
-        autocast = autocast_regions(graph)
-        for node in [node for node in graph.nodes if node.op.startswith("call") and node in self.closure]:
-            if autocast[node] != autocast[first] and _is_floating(node):
-                raise refused(node, "is computed in another region of autocast")
-            if any(self._has_rows(operand) for operand in node.all_input_nodes):
-                raise refused(node, "is made with the sizes of rows")
-            first.prepend(node)
+        nodes = list(graph.nodes)
+        placed, autocast = set(nodes[: nodes.index(first)]), autocast_regions(graph)
+        for node in nodes[len(placed) :]:
+            if node.op.startswith("call") and node in self.closure and placed.issuperset(node.all_input_nodes):
+                if autocast[node] != autocast[first] and _is_floating(node):
+                    raise refused(node, "is computed in another region of autocast")
+                first.prepend(node)
+                placed.add(node)
+        self.placed = placed
         with graph.inserting_before(first):
             emit = NodeBuilder(graph, self.fake_mode, first)
             self.sets = Packings(self.layout, self.needed, emit, self._outside)
@@ -114,6 +116,8 @@ class Rewrite:
         """The node of the main graph with the value that a node of a body has; of the batch's metadata."""
         region = self.regions[node.graph]
         if region.parent is None:
+            if node not in self.placed:
+                raise refused(node, "is made of rows, if only of their sizes")
             return node
         if node.op == "placeholder":
             operand = region.operands[node]
@@ -124,6 +128,7 @@ class Rewrite:
         if node not in self._made:
             copied = self.main.gm.graph.node_copy(node, self._outside)
             self._made[node] = copied
+            self.placed.add(copied)
         return self._made[node]
 
     # Values
