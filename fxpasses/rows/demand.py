@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxpasses.graph.calls import operator_of
+from fxpasses.graph.calls import is_in_place, operator_of
 from fxpasses.rows.layout import Layout, first_of
 from fxpasses.rows.spaces import Space
 
@@ -57,7 +57,10 @@ def demands(layout: Layout) -> dict[Node, RowSet]:
             operand = layout.exits[node].operand
             need(operand, RowSet(layout.spaces[operand], frozenset({node})))
             continue
-        if (memory := layout.fills.get(node)) in needed:
+        memory = layout.fills.get(node)
+        if node in layout.scores and is_in_place(operator_of(node)):
+            memory = first_of(node)
+        if memory in needed:  # what writes is needed where the memory is
             need(node, needed[memory])
         if node not in needed:
             continue

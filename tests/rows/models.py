@@ -85,6 +85,13 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias
     return torch.matmul(weights[..., :-1], v)
 
 
+def filled_in_place(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """As Flaubert: what the operator in place returns is not used."""
+    scores = torch.matmul(q, k.mT).add_(bias)
+    scores.masked_fill_(~mask.expand_as(scores), LEAST)
+    return torch.matmul(scores.double().softmax(-1).type_as(scores), v)
+
+
 def dropped(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2)
 
@@ -100,6 +107,7 @@ ATTENTIONS: dict[str, Any] = {
     "biased": biased,
     "with_sinks": with_sinks,
     "dropped": dropped,
+    "filled_in_place": filled_in_place,
 }
 
 

@@ -120,7 +120,7 @@ def test_parts_of_the_rows(exit: Exit) -> None:
     check(Model(exit), BATCHES)
 
 
-@pytest.mark.parametrize("spelling", ["capped", "biased", "with_sinks", "dropped"])
+@pytest.mark.parametrize("spelling", ["capped", "biased", "with_sinks", "dropped", "filled_in_place"])
 def test_attention_that_no_plan_computes(spelling: str) -> None:
     """It is computed on unpacked rows, so that a dropout draws eager mode's numbers."""
     check(Model(shifted_loss, spelling=spelling), [each for each in BATCHES if each is not BATCHES[2]])
