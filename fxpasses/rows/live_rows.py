@@ -84,6 +84,11 @@ def _simplify(main: Region, fake_mode: Any) -> None:
                     region.gm.graph.erase_node(node)
 
 
+def _is_empty(node: Node) -> bool:
+    """Asks no symbol, which would be a guard."""
+    return any(isinstance(size, int) and size == 0 for size in node.meta["example_value"].shape)
+
+
 def _simpler(node: Node, emit: NodeBuilder) -> Node | None:
     name, example, first = operator_of(node), node.meta["example_value"], node.args[0] if node.args else None
     if name == "type_as" and isinstance(first, Node):
@@ -91,7 +96,7 @@ def _simpler(node: Node, emit: NodeBuilder) -> Node | None:
     if name == "expand_as" and isinstance(first, Node) and all(isinstance(size, int) for size in example.shape):
         return emit("expand", (first, *example.shape))
     if name == "cat" and isinstance(first, (tuple, list)) and all(isinstance(part, Node) for part in first):
-        full = [part for part in first if 0 not in part.meta["example_value"].shape]  # a cache that is empty yet
+        full = [part for part in first if not _is_empty(part)]  # beside a cache that is empty yet
         if len(full) == 1 and full[0].meta["example_value"].dtype is example.dtype:
             return emit("clone", (full[0],))
     return None
