@@ -98,7 +98,7 @@ class Options:
     capture: str = "on"
     experts: str = "auto"
     attention: str = "auto"
-    rows: str = "auto"
+    rows: str = "all"
     topk: str = "off"
     fold: str = "auto"
     generation: str = "eager"
