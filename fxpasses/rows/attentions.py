@@ -14,7 +14,6 @@ mask has other values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,8 @@ from fxpasses.report import Reason
 from fxpasses.rows.spaces import BATCH, TOKENS, Tags
 
 ATTENTION = "scaled_dot_product_attention"
+# What is added to a score to hide it: beside any score it is infinite.
+HIDES = -1e30
 _USUAL = (0, 1, 2, 3)
 
 
@@ -107,17 +108,13 @@ def _of(found: Attention) -> RowAttention:
     parts, fill = (found.query, found.key, found.value), found.mask.fill
     if any(len(part.order) != 4 for part in parts):
         raise Refused(Reason.NOT_BY_ROWS, "attention is not by heads", found.node)
-    if fill is not None and not (fill == -math.inf or fill <= HIDES):
+    if fill is not None and fill > HIDES:
         raise Refused(Reason.SCORES_CHANGED, f"{fill:g} does not hide a score for certain", found.node)
     if found.node.meta["example_value"].dtype is torch.float16:
         raise Refused(Reason.SCORES_CHANGED, "the least float16 does not hide a score", found.node)
     inside = {node for node in found.inside if node is not found.node}
     first = next(node for node in found.node.graph.nodes if node in inside)
     return RowAttention(found.node, *parts, (found.mask,), found.scale, found.order, (first, *(inside - {first})))
-
-
-# What is added to a score to hide it: beside any score it is infinite.
-HIDES = -1e30
 
 
 def is_written_between(attention: RowAttention) -> bool:

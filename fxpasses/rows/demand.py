@@ -16,7 +16,8 @@ from typing import Any
 from torch.fx import Node
 
 from fxpasses.graph.calls import is_in_place, operator_of
-from fxpasses.rows.layout import Layout, first_of
+from fxpasses.rows.layout import Layout
+from fxpasses.rows.nodes import first_of
 from fxpasses.rows.spaces import Space
 
 

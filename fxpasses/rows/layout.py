@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fxpasses.graph.aliases import storages
 from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_in_place, is_pointwise, operator_of
 from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.modes import Regions, autocast_regions
@@ -33,27 +32,16 @@ from fxpasses.passes.experts.rowwise_rules import ALONG
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, RowAttention, fused, is_written_between, written_out
 from fxpasses.rows.exits import Exit, exit_of
+from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, whole_index
 from fxpasses.rows.scores import Scores, Unpacked
-from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Spaces, Tags, shape_of
+from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Spaces, Tags
+from fxpasses.rows.writes import MAKES_MEMORY, Writes
 
-MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like"})
 RESHAPES = frozenset({"flatten", "reshape", "unflatten", "view"})
-_ARITHMETIC = frozenset({"add", "floordiv", "getitem", "mul", "sub"})
-_KEEPING = CASTS | {"clone", "type_as"}
+_ARITHMETIC = frozenset({"add", "floor_divide", "getitem", "mul", "sub"})
+_KEEPING = CASTS | {"clone"}
 _KEEPING_ALONG = frozenset({"chunk", "cumsum", "glu", "log_softmax", "softmax", "split", "tensor_split"})
 _NORMS = frozenset({"layer_norm", "rms_norm"})
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, Node) and isinstance(value.meta.get("example_value"), Tensor)
-
-
-def first_of(node: Node) -> Any:
-    return node.args[0] if node.args else None
-
-
-def refused(node: Node, text: str = "is not known to work row by row") -> Refused:
-    return Refused(Reason.NOT_BY_ROWS, f"`{operator_of(node) or node.name}` {text}", node)
 
 
 @dataclass(eq=False)
@@ -116,7 +104,7 @@ class _Analysis:
         self.written_out: dict[Node, RowAttention] = {}
         self.inside: set[Node] = set()
         self.near_misses: list[Refused] = []
-        self.new_memory: dict[Node, Node] = {}  # of new memory that nobody has read, and of its views: that memory
+        self.writes = Writes(self.layout)
 
     def run(self, region: Region) -> None:
         attentions, refusals = written_out(region.gm.graph, self.is_metadata)
@@ -141,6 +129,8 @@ class _Analysis:
                 elif any(operand in self.layout.numbers for operand in node.all_input_nodes):
                     if not self._is_size(node, name):
                         raise refused(node, "reads a size of rows")
+                else:
+                    self.writes.check(node, name)
 
     def _is_size(self, node: Node, name: str) -> bool:
         """Whether a node is a size of rows, or a number that is computed from one."""
@@ -194,19 +184,18 @@ class _Analysis:
         resizes = name in RESHAPES or name == "expand" or name.startswith("new_")
         if not resizes and self.layout.numbers & set(node.all_input_nodes):
             raise refused(node, "reads a size of rows")
-        for operand in node.all_input_nodes:
-            if name not in ("copy_", "getitem", "setitem") or operand is not first_of(node):
-                self._is_read(operand)
+        self.writes.reads(node)
         if node.op == "output":
             if region.parent is None:
                 raise refused(node, "takes rows, which are exact where they are returned")
             return
         spaces = {self.spaces[operand]: None for operand in self._operands(node) if operand in self.spaces}
-        found = exit_of(node, self.tags, self.is_metadata) if len(spaces) == 1 else None
+        ends = len(spaces) == 1 and not self.layout.scores.keys() & set(node.all_input_nodes)
+        found = exit_of(node, self.tags, self.is_metadata) if ends else None
         if found is not None:
             self.layout.exits[node] = found
         elif name == "setitem":
-            self._set(node)
+            self.writes.sets(node, lambda memory: self._indexed(node, self.tags[memory]))
         elif isinstance(node.meta.get("example_value"), (Tensor, tuple, list)):
             self.tags[node], self.spaces[node] = self._result(node, name, list(spaces))
         else:
@@ -251,12 +240,9 @@ class _Analysis:
         x = first_of(node)
         if name != "getitem" or not is_tensor(x) or not is_tensor(node) or len(shape_of(node)) != len(shape_of(x)):
             return None
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        if not all(isinstance(part, slice) or part is Ellipsis for part in index) or index.count(Ellipsis) > 1:
+        index = whole_index(node.args[1], len(shape_of(x)))
+        if not all(isinstance(part, slice) for part in index):
             return None
-        at = index.index(Ellipsis) if Ellipsis in index else len(index)
-        whole = (slice(None),) * (len(shape_of(x)) - len(index) + (Ellipsis in index))
-        index = (*index[:at], *whole, *index[at + 1 :])
         tags, places = self.tags[x], []
         for tag in (BATCH, TOKENS):
             if tag not in tags:
@@ -275,15 +261,11 @@ class _Analysis:
         if call.argument("inplace"):
             raise refused(node, "writes to rows")
         if name in MAKES_MEMORY:
-            return self._made(node, first, tags)
-        if name == "getitem" and first in self.new_memory:
-            self.new_memory[node] = self.new_memory[first]
-            return self._indexed(node, tags)
-        if name == "copy_" and self.new_memory.get(first) in (first, first_of(first)):
-            self.layout.fills[node] = self.new_memory[first]
+            return self.writes.makes(node, first, tags)
+        if self.writes.copies(node):
             return self._broadcast(node)
         if is_in_place(name):
-            return self._in_place(node, name)
+            return self.writes.in_place(node, name, self._broadcast(node))
         if name in ("cat", "stack"):
             return self._joined(node, call, name)
         if is_pointwise(name) and (name != "where" or len(node.args) == 3):
@@ -313,32 +295,6 @@ class _Analysis:
                 return found
         raise refused(node)
 
-    def _made(self, node: Node, like: Any, tags: Tags) -> Tags:
-        """`x.new_empty(sizes)`, `torch.zeros_like(x)`: of the same rows as x, perhaps with other features."""
-        sizes = list(zip(shape_of(node), shape_of(like), tags, strict=False))
-        if len(shape_of(node)) != len(tags) or any(tag and own != other for own, other, tag in sizes):
-            raise refused(node, "makes memory of other sizes")
-        self.new_memory[node] = node
-        return tags
-
-    def _set(self, node: Node) -> None:
-        """`x[..., :8] = y`, where x is new memory."""
-        memory, _, value = node.args
-        if not isinstance(memory, Node) or self.new_memory.get(memory) is not memory:
-            raise refused(node, "writes to rows")
-        part = self._indexed(node, self.tags[memory])
-        if isinstance(value, Node):
-            tags = self.tags.get(value, ())
-            own = (None,) * (len(part) - len(tags)) + tags
-            if own != part or (is_tensor(value) and len(tags) != len(shape_of(value))):
-                raise refused(node, "writes other rows, or what is none, to rows")
-        self.layout.fills[node] = memory
-
-    def _is_read(self, node: Node) -> None:
-        memory = self.new_memory.get(node)
-        if memory is not None:
-            self.new_memory = {other: made for other, made in self.new_memory.items() if made is not memory}
-
     def _selected(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
         """Rules of operators that select or repeat features."""
         dim = call.argument("dim")
@@ -362,21 +318,6 @@ class _Analysis:
         if name in ("linear", "matmul") and tags[-1] is None:
             return self._product(node, call, name, tags)
         return None
-
-    def _in_place(self, node: Node, name: str) -> Tags:
-        """`x += y`, where no other value shares the memory of x: it is `x + y` from there on."""
-        written = first_of(node)
-        if not is_pointwise(name[:-1]) or written not in self.tags or node.kwargs.get("out") is not None:
-            raise refused(node, "writes to rows")
-        written = self.layout.written.get(written, written)
-        memory = set(storages(node))
-        sharing = {other for other in self.tags if other is not written and memory & set(storages(other))}
-        if any(self.layout.written.get(other) is not written for other in sharing):
-            raise refused(node, "writes to rows that another value shares")
-        if self.layout.origins.get(written) is not None or self._broadcast(node) != self.tags[written]:
-            raise refused(node, "writes to rows of another checkpoint")
-        self.layout.written[node] = written
-        return self.tags[written]
 
     def _rows_among(self, node: Node) -> int:
         return len(self.tags.keys() & {*node.all_input_nodes})
@@ -465,14 +406,13 @@ class _Analysis:
         return tags if kept else (*tags[:at], *tags[at + 1 :])
 
     def _indexed(self, node: Node, tags: Tags) -> Tags:
-        index = list(node.args[1]) if isinstance(node.args[1], tuple) else [node.args[1]]
-        lists = [part for part in index if isinstance(part, list)]
-        if any(is_tensor(part) or isinstance(part, Tensor) for part in index) or len(lists) > 1:
+        given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        lists = [part for part in given if isinstance(part, list)]
+        if any(is_tensor(part) or isinstance(part, Tensor) for part in given) or len(lists) > 1:
             raise refused(node, "selects rows")
-        if lists and (any(type(part) is int for part in index) or any(type(at) is not int for at in lists[0])):
+        if lists and (any(type(part) is int for part in given) or any(type(at) is not int for at in lists[0])):
             raise refused(node, "selects rows")
-        at = index.index(Ellipsis) if Ellipsis in index else len(index)
-        index[at : at + 1] = [slice(None)] * (len(tags) - sum(part not in (None, Ellipsis) for part in index))
+        index = whole_index(given, len(tags))
         found, own = [], iter(tags)
         for part in index:
             tag = None if part is None else next(own)

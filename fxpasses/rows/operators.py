@@ -115,7 +115,8 @@ def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads:
     """The plan of attention between rows, as one sequence; see `runtime/attention/plan.py`.
 
     mask: bool [B or 1, H or 1, Tq, Tk]. queries, keys: sets of rows by `live_rows`. batch: B. heads: of queries that
-    share one head of the mask. No mask of all pairs is made.
+    share one head of the mask. No mask of all pairs is made. Padding sees the last key: a program may divide by what it
+    gets.
     """
     own_heads, q_tokens, k_tokens = mask.shape[1:]
     q_ends = _ends(queries, batch, q_tokens)
@@ -123,6 +124,7 @@ def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads:
 
     def block(start: int, stop: int) -> Tensor:
         found = torch.zeros(1, own_heads, stop - start, len(keys), dtype=torch.bool)
+        found[:, :, max(0, q_ends[batch] - start) :, -1] = True
         for b in range(batch):
             q0, q1 = max(q_ends[b], start), min(q_ends[b + 1], stop)
             k0, k1 = k_ends[b], k_ends[b + 1]

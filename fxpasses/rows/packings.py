@@ -23,7 +23,8 @@ from fxpasses.rows import operators  # noqa: F401  registers the operators
 from fxpasses.rows.attentions import HIDES, RowAttention
 from fxpasses.rows.demand import RowSet, closed
 from fxpasses.rows.exits import Exit
-from fxpasses.rows.layout import Layout, refused
+from fxpasses.rows.layout import Layout
+from fxpasses.rows.nodes import refused
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space
 
 ops = torch.ops.fxpasses
@@ -34,7 +35,8 @@ class Packing:
     """A set of rows, as nodes of the main graph.
 
     slots: int64 [N], rows in order, -1 for padding. rows: the same, 0 for padding. padding: bool [N]. count: N.
-    sequences, tokens: int64 [N], b and t of each. place: int64 [B * T], of each row among them.
+    sequences, tokens: int64 [N], b and t of each. place: int64 [B * T], of each row among them; of a part, which may be
+    empty, with one element more.
     """
 
     slots: Node
@@ -63,39 +65,32 @@ class Packings:
     ) -> None:
         self.layout, self.emit, self._outside = layout, emit, outside
         self.attentions = {node: found for node, found in layout.attentions.items() if node in needed}
-        self._made: dict[Any, Any] = {}
+        self._made: dict[Any, Any] = {}  # by what it is: each is made once
         self._waiting: list[Space] = []  # whose closed sets are being made
 
     def packing(self, rows: RowSet, share: float, fake_mode: Any) -> Packing:
         """The packing of a set of a whole space. share: of the step's products, those computed for it."""
-        if rows not in self._made:
-            emit, live = self.emit, self._live(rows)
-            slots = emit(ops.live_rows.default, (live, share))
-            found = slots.meta["example_value"]
-            slots.meta["unbacked_bindings"] = compute_unbacked_bindings(fake_mode.shape_env, found)
-            place = emit("clamp", (emit("sub", (emit("cumsum", (live, 0)), 1)),), {"min": 0})
-            self._made[rows] = self._packing(slots, emit.size(slots, 0), place, self.sizes(rows.space).tokens)
-        made: Packing = self._made[rows]
-        return made
+        emit, live = self.emit, self._live(rows)
+        slots = emit(ops.live_rows.default, (live, share))
+        found = slots.meta["example_value"]
+        slots.meta["unbacked_bindings"] = compute_unbacked_bindings(fake_mode.shape_env, found)
+        place = emit("clamp", (emit("sub", (emit("cumsum", (live, 0)), 1)),), {"min": 0})
+        return self._packing(slots, emit.size(slots, 0), place, self.sizes(rows.space).tokens)
 
-    def part(self, rows: RowSet, packing: Packing) -> Packing:
-        """The packing of a set of a part, whose rows are those of `packing`, a set of the whole."""
-        if rows not in self._made:
-            space, emit = rows.space, self.emit
-            assert space.whole is not None
-            own, whole = self.sizes(space), self.sizes(space.whole)
-            if space.whole.whole is not None:
-                packing = self.part(RowSet(space.whole, rows.exits), packing)
-            starts = [int(start) for start in space.starts]
-            sequences, tokens = emit("sub", (packing.sequences, starts[0])), emit("sub", (packing.tokens, starts[1]))
-            slots = emit("add", (emit("mul", (sequences, own.tokens)), tokens))
-            slots = emit("masked_fill", (slots, packing.padding, -1))
-            place = emit("reshape", (packing.place, whole.batch, whole.tokens))
-            for dim, (start, size) in enumerate(zip(starts, (own.batch, own.tokens), strict=True)):
-                place = emit("narrow", (place, dim, start, size))
-            self._made[rows] = self._packing(slots, packing.count, emit("reshape", (place, -1)), own.tokens)
-        made: Packing = self._made[rows]
-        return made
+    def part(self, space: Space, packing: Packing) -> Packing:
+        """The packing of a set of a part, whose rows are those of `packing`, a set of the whole around it."""
+        emit = self.emit
+        assert space.whole is not None
+        own, whole = self.sizes(space), self.sizes(space.whole)
+        starts = [int(start) for start in space.starts]
+        sequences, tokens = emit("sub", (packing.sequences, starts[0])), emit("sub", (packing.tokens, starts[1]))
+        slots = emit("add", (emit("mul", (sequences, own.tokens)), tokens))
+        slots = emit("masked_fill", (slots, packing.padding, -1))
+        place = emit("reshape", (emit("narrow", (packing.place, 0, 0, whole.rows)), whole.batch, whole.tokens))
+        for dim, (start, size) in enumerate(zip(starts, (own.batch, own.tokens), strict=True)):
+            place = emit("narrow", (place, dim, start, size))
+        place = emit(torch.nn.functional.pad, (emit("reshape", (place, -1)), (0, 1)))
+        return self._packing(slots, packing.count, place, own.tokens)
 
     def _packing(self, slots: Node, count: Any, place: Node, tokens: Any) -> Packing:
         rows = self.emit("clamp", (slots,), {"min": 0})
@@ -103,10 +98,13 @@ class Packings:
         sequence = self.emit(torch.floor_divide, (rows, tokens))
         return Packing(slots, rows, padding, count, sequence, self.emit(torch.remainder, (rows, tokens)), place)
 
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
     def sizes(self, space: Space) -> Sizes:
-        if space not in self._made:
-            self._made[space] = self._sizes(space)
-        found: Sizes = self._made[space]
+        found: Sizes = self._once(space, lambda: self._sizes(space))
         return found
 
     def _sizes(self, space: Space) -> Sizes:
@@ -124,46 +122,51 @@ class Packings:
 
     def mask(self, found: RowAttention) -> Node:
         """bool [B or 1, H or 1, Tq, Tk], True where a query sees a key."""
-        emit = self.emit
-        tokens = [self.sizes(self.layout.spaces[part.node]).tokens for part in (found.query, found.key)]
-        if not found.masks:
-            key: Any = ("mask", found.is_causal, *(self.layout.spaces[part.node] for part in (found.query, found.key)))
-            if key not in self._made:
-                kind = {"dtype": torch.bool, "device": device_of(found.node)}
-                ones = emit(torch.ones, (1, 1, *tokens), kind)
-                self._made[key] = emit(torch.tril, (ones,)) if found.is_causal else ones
-            made: Node = self._made[key]
-            return made
-        key = ("mask", *found.masks, found.is_unpacked, *tokens)
-        if key not in self._made:
-            visible, *others = (self._visible(mask, found, tokens) for mask in found.masks)
-            for other in others:
-                visible = emit(torch.logical_and, (visible, other))
-            self._made[key] = visible
-        made = self._made[key]
+        spaces = [self.layout.spaces[part.node] for part in (found.query, found.key)]
+        tokens = [self.sizes(space).tokens for space in spaces]
+        key = ("mask", *found.masks, found.is_unpacked, found.is_causal, *spaces)
+        made: Node = self._once(key, lambda: self._mask(found, tokens))
         return made
 
-    def _visible(self, mask: Mask, found: RowAttention, tokens: list[Any]) -> Node:
-        """bool [B or 1, H or 1, Tq, Tk], True where one of the masks lets a query see a key."""
-        emit, node = self.emit, self._outside(mask.node)
-        key = ("visible", node, mask.fill, mask.hides, found.is_unpacked, *tokens)
-        if key not in self._made:
-            if node.meta["example_value"].dtype is not torch.bool:
-                node = emit(ops.visible_pairs.default, (node, HIDES, not found.is_unpacked))
+    def _mask(self, found: RowAttention, tokens: list[Any]) -> Node:
+        emit = self.emit
+        if not found.masks:
+            kind = {"dtype": torch.bool, "device": device_of(found.node)}
+            ones = emit(torch.ones, (1, 1, *tokens), kind)
+            return emit(torch.tril, (ones,)) if found.is_causal else ones
+        visible, *others = (self._visible(mask, not found.is_unpacked, tokens) for mask in found.masks)
+        for other in others:
+            visible = emit(torch.logical_and, (visible, other))
+        return visible
+
+    def _visible(self, mask: Mask, exact: bool, tokens: list[Any]) -> Node:
+        """bool [B or 1, H or 1, Tq, Tk], True where one of the masks lets a query see a key.
+
+        exact: as for `visible_pairs`. tokens: Tq and Tk.
+        """
+        node = self._outside(mask.node)
+
+        def make() -> Node:
+            emit, visible = self.emit, node
+            if visible.meta["example_value"].dtype is not torch.bool:
+                visible = emit(ops.visible_pairs.default, (visible, HIDES, exact))
             elif mask.fill is not None and mask.hides:
-                node = emit("logical_not", (node,))
-            while node.meta["example_value"].dim() < 4:
-                node = emit("unsqueeze", (node, 0))
-            self._made[key] = emit("expand", (node, -1, -1, *tokens))
-        made: Node = self._made[key]
+                visible = emit("logical_not", (visible,))
+            while visible.meta["example_value"].dim() < 4:
+                visible = emit("unsqueeze", (visible, 0))
+            return emit("expand", (visible, -1, -1, *tokens))
+
+        made: Node = self._once(("visible", node, mask.fill is not None, mask.hides, exact, *tokens), make)
         return made
 
     def _live(self, rows: RowSet) -> Node:
         """bool [B * T], the rows of a set of a whole space."""
-        if rows.closed:
-            return self._closed(rows.space)
-        exits = [node for node in self.layout.exits if node in rows.exits]
-        return self._any_of(self._lifted(self._read(node), self._space_of(node)) for node in exits)
+        made: Node = self._once(rows, lambda: self._closed(rows.space) if rows.closed else self._read_by(rows.exits))
+        return made
+
+    def _read_by(self, exits: frozenset[Node]) -> Node:
+        read = [node for node in self.layout.exits if node in exits]
+        return self._any_of(self._lifted(self._read(node), self._space_of(node)) for node in read)
 
     def _space_of(self, node: Node) -> Space:
         return self.layout.spaces[self.layout.exits[node].operand]
@@ -190,18 +193,11 @@ class Packings:
             if other is space and keys is space:
                 own[mask] = own.get(mask, True) and found.is_exact
             elif keys is space:
-                arguments = (self._set(closed(other)), mask, self.sizes(other).batch, found.is_exact)
+                arguments = (self._live(closed(other)), mask, self.sizes(other).batch, found.is_exact)
                 seeds.append(self.emit(ops.rows_attended_from.default, arguments))
         self._waiting.pop()
         live = self._any_of(seeds)
         return self.emit(ops.attended_rows.default, (live, list(own), batch, list(own.values()))) if own else live
-
-    def _set(self, rows: RowSet) -> Node:
-        key = ("live", rows)
-        if key not in self._made:
-            self._made[key] = self._live(rows)
-        made: Node = self._made[key]
-        return made
 
     def _lifted(self, live: Node, space: Space) -> Node:
         """The rows of a part, as rows of the whole."""

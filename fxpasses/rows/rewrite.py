@@ -29,11 +29,13 @@ from fxpasses.graph.values import Tensor, Value
 from fxpasses.passes.attention.match import Operand
 from fxpasses.rows.attentions import RowAttention
 from fxpasses.rows.demand import RowSet, demands
-from fxpasses.rows.layout import RESHAPES, Layout, Step, first_of, is_tensor, refused, shape_of
+from fxpasses.rows.layout import RESHAPES, Layout, Step
+from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.packings import Packing, Packings
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Tags
 
 ops = torch.ops.fxpasses
+_GRADIENTS = frozenset({"_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"})
 
 
 class Rewrite:
@@ -47,10 +49,13 @@ class Rewrite:
         self.packings: dict[RowSet, Packing] = {}
         self.last_set: Node
         self._made: dict[Any, Node] = {}
+        self.moments = {node: moment for region in main.walk() for node, moment in self._moments(region)}
+        self.moment = 0
 
     def run(self) -> None:
         self._prepare()
         for step in self.layout.steps:
+            self.moment = self.moments[step.node]
             with step.region.gm.graph.inserting_before(step.node):
                 emit = NodeBuilder(step.region.gm.graph, self.fake_mode, step.node, autocast=step.autocast)
                 if step.node in self.layout.exits:
@@ -59,6 +64,16 @@ class Rewrite:
                     self.new[step.node] = self._packed(step, emit)
         self._return_packed()
         self._erase()
+
+    def _moments(self, region: Region) -> Iterator[tuple[Node, int]]:
+        """The nodes of a region, each with a number that changes where gradients are switched, or rows are written:
+        what was made from a value before is not what would be made from it after."""
+        moment = 0
+        for node in region.gm.graph.nodes:
+            yield node, moment
+            writes = node in self.layout.written or node in self.layout.fills
+            writes = writes or (node in self.layout.scores and is_in_place(operator_of(node)))
+            moment += writes or getattr(node.target, "__name__", "") in _GRADIENTS
 
     # Before the first row: all that only the batch determines, and the sets
 
@@ -82,20 +97,20 @@ class Rewrite:
             for rows, share in shares.items():
                 self.packings[rows] = self.sets.packing(rows, share, self.fake_mode)
             for rows in self._sets():
-                if rows not in shares:
-                    self.packings[rows] = self.sets.part(rows, self.packings[rows.whole])
+                self._add_part(rows)
         self.last_set = first.prev
 
+    def _add_part(self, rows: RowSet) -> Packing:
+        """The packing of a set of a part, after those of each whole around it."""
+        if rows not in self.packings:
+            assert rows.space.whole is not None
+            self.packings[rows] = self.sets.part(rows.space, self._add_part(replace(rows, space=rows.space.whole)))
+        return self.packings[rows]
+
     def _sets(self) -> dict[RowSet, None]:
-        """Those of all values and exits; with a set of a part, the same rows of each whole around it."""
+        """Those of all values and exits."""
         exits, found = self.layout.exits, dict.fromkeys(self.needed.values())
-        found |= {RowSet(self.layout.spaces[exits[node].operand], frozenset({node})): None for node in exits}
-        for rows in list(found):
-            space = rows.space
-            while space.whole is not None:
-                space = space.whole
-                found[replace(rows, space=space)] = None
-        return found
+        return found | {RowSet(self.layout.spaces[exits[node].operand], frozenset({node})): None for node in exits}
 
     def _shares(self) -> dict[RowSet, float]:
         """By set of rows of a whole space: the part of the products with weights that is computed for it."""
@@ -169,7 +184,7 @@ class Rewrite:
         value, own = self._value(node), self.needed[node]
         if own == rows:
             return value
-        key = (value, rows, region)
+        key = (value, rows, region, self.moment)
         if key not in self._made:
             if (own, rows) not in self._made:
                 self._made[own, rows] = self._early(
@@ -237,7 +252,8 @@ class Rewrite:
             whole = RowSet(self.layout.spaces[first], wanted.exits)
             return self._at(first, whole, region, emit)
         if name.startswith("new_"):
-            return emit(name, (self._at(first, wanted, region, emit), self._resized(step, region)), dict(node.kwargs))
+            kwargs = {key: value for key, value in node.kwargs.items() if key != "size"}
+            return emit(name, (self._at(first, wanted, region, emit), self._resized(step, region)), kwargs)
         if name in RESHAPES or name == "expand":
             resized = self._resized(step, region)
             return emit("expand" if name == "expand" else "reshape", (self._at(first, wanted, region, emit), *resized))
@@ -313,7 +329,7 @@ class Rewrite:
 
     def _unpacked(self, node: Node, region: Region, emit: NodeBuilder) -> Node:
         """A value with all rows [.., B, .., T, ..]; those that it was not computed for are copies of others."""
-        key = ("unpacked", node, region)
+        key = ("unpacked", self._value(node), region, self.moment)
         if key not in self._made:
             rows, tags = self.needed[node], self.layout.tags[node]
             batch, tokens = tags.index(BATCH), tags.index(TOKENS)

@@ -25,14 +25,15 @@ from fxpasses.passes.attention.products import Product, product_of
 from fxpasses.passes.attention.spelling import constant_of
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, HIDES, RowAttention
+from fxpasses.rows.nodes import refused
 from fxpasses.rows.spaces import BATCH, TOKENS, Tags
 
 # The dimension of scores whose elements are the tokens that a query attends to.
 KEYS = "keys"
 _ADDS = frozenset({"add", "add_", "sub"})
-_KEEPING = CASTS | {"clone", "contiguous", "type_as"}
+_KEEPING = CASTS | {"clone", "contiguous"}
 _USUAL = (0, 1, 2, 3)
-_CARRIES = CASTS | {"clone", "contiguous", "expand"}
+_CARRIES = _KEEPING | {"expand"}
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ class Unpacked:
             return self._first(node)
         states = {(self.states[operand].query, self.states[operand].key) for operand in given}
         if len(states) > 1:
-            raise _refused(node, "combines the scores of two attentions")
+            raise refused(node, "combines the scores of two attentions")
         found = self._after(node, name, given)
         if found is None:
-            raise _refused(node, "changes scores or weights in a way that is not known")
+            raise refused(node, "changes scores or weights in a way that is not known")
         self.states[node], tags = found
         if is_in_place(name):
             self.states[given[0]] = found[0]
@@ -84,17 +85,17 @@ class Unpacked:
         weights = product.left if product.left in self.states else product.right
         state, value = self.states[weights], product.right if weights is product.left else product.left
         if not state.is_softmax or state.more or value not in self.tags:
-            raise _refused(node, "multiplies scores that no mask hides")
+            raise refused(node, "multiplies scores that no mask hides")
         own, tags = self._by_letters(product, weights), self._by_letters(product, value)
         summed = [letter for letter, tag in own.items() if tag == KEYS]
         if tags.get(summed[0]) != TOKENS or summed[0] in product.axes:
-            raise _refused(node, "multiplies weights by other rows")
+            raise refused(node, "multiplies weights by other rows")
         rest = {letter: tag for letter, tag in (*own.items(), *tags.items()) if letter != summed[0]}
         result = tuple(rest[letter] for letter in product.axes)
         if any(own.get(letter, tag) != tag for letter, tag in tags.items() if letter != summed[0]):
-            raise _refused(node, "multiplies weights by other rows")
+            raise refused(node, "multiplies weights by other rows")
         if sorted(tag for tag in result if tag) != [BATCH, TOKENS]:
-            raise _refused(node, "gives rows in a way that is not known")
+            raise refused(node, "gives rows in a way that is not known")
         return _attention(node, state.query, state.key, value, state.masks, result)
 
     def fused(self, node: Node) -> RowAttention | None:
@@ -250,7 +251,3 @@ class Unpacked:
 def _attention(node: Node, query: Node, key: Node, value: Node, masks: tuple[Mask, ...], tags: Tags) -> RowAttention:
     first, second, third = (Operand(part, _USUAL) for part in (query, key, value))
     return RowAttention(node, first, second, third, masks, None, _USUAL, is_unpacked=True, tags=tags)
-
-
-def _refused(node: Node, text: str) -> Refused:
-    return Refused(Reason.NOT_BY_ROWS, f"`{operator_of(node) or node.name}` {text}", node)

@@ -13,16 +13,11 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from fxpasses.graph.symbols import expression
+from fxpasses.rows.nodes import shape_of
 
 # What a dimension is: a sequence of the batch, a token of a sequence, or a row, b * T + t. None: neither.
 BATCH, TOKENS, ROWS = "batch", "tokens", "rows"
 Tags = tuple[str | None, ...]
-
-
-def shape_of(node: Node) -> tuple[Any, ...]:
-    """The sizes of a tensor, as integers or expressions."""
-    return tuple(sympy.sympify(expression(size)) for size in node.meta["example_value"].shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +51,11 @@ class Spaces:
         return self._known.setdefault(sizes, Space((sizes[0], sizes[1]), ids))
 
     def part(self, whole: Space, cuts: tuple[Any, Any], sizes: tuple[Any, Any]) -> Space | None:
-        """The space of `x[cuts]`, two slices, whose sizes are `sizes`; None for slices that are not known."""
+        """The space of `x[cuts]`, two slices, whose sizes are `sizes`; None for slices that are not known, or leave no
+        more than one."""
         starts = []
         for cut, size, all_of_it in zip(cuts, sizes, whole.sizes, strict=True):
-            if cut.step not in (None, 1) or not (size - all_of_it).is_Integer or size == 1:
+            if cut.step not in (None, 1) or not (size - all_of_it).is_Integer or size in (0, 1):
                 return None
             start = 0 if cut.start is None else cut.start
             if type(start) is not int or (start < 0 and cut.stop is not None):

@@ -15,7 +15,7 @@ import fxpasses
 import fxpasses.inspect
 from fxpasses import once
 from fxpasses.rows import choice
-from tests.rows.models import ATTENTIONS, LEAST, TOKENS, VOCABULARY, WIDTH, Exit, Model, Translation, batch
+from tests.rows.models import TOKENS, VOCABULARY, WIDTH, Exit, Model, batch
 from tests.support import compiled, reports_of, results
 
 BATCHES = [
@@ -118,81 +118,6 @@ def test_what_reaches_the_loss_is_eager_modes(exit: Exit, attention: str) -> Non
 @pytest.mark.parametrize("exit", [shifted_loss, losses_of_parts])
 def test_parts_of_the_rows(exit: Exit) -> None:
     check(Model(exit), BATCHES)
-
-
-@pytest.mark.parametrize("spelling", ["capped", "biased", "with_sinks", "dropped", "filled_in_place"])
-def test_attention_that_no_plan_computes(spelling: str) -> None:
-    """It is computed on unpacked rows, so that a dropout draws eager mode's numbers."""
-    check(Model(shifted_loss, spelling=spelling), [each for each in BATCHES if each is not BATCHES[2]])
-
-
-def test_a_bias_between_two_texts() -> None:
-    sources = [batch(*lengths, tokens=17)[:2] for lengths in ((17, 2, 9), (1, 3, 2), (4, 9, 17))]
-    batches = [(*own, *source) for own, source in zip(BATCHES, sources, strict=False)]
-    check(Translation(loss, spelling="biased", checkpoints=True), batches)
-
-
-def unmasked(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
-    return torch.matmul((torch.matmul(q, k.mT) + bias).softmax(-1), v)
-
-
-def masked_too_little(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
-    return torch.matmul((torch.matmul(q, k.mT) + bias).masked_fill(~mask, -9.0).softmax(-1), v)
-
-
-def capped_after_the_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
-    scores = torch.matmul(q, k.mT) + torch.where(mask, 0.0, LEAST)
-    return torch.matmul(scores.tanh().softmax(-1), v)
-
-
-def subtracted(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
-    return torch.matmul((bias - (torch.matmul(q, k.mT) + torch.where(mask, 0.0, 9.0))).softmax(-1), v)
-
-
-def over_queries(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
-    scores = (torch.matmul(q, k.mT) + bias).masked_fill(~mask, LEAST)
-    return torch.matmul(scores.softmax(-2), v)
-
-
-@pytest.mark.parametrize("attention", [unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries])
-def test_scores_in_which_dead_keys_are_seen(attention: Any) -> None:
-    ATTENTIONS["seen"] = attention
-    check(Model(loss, spelling="seen"), BATCHES[:2], taken=False)
-
-
-@pytest.mark.parametrize("spelling", ["additive", "written", "filled", "einsum"])
-def test_attention_in_every_spelling(spelling: str) -> None:
-    check(Model(loss, spelling=spelling), BATCHES)
-
-
-@pytest.mark.parametrize("spelling", ["fused", "written"])
-def test_a_decoder_attends_to_an_encoder(spelling: str) -> None:
-    sources = [batch(*lengths, tokens=17)[:2] for lengths in ((17, 2, 9), (1, 3, 2), (4, 9, 17))]
-    check(
-        Translation(loss, spelling=spelling), [(*own, *source) for own, source in zip(BATCHES, sources, strict=False)]
-    )
-
-
-def every_row(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
-    return x.pow(2).sum() + shifted_loss(model, x, seen, labels)
-
-
-@pytest.mark.parametrize("spelling", ["additive", "written"])
-def test_rows_that_see_nothing_are_eager_modes_where_they_are_needed(spelling: str) -> None:
-    """Padding on the left sees nothing, and is a mean of all tokens then; on the right it sees the text."""
-    check(Model(every_row, spelling=spelling), [BATCHES[2], BATCHES[3], BATCHES[2]], taken=False)
-
-
-def test_a_mask_with_biases() -> None:
-    """As ALiBi: what it holds is known with the batch, so the graph is rewritten a second time."""
-
-    def distances(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
-        place = torch.arange(q.shape[2])
-        bias = (place - place[:, None]).abs() * -0.1
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(mask, bias, LEAST).to(q.dtype))
-
-    ATTENTIONS["distances"] = distances
-    check(Model(loss, spelling="distances"), [*BATCHES[:2], *BATCHES[3:6]])
 
 
 @pytest.mark.parametrize("exit", [loss, mean_of_text])
@@ -474,3 +399,15 @@ def test_metadata_made_with_the_sizes_of_rows() -> None:
         return loss(model, x * torch.ones_like(x[..., :1]).cumsum(1), seen, labels)
 
     check(Model(zeros_like_rows), BATCHES[:2], taken=False)
+
+
+def test_parts_without_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted_by_two(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        logits = model.head(x)
+        each = F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten(), reduction="sum")
+        return each + logits[:, 0].logsumexp(-1).sum()
+
+    monkeypatch.setattr(choice, "MOST_LIVE", 10.0)
+    short = batch(2, 1, 2, tokens=2, labelled=1.0)
+    check(Model(shifted_by_two), [BATCHES[0], short], dynamic=True)
+    check(Model(shifted_by_two), [short], taken=False)

@@ -1,0 +1,112 @@
+"""Writes to rows in place, and new memory that is written by parts. A packed value has memory of its own, so a write is
+followed only where every name of what it writes is known.
+
+| program | what it becomes |
+|---|---|
+| `x += y`, of a whole value that nothing else shares | `x + y` from there on |
+| `new = x.new_empty(...); new[..., :8] = a; new[..., 8:] = b` | the same, of packed rows, if nobody reads it before |
+| any other write to memory with rows | refused |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from fxpasses.graph.aliases import storages
+from fxpasses.graph.calls import is_in_place, is_pointwise, operator_of
+from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
+from fxpasses.rows.spaces import Tags
+
+if TYPE_CHECKING:
+    from fxpasses.rows.layout import Layout
+
+MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like"})
+
+
+class Writes:
+    """Finds what is written, for a layout that is being made."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.tags = layout, layout.tags
+        self._memory: dict[Node, set[int]] = {}
+        self._new: dict[Node, Node] = {}  # of new memory that nobody has read, and of views to fill it: that memory
+
+    def makes(self, node: Node, like: Node, tags: Tags) -> Tags:
+        """`x.new_empty(sizes)`, `torch.zeros_like(x)`: of the same rows as x, perhaps with other features."""
+        sizes = list(zip(shape_of(node), shape_of(like), tags, strict=False))
+        if len(shape_of(node)) != len(tags) or any(tag and own != other for own, other, tag in sizes):
+            raise refused(node, "makes memory of other sizes")
+        self._new[node] = node
+        return tags
+
+    def reads(self, node: Node) -> None:
+        """Called for each node: what it reads of new memory is not new any more."""
+        fills = operator_of(node) in ("copy_", "setitem") or self._is_view_to_fill(node)
+        for operand in node.all_input_nodes:
+            if not fills or operand is not first_of(node):
+                self._is_read(operand)
+        if operator_of(node) == "getitem" and first_of(node) in self._new:
+            self._new[node] = self._new[first_of(node)]
+
+    def copies(self, node: Node) -> bool:
+        """Whether a node is `copy_` into new memory, or into a view of it."""
+        into = first_of(node)
+        if operator_of(node) != "copy_" or self._new.get(into) not in (into, first_of(into)):
+            return False
+        self.layout.fills[node] = self._new[into]
+        return True
+
+    def sets(self, node: Node, part_of: Callable[[Node], Tags]) -> None:
+        """`x[..., :8] = y`, where x is new memory. part_of: gives the tags of `x[..., :8]`. Raises `Refused`."""
+        memory, _, value = node.args
+        if not isinstance(memory, Node) or self._new.get(memory) is not memory:
+            raise refused(node, "writes to rows")
+        part = part_of(memory)
+        if isinstance(value, Node):
+            tags = self.tags.get(value, ())
+            own = (None,) * (len(part) - len(tags)) + tags
+            if own != part or (is_tensor(value) and len(tags) != len(shape_of(value))):
+                raise refused(node, "writes other rows, or what is none, to rows")
+        self.layout.fills[node] = memory
+
+    def in_place(self, node: Node, name: str, result: Tags) -> Tags:
+        """`x += y`. result: the tags of `x + y`. Raises `Refused`."""
+        written = first_of(node)
+        if not is_pointwise(name[:-1]) or written not in self.tags or node.kwargs.get("out") is not None:
+            raise refused(node, "writes to rows")
+        written = self.layout.written.get(written, written)
+        others = self._sharing(node, (*self.tags.keys() - {written}, *self.layout.exits))
+        if any(self.layout.written.get(other) is not written for other in others):
+            raise refused(node, "writes to rows that another value shares")
+        if self.layout.origins.get(written) is not None or result != self.tags[written]:
+            raise refused(node, "writes to rows of another checkpoint")
+        self.layout.written[node] = written
+        return self.tags[written]
+
+    def check(self, node: Node, name: str) -> None:
+        """Raise `Refused` if a node that takes no rows writes to rows, by another name: `x[:, 0].zero_()`."""
+        if is_in_place(name) and is_tensor(first_of(node)) and self._sharing(first_of(node), self.tags):
+            raise refused(node, "writes to rows by another name")
+
+    def _sharing(self, node: Node, values: Iterable[Node]) -> set[Node]:
+        memory = self._memory_of(node)
+        return {other for other in values if memory & self._memory_of(other)}
+
+    def _memory_of(self, node: Node) -> set[int]:
+        if node not in self._memory:
+            self._memory[node] = set(storages(node))
+        return self._memory[node]
+
+    def _is_view_to_fill(self, node: Node) -> bool:
+        """Whether a node is a view of new memory, which `copy_` writes to and nothing reads."""
+        if operator_of(node) != "getitem" or self._new.get(first_of(node)) is not first_of(node):
+            return False
+        return bool(node.users) and all(operator_of(u) == "copy_" and first_of(u) is node for u in node.users)
+
+    def _is_read(self, node: Node) -> None:
+        memory = self._new.get(node)
+        if memory is not None:
+            self._new = {other: made for other, made in self._new.items() if made is not memory}

@@ -1,0 +1,102 @@
+"""Rows that are written in place, memory that is filled, and values that are used on both sides of a write or of a
+switch of gradients: as in eager mode, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.rows.models import ATTENTIONS, WIDTH, Exit, Model, capped, fused
+from tests.rows.test_live_rows import BATCHES, check, loss
+
+
+def write_after_a_token_was_taken(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    token = y[:, 0]
+    y += 1.5
+    return loss(model, y, seen, labels) + token.square().sum()
+
+
+def write_to_a_token(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    y[:, 0].zero_()
+    return loss(model, y, seen, labels)
+
+
+def write_to_a_view_of_a_token(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    y[:, 0][:, :4].mul_(3)
+    return loss(model, y, seen, labels)
+
+
+def view_of_memory_before_it_is_filled(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    memory = x.new_zeros(x.shape[0], x.shape[1], 2 * WIDTH)
+    half = memory[..., :WIDTH]
+    memory[..., :WIDTH] = x.tanh()
+    memory[..., WIDTH:] = x
+    return loss(model, half, seen, labels) + memory[:, 0].sum()
+
+
+def token_of_memory_before_it_is_filled(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    memory = x.new_zeros(x.shape)
+    token = memory[:, 0]
+    memory[..., :] = x.tanh()
+    return loss(model, memory, seen, labels) + token.sum()
+
+
+def part_of_memory_before_it_is_filled(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    memory = x.new_zeros(x.shape)
+    part = memory[:, :-1]
+    memory[..., :8] = x.tanh()[..., :8]
+    memory[..., 8:] = x[..., :8]
+    return F.cross_entropy(model.head(part).flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    "exit",
+    [
+        write_after_a_token_was_taken,
+        write_to_a_token,
+        write_to_a_view_of_a_token,
+        view_of_memory_before_it_is_filled,
+        token_of_memory_before_it_is_filled,
+        part_of_memory_before_it_is_filled,
+    ],
+)
+def test_writes_by_another_name(exit: Exit) -> None:
+    check(Model(exit), BATCHES[:2], taken=False)
+
+
+def scaled(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """Scales each query without gradients, as layers of few bits do."""
+    with torch.no_grad():
+        largest = q.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return fused(q / largest, k, v, mask, is_causal, bias)
+
+
+def test_what_is_selected_without_gradients_is_not_used_with_them() -> None:
+    ATTENTIONS["scaled"] = scaled
+    check(Model(loss, spelling="scaled"), BATCHES[:3])
+
+
+def twice_without_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    with torch.no_grad():
+        first = capped(q, k, v, mask, is_causal, bias)
+    return capped(q, k, v, mask, is_causal, bias) - 0.5 * first
+
+
+def twice_with_a_write(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    v = v * 1.0
+    first = capped(q, k, v, mask, is_causal, bias)
+    v.mul_(3.0)
+    return capped(q, k, v, mask, is_causal, bias) - 0.5 * first
+
+
+@pytest.mark.parametrize("attention", [twice_without_gradients, twice_with_a_write])
+def test_what_is_unpacked_twice(attention: Any) -> None:
+    ATTENTIONS["twice"] = attention
+    check(Model(loss, spelling="twice"), BATCHES[:2])
