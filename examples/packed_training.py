@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -52,6 +51,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin on a bu
 import torch
 import torch.nn.functional as F
 import varlen_attention
+from peak_memory import PeakMemory, return_memory_at_once
 from tabulate import tabulate
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity
@@ -327,40 +327,6 @@ def stock_flags() -> contextlib.AbstractContextManager[None]:
 def counted_graphs() -> tuple[int, int]:
     """Graphs compiled and graph breaks so far."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-
-class PeakMemory:
-    """Memory of a step beyond what is held between steps: the device's, or on Linux the process's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda, self.start = device.type == "cuda", 0
-
-    def reset(self) -> None:
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self.start = torch.cuda.memory_allocated()
-        elif STATUS.exists():
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident
-            self.start = resident("VmRSS")
-
-    def peak(self) -> int:
-        """Bytes since the reset; 0 where the system does not report them."""
-        if self.cuda:
-            return torch.cuda.max_memory_allocated() - self.start
-        return resident("VmHWM") - self.start if STATUS.exists() else 0
-
-
-STATUS = Path("/proc/self/status")
-
-
-def resident(name: str) -> int:
-    return 1024 * int(STATUS.read_text().split(f"{name}:")[1].split()[0])
-
-
-def return_memory_at_once() -> None:
-    """Make the C library return freed tensors to the system: otherwise the peak would include them."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: from 64 KiB on, memory of its own
 
 
 @contextlib.contextmanager

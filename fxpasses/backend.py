@@ -150,7 +150,8 @@ def _rewritten(
 ) -> tuple[Result, choice.RowCounts | None]:
     """The result of the passes on the captured graph, and what counts its rows, if they are counted.
 
-    Without `live_rows` where the batch at hand has too few dead rows; the graph is guarded by that.
+    Without `live_rows` where the batch at hand has too few dead rows; the graph is guarded by that. Where it cannot be
+    packed, its masks may hold biases: then once more, with attention as it is written.
     """
     passes = [PASSES[name]() for name in settings.passes if name in PASSES]
     if settings.rows == "all":
@@ -165,16 +166,14 @@ def _rewritten(
 
     result = run(biases=False)
     with contained("counting rows", "They stay packed for each batch.", settings.strict):
-        for biases in (False, True):
-            counts = choice.row_counts(result.draft, gm)
-            if counts is None:
-                break
-            live = counts.live(trace.inputs(gm, counts.positions))
-            if biases or live < math.inf:
-                choice.guard(counts, live < choice.MOST_LIVE, trace.code)
-                rows, packs = counts, live < choice.MOST_LIVE
-                break
+        counts = choice.row_counts(result.draft, gm)
+        if counts is not None and counts.live(trace.inputs(gm, counts.positions)) == math.inf:
             result = run(biases=True)
+            counts = choice.row_counts(result.draft, gm)
+        if counts is not None:
+            packed = counts.packs(trace.inputs(gm, counts.positions))
+            choice.guard(counts, packed, trace.code)
+            rows, packs = counts, packed
     if not packs:
         others = [each for each in passes if not isinstance(each, LiveRows)]
         return run_passes(others, gm, example_inputs, settings, after_pass), rows

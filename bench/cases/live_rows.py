@@ -7,21 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.case import Case, Parameters, Program
-from bench.cases.compilers import (
-    EAGER,
-    OURS,
-    STOCK,
-    STOCK_FLAGS,
-    Compiler,
-    contender,
-    eager,
-    fastpack,
-    inductor,
-    inductor_with_flags,
-    ours,
-)
+from bench.cases.compilers import EAGER, Compiler, contender, fastpack, inductor, ours, usual
 
-ALL_ROWS, BY_HAND, BY_HAND_OURS = "fastpack, all rows", "packed by hand, Inductor", "packed by hand, fastpack"
+LIVE, BY_HAND, BY_HAND_OURS = "fastpack, live rows", "packed by hand, Inductor", "packed by hand, fastpack"
 BATCHES, ROWS = 4, 8
 LABELLED = 0.4  # the part of each text that has labels, where its prompt has none
 SIZES = {"hidden": 512, "layers": 6, "heads": 8, "vocabulary": 32000}
@@ -185,11 +173,8 @@ CASE = Case(
     title="Live rows: padding and prompts, which no loss reads",
     groups=groups,
     contenders=[
-        contender(EAGER, build, eager),
-        contender(STOCK, build, inductor),
-        contender(STOCK_FLAGS, build, inductor_with_flags),
-        ours(ALL_ROWS, build, rows="all"),
-        ours(OURS, build, rows="auto"),
+        *usual(build),
+        ours(LIVE, build, rows="auto"),
         contender(BY_HAND, functools.partial(build, by_hand=True), inductor, unavailable=not_by_hand),
         contender(BY_HAND_OURS, functools.partial(build, by_hand=True), fastpack, ours=True, unavailable=not_by_hand),
     ],
