@@ -35,7 +35,7 @@ class RowCounts:
     """Counts the rows of a batch.
 
     prologue: gives the size of each set, and all rows. positions, sources: of the graph's inputs that it reads. shares:
-    of the step's products, those on each set.
+    of the step's products, those on each set; the others are on all rows.
     """
 
     prologue: Prologue
@@ -54,7 +54,8 @@ class RowCounts:
             if isinstance(error.__cause__, NotPacked):
                 return math.inf
             raise
-        return sum(size * share for size, share in zip(sets, self.shares, strict=True)) / max(rows, 1)
+        packed = sum(size * share for size, share in zip(sets, self.shares, strict=True)) / max(rows, 1)
+        return packed + 1 - sum(self.shares)
 
     def packs(self, inputs: Sequence[Any]) -> bool:
         return self.live(inputs) < MOST_LIVE

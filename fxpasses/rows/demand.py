@@ -4,8 +4,9 @@
     logits = linear(norm(h3), head)           h3, the last layer's MLP and queries: the labelled rows
     attention(q3, k3, v3)                     k3, v3, and all before: what labelled rows see, and what those see, ...
 
-The lattice is small: the rows that some exits read, and at its top all that these see under all masks, any number of
-layers deep. Where a decoder attends to an encoder, the encoder's rows that the decoder's see are at its top.
+The lattice is small: the rows that some exits read; above them all that these see under all masks, any number of layers
+deep; and at its top all rows. Where a decoder attends to an encoder, the encoder's rows that the decoder's see are
+closed as well. Before a value that is needed for all its rows, all are.
 """
 
 from __future__ import annotations
@@ -23,78 +24,112 @@ from fxpasses.rows.spaces import Space
 
 @dataclass(frozen=True)
 class RowSet:
-    """The rows of a space that `exits` read; closed: those that any exit needs through any attention."""
+    """The rows of a space that `exits` read. closed: those that any exit needs through any attention. all: each row."""
 
     space: Space
     exits: frozenset[Node]
     closed: bool = False
+    all: bool = False
 
     @property
     def whole(self) -> RowSet:
         """The same rows, of the whole of which the space is a part."""
         return self if self.space.whole is None else replace(self, space=self.space.whole).whole
 
+    def joined(self, other: RowSet) -> RowSet:
+        """The least set of the lattice that holds both, of one space."""
+        if self.all or other.all:
+            return every(self.space)
+        if self.closed or other.closed:
+            return closed(self.space)
+        return replace(self, exits=self.exits | other.exits)
+
 
 def closed(space: Space) -> RowSet:
     return RowSet(space, frozenset(), closed=True)
 
 
+def every(space: Space) -> RowSet:
+    return RowSet(space, frozenset(), all=True)
+
+
 def demands(layout: Layout) -> dict[Node, RowSet]:
     """The set of rows for which each value is needed; values that no exit needs are absent."""
-    needed: dict[Node, RowSet] = {}
+    found = _Demands(layout)
+    while found.changed:
+        found.sweep()
+    return found.needed
 
-    def need(value: Node, rows: RowSet) -> None:
-        known = needed.get(value)
-        if known is None or rows.closed:
-            needed[value] = rows
-        elif not known.closed:
-            needed[value] = replace(known, exits=known.exits | rows.exits)
-        if value in layout.origins:  # across the border of a checkpoint
-            need(layout.origins[value], needed[value])
 
-    for step in reversed(layout.steps):
-        node = step.node
-        if node in layout.exits:
-            operand = layout.exits[node].operand
-            need(operand, RowSet(layout.spaces[operand], frozenset({node})))
-            continue
-        memory = layout.fills.get(node)
-        if node in layout.scores and is_in_place(operator_of(node)):
-            memory = first_of(node)
-        if memory in needed:  # what writes is needed where the memory is
-            need(node, needed[memory])
+class _Demands:
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.changed = layout, True
+        self.needed: dict[Node, RowSet] = {}
+
+    def sweep(self) -> None:
+        """Once backwards over all steps. Memory that is written makes further ones necessary."""
+        self.changed = False
+        for step in reversed(self.layout.steps):
+            node = step.node
+            if node in self.layout.takes_all:
+                for operand in self.layout.takes_all[node].operands:
+                    self.need(operand, every(self.layout.spaces[operand]))
+            elif node in self.layout.exits:
+                operand = self.layout.exits[node].operand
+                self.need(operand, RowSet(self.layout.spaces[operand], frozenset({node})))
+            else:
+                self._step(node)
+        for node in self.needed.keys() & self.layout.results:  # what a checkpoint returns may be needed inside for more
+            made = node
+            while made in self.layout.results:
+                made = self.layout.origins[made]
+            self.need(node, self.needed[made])
+
+    def need(self, value: Node, rows: RowSet) -> None:
+        known = self.needed.get(value)
+        wanted = rows if known is None else known.joined(rows)
+        if wanted != known:
+            self.needed[value], self.changed = wanted, True
+        if value in self.layout.origins:  # across the border of a checkpoint
+            self.need(self.layout.origins[value], wanted)
+
+    def _alike(self, *nodes: Node) -> None:
+        """Values that are made together, or one memory before and after it is written."""
+        for node in nodes:
+            for other in nodes:
+                if other in self.needed:
+                    self.need(node, self.needed[other])
+
+    def _step(self, node: Node) -> None:
+        layout, needed = self.layout, self.needed
+        first: Any = first_of(node)
+        if node in layout.fills:
+            self._alike(node, first, layout.fills[node])
+        elif node in layout.scores and is_in_place(operator_of(node)):
+            self._alike(node, first)
+        elif node in layout.written:
+            self._alike(node, layout.written[node])
+        elif operator_of(node) == "getitem" and first in layout.tags and _is_tuple(first) and node in needed:
+            self._alike(node, first)
         if node not in needed:
-            continue
-        if (written := layout.written.get(node)) is not None:  # the same memory, before and after
-            need(written, needed[node])
-        if (attention := layout.attentions.get(node)) is not None:
+            return
+        rows = needed[node]
+        if rows.all:
+            for operand in layout.operands(node):
+                self.need(operand, every(layout.spaces[operand]))
+            return
+        attention, scores = layout.attentions.get(node), layout.scores.get(node)
+        keys: tuple[Any, ...] = () if scores is None else (scores.key,)
+        if attention is not None:
             keys = (attention.key.node, attention.value.node)
-            for operand in attention.reads:
-                if operand in layout.tags:
-                    need(operand, closed(layout.spaces[operand]) if operand in keys else needed[node])
-        elif (scores := layout.scores.get(node)) is not None:
-            for operand in node.all_input_nodes:
-                if operand in layout.tags:
-                    need(operand, closed(layout.spaces[operand]) if operand is scores.key else needed[node])
-        elif node in layout.parts:
-            need(first_of(node), replace(needed[node], space=layout.spaces[first_of(node)]))
-        else:
-            for operand in node.all_input_nodes:
-                if operand in layout.tags:
-                    need(operand, needed[node])
-    for node in needed.keys() & layout.results:  # what a checkpoint returns may be needed inside for more
-        made = node
-        while made in layout.results:
-            made = layout.origins[made]
-        needed[node] = needed[made]
-    for node, written in layout.written.items():
-        if written in needed:
-            needed[node] = needed[written]
-    for node, memory in layout.fills.items():
-        if memory in needed:
-            needed[node] = needed[first_of(node)] = needed[memory]
-    for step in layout.steps:  # the parts of a tuple are made together
-        source: Any = step.node.args[0] if operator_of(step.node) == "getitem" else None
-        if step.node in needed and source in needed and isinstance(source.meta["example_value"], (tuple, list)):
-            needed[step.node] = needed[source]
-    return needed
+        for operand in layout.operands(node):
+            if operand in keys:
+                self.need(operand, closed(layout.spaces[operand]))
+            elif node in layout.parts:
+                self.need(operand, replace(rows, space=layout.spaces[operand]))
+            else:
+                self.need(operand, rows)
+
+
+def _is_tuple(node: Node) -> bool:
+    return isinstance(node.meta["example_value"], (tuple, list))

@@ -8,13 +8,13 @@
     cross_entropy(logits, target)                       an exit: takes rows, and gives none
 
 Forwards, from the embeddings of the batch's tokens, through operators that compute each row from the same row of their
-operands. Attention is the one operator that mixes rows and is known, be it of one space of rows or across two. Whatever
-else mixes rows is refused, as is a row that leaves the graph: what a program returns is exact.
+operands (`rules.py`). Attention is the one operator that mixes rows and is known, be it of one space of rows or across
+two. Whatever else takes rows takes all of them, and what it gives is no row: a convolution over tokens, the graph's
+output, since what a program returns is exact. All before it stays as it is.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,25 +23,22 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_in_place, is_pointwise, operator_of
+from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.calls import OperatorCall, argument, is_in_place, operator_of
 from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.modes import Regions, autocast_regions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
-from fxpasses.passes.experts.rowwise_rules import ALONG
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, RowAttention, fused, is_written_between, written_out
 from fxpasses.rows.exits import Exit, exit_of
-from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, whole_index
+from fxpasses.rows.nodes import Unfollowed, first_of, is_tensor, refused, shape_of, unfollowed, whole_index
+from fxpasses.rows.rules import RESHAPES, Rules
 from fxpasses.rows.scores import Scores, Unpacked
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Spaces, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes
 
-RESHAPES = frozenset({"flatten", "reshape", "unflatten", "view"})
 _ARITHMETIC = frozenset({"add", "floor_divide", "getitem", "mul", "sub"})
-_KEEPING = CASTS | {"clone"}
-_KEEPING_ALONG = frozenset({"chunk", "cumsum", "glu", "log_softmax", "softmax", "split", "tensor_split"})
-_NORMS = frozenset({"layer_norm", "rms_norm"})
 
 
 @dataclass(eq=False)
@@ -49,17 +46,18 @@ class Layout:
     """What is known of the rows of a graph and its checkpoint bodies.
 
     tags, spaces: of each value with rows, its dimensions and whose rows they are. exits: the nodes that take rows and
-    give none. attentions: those among rows, by their results. parts: the values that are a part of the rows of another.
-    steps: in the order in which they run. origins: of a body's inputs and of a checkpoint's results, the value that
-    each is, on the other side of the border. results: those results. written: of each operator in place, the value
-    whose memory it writes. fills: of each `copy_` into a part of the features of new memory, that memory. numbers:
-    sizes of rows, from which sizes of other rows are computed alone. scores: the values of attention that are computed
-    on unpacked rows.
+    give none. takes_all: those that take every row. attentions: those among rows, by their results. parts: the values
+    that are a part of the rows of another. steps: in the order in which they run. origins: of a body's inputs and of a
+    checkpoint's results, the value that each is, on the other side of the border. results: those results. written: of
+    each operator in place, the value whose memory it writes. fills: of each `copy_` into a part of the features of new
+    memory, that memory. numbers: sizes of rows, from which sizes of other rows are computed alone. scores: the values
+    of attention that are computed on unpacked rows.
     """
 
     tags: dict[Node, Tags] = field(default_factory=dict)
     spaces: dict[Node, Space] = field(default_factory=dict)
     exits: dict[Node, Exit] = field(default_factory=dict)
+    takes_all: dict[Node, TakesAll] = field(default_factory=dict)
     attentions: dict[Node, RowAttention] = field(default_factory=dict)
     parts: set[Node] = field(default_factory=set)
     steps: list[Step] = field(default_factory=list)
@@ -69,6 +67,20 @@ class Layout:
     fills: dict[Node, Node] = field(default_factory=dict)
     numbers: set[Node] = field(default_factory=set)
     scores: Mapping[Node, Scores] = field(default_factory=dict)
+
+    def operands(self, node: Node) -> list[Node]:
+        """The operands of a node, or of the attention whose result it is, that have rows."""
+        attention = self.attentions.get(node)
+        found = attention.reads if attention is not None else node.all_input_nodes
+        return [operand for operand in found if operand in self.tags]
+
+
+@dataclass(frozen=True, eq=False)
+class TakesAll:
+    """A node that takes every row of its operands. why: it gives none."""
+
+    operands: tuple[Node, ...]
+    why: Refused
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +95,7 @@ class Step:
 def find_layout(
     main: Region, is_metadata: Callable[[Node], bool], may_drop: bool = False, biases: bool = False
 ) -> Layout | None:
-    """The layout of a graph; None without an embedding of tokens. Raises `Refused` for what mixes rows otherwise.
+    """The layout of a graph; None without an embedding of tokens. Raises `Refused` for what cannot be followed.
 
     may_drop: whether a dropout may draw other random numbers than eager mode's. biases: whether additive masks have
     other values than 0 and the least, as ALiBi's.
@@ -95,7 +107,7 @@ def find_layout(
 
 class _Analysis:
     def __init__(self, is_metadata: Callable[[Node], bool], may_drop: bool, biases: bool) -> None:
-        self.is_metadata, self.may_drop, self.biases = is_metadata, may_drop, biases
+        self.is_metadata, self.biases = is_metadata, biases
         self.layout = Layout()
         self.tags, self.spaces = self.layout.tags, self.layout.spaces
         self.known = Spaces()
@@ -103,15 +115,15 @@ class _Analysis:
         self.layout.scores = self.unpacked.states
         self.written_out: dict[Node, RowAttention] = {}
         self.inside: set[Node] = set()
-        self.near_misses: list[Refused] = []
         self.writes = Writes(self.layout)
+        self.rules = Rules(self.tags, self.spaces, self.writes, may_drop)
 
     def run(self, region: Region) -> None:
         attentions, refusals = written_out(region.gm.graph, self.is_metadata)
         planned = {node: found for node, found in attentions.items() if not self._has_bias(found.masks[0].node)}
         self.written_out |= planned
         self.inside |= {node for found in planned.values() for node in found.inside}
-        self.near_misses += refusals
+        self.rules.near_misses += refusals
         for node, autocast in autocast_regions(region.gm.graph, region.autocast).items():
             name = operator_of(node)
             if node in region.bodies:
@@ -128,7 +140,7 @@ class _Analysis:
                         self._visit(node, name, region, autocast)
                 elif any(operand in self.layout.numbers for operand in node.all_input_nodes):
                     if not self._is_size(node, name):
-                        raise refused(node, "reads a size of rows")
+                        raise unfollowed(node, "reads a size of rows")
                 else:
                     self.writes.check(node, name)
 
@@ -154,7 +166,7 @@ class _Analysis:
         for user in call.users:
             outputs, at = body.gm.graph.output_node().args[0], user.args[-1]
             if operator_of(user) != "getitem" or not isinstance(outputs, (tuple, list)) or not isinstance(at, int):
-                raise refused(call, "returns rows in a way that is not known")
+                raise unfollowed(call, "returns rows in a way that is not known")
             result: Any = outputs[at]
             if result in self.tags:
                 self._is(user, result)
@@ -163,7 +175,7 @@ class _Analysis:
     def _is(self, node: Node, other: Node) -> None:
         """A node has the value of another, on the other side of a checkpoint's border."""
         if other in self.layout.scores:
-            raise refused(node, "takes scores across the border of a checkpoint")
+            raise unfollowed(node, "takes scores across the border of a checkpoint")
         self.tags[node], self.spaces[node], self.layout.origins[node] = self.tags[other], self.spaces[other], other
 
     def _space_of_embedding(self, node: Node, name: str) -> Space | None:
@@ -183,24 +195,34 @@ class _Analysis:
             return
         resizes = name in RESHAPES or name == "expand" or name.startswith("new_")
         if not resizes and self.layout.numbers & set(node.all_input_nodes):
-            raise refused(node, "reads a size of rows")
+            raise unfollowed(node, "reads a size of rows")
         self.writes.reads(node)
-        if node.op == "output":
-            if region.parent is None:
-                raise refused(node, "takes rows, which are exact where they are returned")
+        if node.op == "output" and region.parent is not None:
             return
+        try:
+            self._follow(node, name)
+        except Refused as why:
+            if isinstance(why, Unfollowed) or self.tags.keys() & set(written_operands(node)):
+                raise
+            operands = tuple(operand for operand in self._operands(node) if operand in self.tags)
+            self.layout.takes_all[node] = TakesAll(operands, why)
+        self.layout.steps.append(Step(node, region, autocast))
+
+    def _follow(self, node: Node, name: str) -> None:
+        """Say what a node that takes rows is; raise `Refused` where that is unknown."""
+        if node.op == "output":
+            raise refused(node, "takes rows, which are exact where they are returned")
         spaces = {self.spaces[operand]: None for operand in self._operands(node) if operand in self.spaces}
         ends = len(spaces) == 1 and not self.layout.scores.keys() & set(node.all_input_nodes)
         found = exit_of(node, self.tags, self.is_metadata) if ends else None
         if found is not None:
             self.layout.exits[node] = found
         elif name == "setitem":
-            self.writes.sets(node, lambda memory: self._indexed(node, self.tags[memory]))
+            self.writes.sets(node, lambda memory: self.rules.indexed(node, self.tags[memory]))
         elif isinstance(node.meta.get("example_value"), (Tensor, tuple, list)):
             self.tags[node], self.spaces[node] = self._result(node, name, list(spaces))
         else:
             raise refused(node, "reads numbers of rows")
-        self.layout.steps.append(Step(node, region, autocast))
 
     def _result(self, node: Node, name: str, spaces: list[Space]) -> tuple[Tags, Space]:
         """The tags and the space of a node that gives rows."""
@@ -217,7 +239,7 @@ class _Analysis:
         if cut is not None:
             self.layout.parts.add(node)
             return self.tags[first_of(node)], cut
-        tags = self._rule(node, name)
+        tags = self.rules.tags_of(node, name)
         if sorted(filter(None, tags)) not in ([BATCH, TOKENS], [ROWS]):
             raise refused(node, "combines rows with other rows")
         if is_tensor(node) and len(tags) != len(shape_of(node)):
@@ -253,173 +275,6 @@ class _Analysis:
         if any(part != slice(None) for part in others) or all(cut == slice(None) for cut in cuts):
             return None
         return self.known.part(space, cuts, (shape_of(node)[places[0]], shape_of(node)[places[1]]))
-
-    def _rule(self, node: Node, name: str) -> Tags:
-        call = OperatorCall.of(node)
-        first = call.argument("input", first_of(node))
-        tags = self.tags.get(first, ()) if isinstance(first, Node) else ()
-        if call.argument("inplace"):
-            raise refused(node, "writes to rows")
-        if name in MAKES_MEMORY:
-            return self.writes.makes(node, first, tags)
-        if self.writes.copies(node):
-            return self._broadcast(node)
-        if is_in_place(name):
-            return self.writes.in_place(node, name, self._broadcast(node))
-        if name in ("cat", "stack"):
-            return self._joined(node, call, name)
-        if is_pointwise(name) and (name != "where" or len(node.args) == 3):
-            return self._broadcast(node)
-        if name == "addmm":  # a bias, rows and a weight
-            rows: Any = node.args[1]
-            if self.tags.get(rows) == (ROWS, None) and self._rows_among(node) == 1 and len(node.args) == 3:
-                return (ROWS, None)
-        if not tags:
-            raise refused(node)
-        if name in _KEEPING or (name == "dropout" and (self.may_drop or not _drops(call))):
-            return tags
-        found = self._selected(node, call, name, tags) or self._multiplied(node, call, name, tags)
-        if found is not None:
-            return found
-        if name in _NORMS and _is_over_features(call.argument("normalized_shape"), tags):
-            return tags
-        if name in RESHAPES:
-            return self._regrouped(node, shape_of(first), tags, shape_of(node))
-        if name == "getattr" and node.args[1:] == ("mT",):
-            return (*tags[:-2], tags[-1], tags[-2])
-        if name in ("transpose", "permute", "unsqueeze", "squeeze", "expand"):
-            return self._rearranged(node, call, name, tags)
-        if name in ALONG and (dims := call.argument("dim", ALONG[name])) is not None:
-            found = _along(tags, dims, name, call)
-            if found is not None:
-                return found
-        raise refused(node)
-
-    def _selected(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
-        """Rules of operators that select or repeat features."""
-        dim = call.argument("dim")
-        if name == "getitem":
-            return self._indexed(node, tags) if is_tensor(first_of(node)) else tags
-        if name == "gather" and tags[dim] is None:
-            return self._gathered(node, call.argument("index"), tags)
-        if name == "repeat_interleave" and type(dim) is int and tags[dim] is None:
-            return tags if type(call.argument("repeats")) is int else None
-        return None
-
-    def _multiplied(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
-        """Rules of products with weights, and of the loss of each row."""
-        if self._rows_among(node) != 1:
-            if name == "matmul" and self.near_misses:  # why this is no attention
-                raise self.near_misses[0]
-            return None
-        if name == "cross_entropy" and tags == (ROWS, None):
-            is_known = is_tensor(call.argument("target")) and call.argument("reduction", "mean") == "none"
-            return (ROWS,) if is_known else None
-        if name in ("linear", "matmul") and tags[-1] is None:
-            return self._product(node, call, name, tags)
-        return None
-
-    def _rows_among(self, node: Node) -> int:
-        return len(self.tags.keys() & {*node.all_input_nodes})
-
-    def _product(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags:
-        """Rows times a weight, [..., in] by [out, in] or [in, out]."""
-        other = call.argument("weight" if name == "linear" else "other")
-        if not is_tensor(other) or other in self.tags or len(shape_of(other)) > 2:
-            raise refused(node, "multiplies rows by rows")
-        return tags if len(shape_of(node)) == len(tags) else tags[:-1]
-
-    def _broadcast(self, node: Node) -> Tags:
-        found: list[str | None] = [None] * node.meta["example_value"].dim()
-        for operand in node.all_input_nodes:
-            for place, tag in enumerate(reversed(self.tags.get(operand, ())), 1):
-                if tag is not None and found[-place] not in (None, tag):
-                    raise refused(node, "combines rows with other rows")
-                found[-place] = tag or found[-place]
-        return tuple(found)
-
-    def _gathered(self, node: Node, index: Any, tags: Tags) -> Tags:
-        """`x.gather(-1, index)`, where the index has a row for each of x."""
-        rows = [(size, tag) for size, tag in zip(shape_of(first_of(node)), tags, strict=True) if tag]
-        own = [(size, tag) for size, tag in zip(shape_of(index), tags, strict=True) if tag]
-        if rows != own or (index in self.tags and self.tags[index] != tags):
-            raise refused(node, "selects by other rows")
-        return tags
-
-    def _joined(self, node: Node, call: OperatorCall, name: str) -> Tags:
-        parts = first_of(node)
-        if not isinstance(parts, (tuple, list)) or not all(is_tensor(part) for part in parts):
-            raise refused(node)
-        ndim = node.meta["example_value"].dim()
-        dim = call.argument("dim", 0)
-        if name == "stack":
-            own = {self.tags.get(part) for part in parts}
-            (tags,) = own if len(own) == 1 else (None,)
-            if tags is None:
-                raise refused(node, "joins rows with what is none")
-            at = dim % ndim
-            return (*tags[:at], None, *tags[at:])
-        found = self._broadcast(node)
-        if found[dim % ndim] is not None:
-            raise refused(node, "joins along the rows")
-        return found
-
-    def _regrouped(self, node: Node, before: tuple[Any, ...], tags: Tags, after: tuple[Any, ...]) -> Tags:
-        """A dimension is the same before and after if its size and the product of the sizes before it are."""
-        if node.meta["example_value"].dtype != first_of(node).meta["example_value"].dtype:
-            raise refused(node, "takes the bits of rows for other numbers")
-        found: list[str | None] = [None] * len(after)
-        places = {(math.prod(after[:place]), size): place for place, size in reversed([*enumerate(after)])}
-        batch, tokens = self.spaces[first_of(node)].sizes
-        outer = [math.prod(before[:at]) for at in range(len(before))]
-        for at, tag in enumerate(tags):
-            if tag is None:
-                continue
-            if (outer[at], before[at]) in places:
-                found[places[outer[at], before[at]]] = tag
-            elif tag == ROWS and {(outer[at], batch), (outer[at] * batch, tokens)} <= places.keys():
-                found[places[outer[at], batch]], found[places[outer[at] * batch, tokens]] = BATCH, TOKENS
-            elif tag == BATCH and tags[at + 1 : at + 2] == (TOKENS,) and (outer[at], batch * tokens) in places:
-                found[places[outer[at], batch * tokens]] = ROWS
-            elif not (tag == TOKENS and ROWS in found):
-                raise refused(node, "mixes rows and features")
-        return tuple(found)
-
-    def _rearranged(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags:
-        ndim = len(tags)
-        if name == "transpose":
-            order, (i, j) = list(tags), (call.argument("dim0"), call.argument("dim1"))
-            order[i], order[j] = order[j], order[i]
-            return tuple(order)
-        if name == "permute":
-            return tuple(tags[dim] for dim in call.sequence("dims"))
-        if name == "unsqueeze":
-            at = call.argument("dim") % (ndim + 1)
-            return (*tags[:at], None, *tags[at:])
-        if name == "expand":
-            return (None,) * (node.meta["example_value"].dim() - ndim) + tags
-        dims = call.argument("dim")
-        if type(dims) is not int or tags[dims] is not None:
-            raise refused(node, "removes a dimension of rows")
-        at = dims % ndim
-        kept = node.meta["example_value"].dim() == ndim
-        return tags if kept else (*tags[:at], *tags[at + 1 :])
-
-    def _indexed(self, node: Node, tags: Tags) -> Tags:
-        given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        lists = [part for part in given if isinstance(part, list)]
-        if any(is_tensor(part) or isinstance(part, Tensor) for part in given) or len(lists) > 1:
-            raise refused(node, "selects rows")
-        if lists and (any(type(part) is int for part in given) or any(type(at) is not int for at in lists[0])):
-            raise refused(node, "selects rows")
-        index = whole_index(given, len(tags))
-        found, own = [], iter(tags)
-        for part in index:
-            tag = None if part is None else next(own)
-            if tag and part not in (slice(None), slice(0, None)):
-                raise refused(node, "selects rows")
-            found += [tag] if part is None or isinstance(part, (list, slice)) else []
-        return tuple(found)
 
     def _attention(self, found: RowAttention) -> tuple[Tags, Space]:
         usual = (BATCH, None, TOKENS, None)
@@ -474,27 +329,3 @@ def _writers(node: Node) -> list[Node]:
     users = [user for user in node.users if user.args and user.args[0] is node]
     views = [user for other in users if operator_of(other) == "getitem" for user in other.users]
     return [user for user in (*users, *views) if is_in_place(operator_of(user)) or operator_of(user) == "setitem"]
-
-
-def _drops(call: OperatorCall) -> bool:
-    p = call.argument("p", 0.5)
-    return call.argument("training", True) is not False and not (type(p) in (int, float) and p == 0)
-
-
-def _is_over_features(shape: Any, tags: Tags) -> bool:
-    """Whether a norm is over no rows. A shape may be a node as well, a part of the size of a value."""
-    return isinstance(shape, (tuple, list)) and not any(tags[-len(shape) :])
-
-
-def _along(tags: Tags, dims: Any, name: str, call: OperatorCall) -> Tags | None:
-    """The tags after an operator along some dimensions; None if one of them has rows."""
-    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
-    if not all(type(dim) is int for dim in dims) or any(tags[dim] for dim in dims):
-        return None
-    if name == "unflatten":
-        return None
-    if name == "unbind":
-        return tuple(tag for at, tag in enumerate(tags) if at not in {dim % len(tags) for dim in dims})
-    if name in _KEEPING_ALONG or call.argument("keepdim", False):
-        return tags
-    return tuple(tag for at, tag in enumerate(tags) if at not in {dim % len(tags) for dim in dims})

@@ -31,6 +31,7 @@ from fxpasses.graph.regions import Region
 from fxpasses.graph.values import Tensor
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
+from fxpasses.rows import choice
 from fxpasses.rows.layout import find_layout
 from fxpasses.rows.rewrite import Rewrite
 
@@ -56,10 +57,14 @@ class LiveRows:
         try:
             may_drop = context.options.lowering == "inductor"
             layout = find_layout(main, known.__contains__, may_drop, self.biases)
-            if layout is None or not layout.exits:
+            if layout is None:
+                return report
+            for node, whole in layout.takes_all.items():
+                report.refusals.append(whole.why.of(node))
+            rewrite = Rewrite(main, layout, values, context.fake_mode)
+            if not 1 - choice.MOST_LIVE <= rewrite.part > 0:
                 return report
             context.check_may_change(next(iter(layout.exits)))
-            rewrite = Rewrite(main, layout, values, context.fake_mode)
             rewrite.run()
         except Refused as refused:
             report.refusals.append(refused.of(refused.node or next(iter(gm.graph.nodes))))

@@ -35,5 +35,14 @@ def whole_index(index: Any, ndim: int) -> list[Any]:
     return parts
 
 
+class Unfollowed(Refused):
+    """What happens to rows cannot be followed, as where memory is written by several names: the graph is left alone."""
+
+
 def refused(node: Node, text: str = "is not known to work row by row") -> Refused:
     return Refused(Reason.NOT_BY_ROWS, f"`{operator_of(node) or node.name}` {text}", node)
+
+
+def unfollowed(node: Node, text: str) -> Unfollowed:
+    found = refused(node, text)
+    return Unfollowed(found.reason, found.text, node)

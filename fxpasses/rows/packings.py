@@ -64,7 +64,9 @@ class Packings:
         self, layout: Layout, needed: dict[Node, RowSet], emit: NodeBuilder, outside: Callable[[Node], Node]
     ) -> None:
         self.layout, self.emit, self._outside = layout, emit, outside
-        self.attentions = {node: found for node, found in layout.attentions.items() if node in needed}
+        self.attentions = {
+            node: found for node, found in layout.attentions.items() if node in needed and not needed[node].all
+        }
         self._made: dict[Any, Any] = {}  # by what it is: each is made once
         self._waiting: list[Space] = []  # whose closed sets are being made
 

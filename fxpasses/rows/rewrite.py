@@ -7,7 +7,8 @@
     loss = cross_entropy(logits.view(N, 32000), target[rows])
 
 Most nodes stay as they are, since the ranks do. Values that only the batch determines are gathered; a value that is
-needed for fewer rows than it was computed for, a residual before the last layer's MLP, is selected from.
+needed for fewer rows than it was computed for, a residual before the last layer's MLP, is selected from. One that is
+needed for all rows stays as it is.
 """
 
 from __future__ import annotations
@@ -59,11 +60,23 @@ class Rewrite:
             with step.region.gm.graph.inserting_before(step.node):
                 emit = NodeBuilder(step.region.gm.graph, self.fake_mode, step.node, autocast=step.autocast)
                 if step.node in self.layout.exits:
-                    step.node.replace_all_uses_with(self._left(step, emit))
+                    if not self._is_whole(self.layout.exits[step.node].operand):
+                        step.node.replace_all_uses_with(self._left(step, emit))
+                elif self._is_whole(step.node):
+                    self.new[step.node] = step.node
                 elif step.node in self.needed:
                     self.new[step.node] = self._packed(step, emit)
         self._return_packed()
         self._erase()
+
+    def _is_whole(self, node: Node) -> bool:
+        """Whether a value is needed for all rows, and so stays as it is."""
+        return node in self.needed and self.needed[node].all
+
+    @property
+    def part(self) -> float:
+        """Of the products with weights, the part that is computed for some rows alone."""
+        return sum(share for rows, share in self._shares().items() if not rows.all)
 
     def _moments(self, region: Region) -> Iterator[tuple[Node, int]]:
         """The nodes of a region, each with a number that changes where gradients are switched, or rows are written:
@@ -95,7 +108,8 @@ class Rewrite:
             self.masks = {node: self.sets.mask(found) for node, found in self.sets.attentions.items()}
             shares = self._shares()
             for rows, share in shares.items():
-                self.packings[rows] = self.sets.packing(rows, share, self.fake_mode)
+                if not rows.all:
+                    self.packings[rows] = self.sets.packing(rows, share, self.fake_mode)
             for rows in self._sets():
                 self._add_part(rows)
         self.last_set = first.prev
@@ -108,17 +122,20 @@ class Rewrite:
         return self.packings[rows]
 
     def _sets(self) -> dict[RowSet, None]:
-        """Those of all values and exits."""
-        exits, found = self.layout.exits, dict.fromkeys(self.needed.values())
-        return found | {RowSet(self.layout.spaces[exits[node].operand], frozenset({node})): None for node in exits}
+        """Those of the values and exits that do not take all rows."""
+        found = dict.fromkeys(rows for rows in self.needed.values() if not rows.all)
+        ends = {node: found.operand for node, found in self.layout.exits.items() if not self._is_whole(found.operand)}
+        return found | {RowSet(self.layout.spaces[x], frozenset({node})): None for node, x in ends.items()}
 
     def _shares(self) -> dict[RowSet, float]:
         """By set of rows of a whole space: the part of the products with weights that is computed for it."""
         found = dict.fromkeys((rows.whole for rows in self._sets()), 0)
         for node, rows in self.needed.items():
             if operator_of(node) in ("linear", "addmm", "matmul"):
-                found[rows.whole] += max((elements_of(part) or 0 for part in self._weights(node)), default=0)
-        return {rows: elements / max(1, sum(found.values())) for rows, elements in found.items()}
+                elements = max((elements_of(part) or 0 for part in self._weights(node)), default=0)
+                found[rows.whole] = found.get(rows.whole, 0) + elements
+        total = sum(found.values())
+        return {rows: elements / total if total else 1 / len(found) for rows, elements in found.items()}
 
     def _weights(self, node: Node) -> Iterator[Any]:
         yield from (n.meta["example_value"] for n in node.all_input_nodes if n not in self.layout.tags and is_tensor(n))
@@ -150,6 +167,8 @@ class Rewrite:
 
     def _value(self, node: Node) -> Node:
         """The packed value of a node, for the rows for which it is needed."""
+        if self._is_whole(node):
+            return node
         if node not in self.new:
             origin = self.layout.origins[node]
             if node in self.layout.results:
@@ -185,6 +204,8 @@ class Rewrite:
         if own == rows:
             return value
         key = (value, rows, region, self.moment)
+        if key not in self._made and own.all:
+            self._made[key] = self._selected(value, self.layout.tags[node], self.packings[rows], region, emit)
         if key not in self._made:
             if (own, rows) not in self._made:
                 self._made[own, rows] = self._early(
@@ -245,7 +266,7 @@ class Rewrite:
         if node in self.layout.scores:
             return self._on_unpacked(node, region, emit)
         if node in self.layout.attentions and self.layout.attentions[node].is_unpacked:
-            return self._repacked(self._on_unpacked(node, region, emit), node, region, emit)
+            return self._selected(self._on_unpacked(node, region, emit), tags, self.packings[wanted], region, emit)
         if node in self.layout.attentions:
             return self._attention(self.layout.attentions[node], region, emit)
         if node in self.layout.parts:
@@ -257,12 +278,17 @@ class Rewrite:
         if name in RESHAPES or name == "expand":
             resized = self._resized(step, region)
             return emit("expand" if name == "expand" else "reshape", (self._at(first, wanted, region, emit), *resized))
-        aligns = is_pointwise(name.rstrip("_")) or name in ("copy_", "cat", "stack", "gather", "cross_entropy")
+        aligned = set(node.all_input_nodes)
+        if name == "cross_entropy":  # weights of classes are broadcast against no rows
+            aligned = {argument(node, "target")}
+        elif not is_pointwise(name.rstrip("_")) and name not in ("copy_", "cat", "stack", "gather"):
+            aligned = set()
 
         def convert(operand: Node) -> Node:
             if operand in self.layout.tags:
                 return self._at(operand, wanted, region, emit)
-            return self._aligned(operand, tags, wanted, step, emit) if aligns and is_tensor(operand) else operand
+            aligns = operand in aligned and is_tensor(operand)
+            return self._aligned(operand, tags, wanted, step, emit) if aligns else operand
 
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), convert)
         if (written := self.layout.written.get(node)) is None:
@@ -329,6 +355,8 @@ class Rewrite:
 
     def _unpacked(self, node: Node, region: Region, emit: NodeBuilder) -> Node:
         """A value with all rows [.., B, .., T, ..]; those that it was not computed for are copies of others."""
+        if self._is_whole(node):
+            return node
         key = ("unpacked", self._value(node), region, self.moment)
         if key not in self._made:
             rows, tags = self.needed[node], self.layout.tags[node]
@@ -340,13 +368,15 @@ class Rewrite:
             self._made[key] = emit("movedim", (found, tokens - (batch < tokens), batch))
         return self._made[key]
 
-    def _repacked(self, found: Node, node: Node, region: Region, emit: NodeBuilder) -> Node:
-        tags, packing = self.layout.tags[node], self.packings[self.needed[node]]
+    def _selected(self, x: Node, tags: Tags, packing: Packing, region: Region, emit: NodeBuilder) -> Node:
+        """The packed value of one with all rows."""
+        rows = self._inside(region, packing.rows)
+        if ROWS in tags:
+            return emit("index_select", (x, tags.index(ROWS), rows))
         batch, tokens = tags.index(BATCH), tags.index(TOKENS)
         at = tokens - (batch < tokens)
-        found = emit("flatten", (emit("movedim", (found, batch, at)), at, at + 1))
-        found = emit("index_select", (found, at, self._inside(region, packing.rows)))
-        return emit("unsqueeze", (found, batch))
+        x = emit("flatten", (emit("movedim", (x, batch, at)), at, at + 1))
+        return emit("unsqueeze", (emit("index_select", (x, at, rows)), batch))
 
     # Exits
 
@@ -424,6 +454,8 @@ class Rewrite:
                 is_input = node.op == "placeholder" and region.parent is not None
                 if not node.users and node not in kept and (is_input or (is_old and node.op.startswith("call"))):
                     region.erase(node)
+                elif node in self.needed and node not in kept and not self._is_whole(node):
+                    raise refused(node, "is read where its rows are not")
             region.gm.recompile()
 
     def _is_made_for_rows(self, node: Node) -> bool:

@@ -5,7 +5,7 @@ followed only where every name of what it writes is known.
 |---|---|
 | `x += y`, of a whole value that nothing else shares | `x + y` from there on |
 | `new = x.new_empty(...); new[..., :8] = a; new[..., 8:] = b` | the same, of packed rows, if nobody reads it before |
-| any other write to memory with rows | refused |
+| any other write to memory with rows | the graph is left alone |
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fxpasses.graph.aliases import storages
 from fxpasses.graph.calls import is_in_place, is_pointwise, operator_of
-from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
+from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed
 from fxpasses.rows.spaces import Tags
 
 if TYPE_CHECKING:
@@ -63,33 +63,33 @@ class Writes:
         """`x[..., :8] = y`, where x is new memory. part_of: gives the tags of `x[..., :8]`. Raises `Refused`."""
         memory, _, value = node.args
         if not isinstance(memory, Node) or self._new.get(memory) is not memory:
-            raise refused(node, "writes to rows")
+            raise unfollowed(node, "writes to rows")
         part = part_of(memory)
         if isinstance(value, Node):
             tags = self.tags.get(value, ())
             own = (None,) * (len(part) - len(tags)) + tags
             if own != part or (is_tensor(value) and len(tags) != len(shape_of(value))):
-                raise refused(node, "writes other rows, or what is none, to rows")
+                raise unfollowed(node, "writes other rows, or what is none, to rows")
         self.layout.fills[node] = memory
 
     def in_place(self, node: Node, name: str, result: Tags) -> Tags:
         """`x += y`. result: the tags of `x + y`. Raises `Refused`."""
         written = first_of(node)
         if not is_pointwise(name[:-1]) or written not in self.tags or node.kwargs.get("out") is not None:
-            raise refused(node, "writes to rows")
+            raise unfollowed(node, "writes to rows")
         written = self.layout.written.get(written, written)
         others = self._sharing(node, (*self.tags.keys() - {written}, *self.layout.exits))
         if any(self.layout.written.get(other) is not written for other in others):
-            raise refused(node, "writes to rows that another value shares")
+            raise unfollowed(node, "writes to rows that another value shares")
         if self.layout.origins.get(written) is not None or result != self.tags[written]:
-            raise refused(node, "writes to rows of another checkpoint")
+            raise unfollowed(node, "writes to rows of another checkpoint")
         self.layout.written[node] = written
         return self.tags[written]
 
     def check(self, node: Node, name: str) -> None:
         """Raise `Refused` if a node that takes no rows writes to rows, by another name: `x[:, 0].zero_()`."""
         if is_in_place(name) and is_tensor(first_of(node)) and self._sharing(first_of(node), self.tags):
-            raise refused(node, "writes to rows by another name")
+            raise unfollowed(node, "writes to rows by another name")
 
     def _sharing(self, node: Node, values: Iterable[Node]) -> set[Node]:
         memory = self._memory_of(node)

@@ -155,7 +155,7 @@ def all_pairs(e):
     return None, False
 
 
-# Row-wise steps, which keep the shape
+# Steps, which keep the shape; all but the last are row-wise
 
 STEPS: dict[str, Callable[[Environment, Tensor], Tensor]] = {}
 
@@ -391,6 +391,26 @@ def contiguous(e, y):
     return y.transpose(-1, -2).contiguous().transpose(-1, -2).clone()
 
 
+# Steps that mix rows
+
+
+@step
+def moved_along(e, y):
+    return y + y.roll(1, 0)
+
+
+@step
+def less_the_mean(e, y):
+    z = y * 1
+    z -= y.mean((0, 1), keepdim=True)
+    return z
+
+
+@step
+def running_sums(e, y):
+    return y.cumsum(-2) / 4
+
+
 # Exits: x [B, T, WIDTH] and logits of it, to what is added to the loss
 
 EXITS: dict[str, Callable[[Environment, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {}
@@ -535,15 +555,19 @@ class Program(nn.Module):
 
     def forward(self, ids: Tensor, seen: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         x = self.embedding(ids)
+        hidden = []
         for layer in self.layers:
             arguments = (x, ids, seen, labels)
             x = checkpoint(layer, *arguments, use_reentrant=False) if layer.plan.checkpointed else layer(*arguments)
+            hidden.append(x)
         x = F.layer_norm(x, (WIDTH,))
         e = Environment(ids, seen, labels, self.weights)
         losses = [EXITS[name](e, x, self.head) for name in self.plan.exits]
         loss = torch.stack(losses).sum()
         if self.plan.returns == "pooled":
             return loss, x[:, 0] * 2
+        if self.plan.returns == "hidden":
+            return loss, hidden[0]
         return (loss, seen.sum(), loss.detach()) if self.plan.returns == "numbers" else (loss,)
 
 
@@ -577,4 +601,4 @@ def plan(seed: int) -> Plan:
 
     layers = tuple(layer() for _ in range(chance.randint(1, 2)))
     exits = tuple(chance.choice(list(EXITS)) for _ in range(chance.choice([1, 1, 2])))
-    return Plan(layers, exits, chance.choice(["nothing"] * 3 + ["numbers", "pooled"]))
+    return Plan(layers, exits, chance.choice(["nothing"] * 5 + ["numbers", "pooled", "hidden"]))

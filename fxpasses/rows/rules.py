@@ -1,0 +1,235 @@
+"""Row-wise rules: the dimensions of a result, from those of its operands, where each of its rows is computed from the
+same row of its operands.
+
+    linear(x, weight)           batch, tokens, -       of x: batch, tokens, -
+    x.view(-1, 32000)           rows, -
+    x.transpose(1, 2)           batch, -, tokens
+    x.softmax(1)                refused: along the tokens
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor
+from torch.fx import Node
+
+from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise
+from fxpasses.graph.refusals import Refused
+from fxpasses.passes.experts.rowwise_rules import ALONG
+from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed, whole_index
+from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Tags
+from fxpasses.rows.writes import MAKES_MEMORY, Writes
+
+RESHAPES = frozenset({"flatten", "reshape", "unflatten", "view"})
+_KEEPING = CASTS | {"clone"}
+_KEEPING_ALONG = frozenset({"chunk", "cumsum", "glu", "log_softmax", "softmax", "split", "tensor_split"})
+_NORMS = frozenset({"layer_norm", "rms_norm"})
+
+
+class Rules:
+    """The rules, for a layout that is being made.
+
+    tags, spaces: of the values before. writes: what is written in place. may_drop: whether a dropout may draw other
+    random numbers than eager mode's. near_misses: why what looks like attention is none.
+    """
+
+    def __init__(self, tags: Mapping[Node, Tags], spaces: Mapping[Node, Space], writes: Writes, may_drop: bool) -> None:
+        self.tags, self.spaces, self.writes, self.may_drop = tags, spaces, writes, may_drop
+        self.near_misses: list[Refused] = []
+
+    def tags_of(self, node: Node, name: str) -> Tags:
+        """The tags of a node that takes rows. Raises `Refused`."""
+        call = OperatorCall.of(node)
+        first = call.argument("input", first_of(node))
+        tags = self.tags.get(first, ()) if isinstance(first, Node) else ()
+        if call.argument("inplace"):
+            raise unfollowed(node, "writes to rows")
+        if name in MAKES_MEMORY:
+            return self.writes.makes(node, first, tags)
+        if self.writes.copies(node):
+            return self._broadcast(node)
+        if is_in_place(name):
+            return self.writes.in_place(node, name, self._broadcast(node))
+        if name in ("cat", "stack"):
+            return self._joined(node, call, name)
+        if is_pointwise(name) and (name != "where" or len(node.args) == 3):
+            return self._broadcast(node)
+        if name == "addmm" and len(node.args) == 3:  # a bias, rows and a weight
+            bias, rows, _ = cast("tuple[Any, ...]", node.args)
+            fits = self.tags.get(rows) == (ROWS, None) and self._rows_among(node) == 1
+            if fits and is_tensor(bias) and len(shape_of(bias)) == 1:
+                return (ROWS, None)
+        if not tags:
+            raise refused(node)
+        if name in _KEEPING or (name == "dropout" and (self.may_drop or not _drops(call))):
+            return tags
+        found = self._selected(node, call, name, tags) or self._multiplied(node, call, name, tags)
+        if found is not None:
+            return found
+        if name in _NORMS and _is_over_features(call.argument("normalized_shape"), tags):
+            return tags
+        if name in RESHAPES:
+            return self._regrouped(node, shape_of(first), tags, shape_of(node))
+        if name == "getattr" and node.args[1:] == ("mT",):
+            return (*tags[:-2], tags[-1], tags[-2])
+        if name in ("transpose", "permute", "unsqueeze", "squeeze", "expand"):
+            return self._rearranged(node, call, name, tags)
+        if name in ALONG and (dims := call.argument("dim", ALONG[name])) is not None:
+            found = _along(tags, dims, name, call)
+            if found is not None:
+                return found
+        raise refused(node)
+
+    def _selected(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
+        """Rules of operators that select or repeat features."""
+        dim = call.argument("dim")
+        if name == "getitem":
+            return self.indexed(node, tags) if is_tensor(first_of(node)) else tags
+        if name == "gather" and tags[dim] is None:
+            return self._gathered(node, call.argument("index"), tags)
+        if name == "repeat_interleave" and type(dim) is int and tags[dim] is None:
+            return tags if type(call.argument("repeats")) is int else None
+        return None
+
+    def _multiplied(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
+        """Rules of products with weights, and of the loss of each row."""
+        if self._rows_among(node) != 1:
+            if name == "matmul" and self.near_misses:  # why this is no attention
+                raise self.near_misses[0]
+            return None
+        if name == "cross_entropy" and tags == (ROWS, None):
+            is_known = is_tensor(call.argument("target")) and call.argument("reduction", "mean") == "none"
+            return (ROWS,) if is_known else None
+        if name in ("linear", "matmul") and tags[-1] is None:
+            return self._product(node, call, name, tags)
+        return None
+
+    def _rows_among(self, node: Node) -> int:
+        return len(self.tags.keys() & {*node.all_input_nodes})
+
+    def _product(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags:
+        """Rows times a weight, [..., in] by [out, in] or [in, out]."""
+        other = call.argument("weight" if name == "linear" else "other")
+        if not is_tensor(other) or other in self.tags or len(shape_of(other)) > 2:
+            raise refused(node, "multiplies rows by rows")
+        return tags if len(shape_of(node)) == len(tags) else tags[:-1]
+
+    def _broadcast(self, node: Node) -> Tags:
+        found: list[str | None] = [None] * node.meta["example_value"].dim()
+        for operand in node.all_input_nodes:
+            for place, tag in enumerate(reversed(self.tags.get(operand, ())), 1):
+                if tag is not None and found[-place] not in (None, tag):
+                    raise refused(node, "combines rows with other rows")
+                found[-place] = tag or found[-place]
+        return tuple(found)
+
+    def _gathered(self, node: Node, index: Any, tags: Tags) -> Tags:
+        """`x.gather(-1, index)`, where the index has a row for each of x."""
+        rows = [(size, tag) for size, tag in zip(shape_of(first_of(node)), tags, strict=True) if tag]
+        own = [(size, tag) for size, tag in zip(shape_of(index), tags, strict=True) if tag]
+        if rows != own or (index in self.tags and self.tags[index] != tags):
+            raise refused(node, "selects by other rows")
+        return tags
+
+    def _joined(self, node: Node, call: OperatorCall, name: str) -> Tags:
+        parts = first_of(node)
+        if not isinstance(parts, (tuple, list)) or not all(is_tensor(part) for part in parts):
+            raise refused(node)
+        ndim = node.meta["example_value"].dim()
+        dim = call.argument("dim", 0)
+        if name == "stack":
+            own = {self.tags.get(part) for part in parts}
+            (tags,) = own if len(own) == 1 else (None,)
+            if tags is None:
+                raise refused(node, "joins rows with what is none")
+            at = dim % ndim
+            return (*tags[:at], None, *tags[at:])
+        found = self._broadcast(node)
+        if found[dim % ndim] is not None:
+            raise refused(node, "joins along the rows")
+        return found
+
+    def _regrouped(self, node: Node, before: tuple[Any, ...], tags: Tags, after: tuple[Any, ...]) -> Tags:
+        """A dimension is the same before and after if its size and the product of the sizes before it are."""
+        if node.meta["example_value"].dtype != first_of(node).meta["example_value"].dtype:
+            raise refused(node, "takes the bits of rows for other numbers")
+        found: list[str | None] = [None] * len(after)
+        places = {(math.prod(after[:place]), size): place for place, size in reversed([*enumerate(after)])}
+        batch, tokens = self.spaces[first_of(node)].sizes
+        outer = [math.prod(before[:at]) for at in range(len(before))]
+        for at, tag in enumerate(tags):
+            if tag is None:
+                continue
+            if (outer[at], before[at]) in places:
+                found[places[outer[at], before[at]]] = tag
+            elif tag == ROWS and {(outer[at], batch), (outer[at] * batch, tokens)} <= places.keys():
+                found[places[outer[at], batch]], found[places[outer[at] * batch, tokens]] = BATCH, TOKENS
+            elif tag == BATCH and tags[at + 1 : at + 2] == (TOKENS,) and (outer[at], batch * tokens) in places:
+                found[places[outer[at], batch * tokens]] = ROWS
+            elif not (tag == TOKENS and ROWS in found):
+                raise refused(node, "mixes rows and features")
+        return tuple(found)
+
+    def _rearranged(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags:
+        ndim = len(tags)
+        if name == "transpose":
+            order, (i, j) = list(tags), (call.argument("dim0"), call.argument("dim1"))
+            order[i], order[j] = order[j], order[i]
+            return tuple(order)
+        if name == "permute":
+            return tuple(tags[dim] for dim in call.sequence("dims"))
+        if name == "unsqueeze":
+            at = call.argument("dim") % (ndim + 1)
+            return (*tags[:at], None, *tags[at:])
+        if name == "expand":
+            return (None,) * (node.meta["example_value"].dim() - ndim) + tags
+        dims = call.argument("dim")
+        if type(dims) is not int or tags[dims] is not None:
+            raise refused(node, "removes a dimension of rows")
+        at = dims % ndim
+        kept = node.meta["example_value"].dim() == ndim
+        return tags if kept else (*tags[:at], *tags[at + 1 :])
+
+    def indexed(self, node: Node, tags: Tags) -> Tags:
+        """The tags of `x[...]`, of all rows. tags: of x."""
+        given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        lists = [part for part in given if isinstance(part, list)]
+        if any(is_tensor(part) or isinstance(part, Tensor) for part in given) or len(lists) > 1:
+            raise refused(node, "selects rows")
+        if lists and (any(type(part) is int for part in given) or any(type(at) is not int for at in lists[0])):
+            raise refused(node, "selects rows")
+        index = whole_index(given, len(tags))
+        found, own = [], iter(tags)
+        for part in index:
+            tag = None if part is None else next(own)
+            if tag and part not in (slice(None), slice(0, None)):
+                raise refused(node, "selects rows")
+            found += [tag] if part is None or isinstance(part, (list, slice)) else []
+        return tuple(found)
+
+
+def _drops(call: OperatorCall) -> bool:
+    p = call.argument("p", 0.5)
+    return call.argument("training", True) is not False and not (type(p) in (int, float) and p == 0)
+
+
+def _is_over_features(shape: Any, tags: Tags) -> bool:
+    """Whether a norm is over no rows. A shape may be a node as well, a part of the size of a value."""
+    return isinstance(shape, (tuple, list)) and not any(tags[-len(shape) :])
+
+
+def _along(tags: Tags, dims: Any, name: str, call: OperatorCall) -> Tags | None:
+    """The tags after an operator along some dimensions; None if one of them has rows."""
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    if not all(type(dim) is int for dim in dims) or any(tags[dim] for dim in dims):
+        return None
+    if name == "unflatten":
+        return None
+    if name == "unbind":
+        return tuple(tag for at, tag in enumerate(tags) if at not in {dim % len(tags) for dim in dims})
+    if name in _KEEPING_ALONG or call.argument("keepdim", False):
+        return tags
+    return tuple(tag for at, tag in enumerate(tags) if at not in {dim % len(tags) for dim in dims})
