@@ -3,7 +3,7 @@
 | exit | rows that it reads |
 |---|---|
 | `cross_entropy(logits, target)` | those whose target is not ignored |
-| `x[:, 0]`, `x[b, t]` | those selected |
+| `x[:, 0]`, `x[b, t]`, `x.view(-1, C)[rows]`; `x[mask]`, by its positions | those selected |
 | `(x * mask).sum(1)`, `(losses * mask).sum()` | those where the factor of the batch is not 0 |
 | `x.sum(1)` | all |
 """
@@ -42,8 +42,9 @@ def exit_of(node: Node, tags: Mapping[Node, Tags], is_metadata: Callable[[Node],
         return None
     if name == "cross_entropy":
         return _loss(call, first, tags, is_metadata)
-    if name == "getitem" and tags[first][:2] == (BATCH, TOKENS) and isinstance(node.args[1], tuple):
-        return _picked(node.args[1], first, is_metadata)
+    if name == "getitem":
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return _picked(index, first, tags[first], is_metadata)
     if name == "sum" and _ends_rows(call.argument("dim"), tags[first]):
         return Exit("summed", first, *(_factor(first, tags, is_metadata) or ()))
     return None
@@ -58,16 +59,15 @@ def _loss(call: OperatorCall, logits: Node, tags: Mapping[Node, Tags], is_metada
     return Exit("loss", logits, target) if fits else None
 
 
-def _picked(index: tuple[Any, ...], x: Node, is_metadata: Any) -> Exit | None:
-    if len(index) < 2:
+def _picked(index: tuple[Any, ...], x: Node, tags: Tags, is_metadata: Any) -> Exit | None:
+    places = 1 if tags[:1] == (ROWS,) else 2
+    if tags[:places] not in ((ROWS,), (BATCH, TOKENS)) or any(part != slice(None) for part in index[places:]):
         return None
-    first, second, *others = index
-    if any(part != slice(None) for part in others):
-        return None
-    if type(second) is int and first == slice(None):
+    if places == 2 and index[0] == slice(None) and type(index[1:2][0] if index[1:] else None) is int:
         return Exit("picked", x, index)
-    parts = [part.meta["example_value"] for part in (first, second) if isinstance(part, Node) and is_metadata(part)]
-    fits = len(parts) == 2 and all(part.dim() == 1 and part.dtype is torch.int64 for part in parts)
+    parts = [part for part in index[:places] if isinstance(part, Node) and is_metadata(part)]
+    examples = [part.meta["example_value"] for part in parts]
+    fits = len(parts) == places and all(part.dim() == 1 and part.dtype is torch.int64 for part in examples)
     return Exit("picked", x, index) if fits else None
 
 

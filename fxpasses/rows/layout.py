@@ -120,7 +120,7 @@ class _Analysis:
 
     def run(self, region: Region) -> None:
         attentions, refusals = written_out(region.gm.graph, self.is_metadata)
-        planned = {node: found for node, found in attentions.items() if not self._has_bias(found.masks[0].node)}
+        planned = {node: found for node, found in attentions.items() if self._is_planned(found)}
         self.written_out |= planned
         self.inside |= {node for found in planned.values() for node in found.inside}
         self.rules.near_misses += refusals
@@ -253,6 +253,11 @@ class _Analysis:
         planned = mask is None or (self.is_metadata(mask) and not self._has_bias(mask))
         usual = planned and not argument(node, "dropout_p", 0.0)
         return (None if usual else self.unpacked.fused(node)) or fused(node)
+
+    def _is_planned(self, found: RowAttention) -> bool:
+        """Whether a plan gives what attention that is written out gives; others are computed as they are written."""
+        dtypes = {part.node.meta["example_value"].dtype for part in found.operands}
+        return dtypes == {found.node.meta["example_value"].dtype} and not self._has_bias(found.masks[0].node)
 
     def _has_bias(self, mask: Node) -> bool:
         return self.biases and mask.meta["example_value"].is_floating_point()

@@ -26,6 +26,7 @@ from torch.fx import GraphModule, Node
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.closure import find_closure
+from fxpasses.graph.mask_indices import index_by_positions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.values import Tensor
@@ -52,7 +53,10 @@ class LiveRows:
         main = Region(gm)
         _simplify(main, context.fake_mode)
         banned = {node: Refusal(node.name, Reason.INPUT_WRITTEN) for node in context.shared_inputs}
-        values = find_closure(main, context.fake_mode, banned).values
+        closure = find_closure(main, context.fake_mode, banned)
+        if index_by_positions(main, closure, context.fake_mode, lambda _: True):
+            closure = find_closure(main, context.fake_mode, banned)
+        values = closure.values
         known = {node for node, value in values.items() if isinstance(value, Tensor)}
         try:
             may_drop = context.options.lowering == "inductor"

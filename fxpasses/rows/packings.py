@@ -244,17 +244,21 @@ class Packings:
         return emit("any", (emit("reshape", (whole, sizes.rows, -1)), 1))
 
     def picked(self, index: Any, space: Space, emit: NodeBuilder) -> Node:
-        """The rows of `x[:, 0]` or `x[b, t]`, int64."""
-        first, second, *_ = index
+        """The rows of `x[:, 0]`, `x[b, t]` or `x[rows]`, int64."""
         sizes, device = self.sizes(space), {"device": device_of_space(space)}
+
+        def chosen(size: Any, part: Node) -> Node:
+            """Counted from the end as well, and an error beyond it."""
+            return emit(operator.getitem, (emit(torch.arange, (size,), device), self._outside(part)))
+
+        if len(index) == 1 or not isinstance(index[1], (int, Node)):
+            return chosen(sizes.rows, index[0])
+        first, second, *_ = index
         if isinstance(second, int):
             sequence: Any = emit(torch.arange, (sizes.batch,), device)
             token: Any = second if second >= 0 else computed(emit, operator.add, sizes.tokens, second)
-        else:  # counted from the end as well, and an error beyond it
-            sequence, token = (
-                emit(operator.getitem, (emit(torch.arange, (size,), device), self._outside(part)))
-                for part, size in ((first, sizes.batch), (second, sizes.tokens))
-            )
+        else:
+            sequence, token = chosen(sizes.batch, first), chosen(sizes.tokens, second)
         return emit("add", (emit("mul", (sequence, sizes.tokens)), token))
 
 

@@ -22,7 +22,7 @@ from torch.fx import Node
 
 import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
 from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.calls import argument, is_in_place, is_pointwise, operator_of
+from fxpasses.graph.calls import argument, is_in_place, operator_of
 from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import elements_of
@@ -30,9 +30,10 @@ from fxpasses.graph.values import Tensor, Value
 from fxpasses.passes.attention.match import Operand
 from fxpasses.rows.attentions import RowAttention
 from fxpasses.rows.demand import RowSet, demands
-from fxpasses.rows.layout import RESHAPES, Layout, Step
+from fxpasses.rows.layout import Layout, Step
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.packings import Packing, Packings
+from fxpasses.rows.rules import RESHAPES, broadcasts
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Tags
 
 ops = torch.ops.fxpasses
@@ -281,7 +282,7 @@ class Rewrite:
         aligned = set(node.all_input_nodes)
         if name == "cross_entropy":  # weights of classes are broadcast against no rows
             aligned = {argument(node, "target")}
-        elif not is_pointwise(name.rstrip("_")) and name not in ("copy_", "cat", "stack", "gather"):
+        elif not broadcasts(node, name.rstrip("_")) and name not in ("copy_", "cat", "stack", "gather"):
             aligned = set()
 
         def convert(operand: Node) -> Node:
@@ -399,7 +400,8 @@ class Rewrite:
             place = self._early(
                 lambda early: early("index_select", (packing.place, 0, self.sets.picked(found.by, space, early)))
             )
-            return emit("index_select", (emit("squeeze", (x, 0)), 0, place))
+            x = x if ROWS in self.layout.tags[found.operand] else emit("squeeze", (x, 0))
+            return emit("index_select", (x, 0, place))
         return self._summed(node, x, self.layout.tags[found.operand], wanted, emit)
 
     def _summed(self, node: Node, x: Node, tags: Tags, rows: RowSet, emit: NodeBuilder) -> Node:

@@ -23,7 +23,7 @@ from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollow
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes
 
-RESHAPES = frozenset({"flatten", "reshape", "unflatten", "view"})
+RESHAPES = frozenset({"flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"})
 _KEEPING = CASTS | {"clone"}
 _KEEPING_ALONG = frozenset({"chunk", "cumsum", "glu", "log_softmax", "softmax", "split", "tensor_split"})
 _NORMS = frozenset({"layer_norm", "rms_norm"})
@@ -55,7 +55,7 @@ class Rules:
             return self.writes.in_place(node, name, self._broadcast(node))
         if name in ("cat", "stack"):
             return self._joined(node, call, name)
-        if is_pointwise(name) and (name != "where" or len(node.args) == 3):
+        if broadcasts(node, name):
             return self._broadcast(node)
         if name == "addmm" and len(node.args) == 3:  # a bias, rows and a weight
             bias, rows, _ = cast("tuple[Any, ...]", node.args)
@@ -73,6 +73,8 @@ class Rules:
             return tags
         if name in RESHAPES:
             return self._regrouped(node, shape_of(first), tags, shape_of(node))
+        if name in ("view_as_complex", "view_as_real"):
+            return tags[:-1] if name == "view_as_complex" else (*tags, None)
         if name == "getattr" and node.args[1:] == ("mT",):
             return (*tags[:-2], tags[-1], tags[-2])
         if name in ("transpose", "permute", "unsqueeze", "squeeze", "expand"):
@@ -90,6 +92,12 @@ class Rules:
             return self.indexed(node, tags) if is_tensor(first_of(node)) else tags
         if name == "gather" and tags[dim] is None:
             return self._gathered(node, call.argument("index"), tags)
+        if name == "normalize" and tags[call.argument("dim", 1)] is None and call.argument("out") is None:
+            return tags
+        if name == "repeat":
+            times = call.sequence("repeats")
+            fits = len(times) == len(tags) and all(n == 1 for n, tag in zip(times, tags, strict=True) if tag)
+            return tags if fits else None
         if name == "repeat_interleave" and type(dim) is int and tags[dim] is None:
             return tags if type(call.argument("repeats")) is int else None
         return None
@@ -209,6 +217,13 @@ class Rules:
                 raise refused(node, "selects rows")
             found += [tag] if part is None or isinstance(part, (list, slice)) else []
         return tuple(found)
+
+
+def broadcasts(node: Node, name: str) -> bool:
+    """Whether an operator computes each element from the elements of its operands at the same place."""
+    if name in ("max", "min"):  # of two tensors
+        return len(node.args) == 2 and is_tensor(node.args[1]) and not node.kwargs
+    return is_pointwise(name) and (name != "where" or len(node.args) == 3)
 
 
 def _drops(call: OperatorCall) -> bool:

@@ -79,7 +79,23 @@ def losses_of_parts(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Te
     return first + 0.3 * second + x[1:].pow(2)[:, 0].sum()
 
 
-EXITS = [loss, summed_loss, loss_of_each, log_probabilities, first_token, last_token, mean_of_text]
+def losses_of_labelled(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """Selects rows by a mask, before the head and behind it."""
+    wanted = labels != -100
+    before = F.cross_entropy(model.head(x[wanted]), labels[wanted], reduction="sum")
+    return before + 0.3 * model.head(x).view(-1, VOCABULARY)[wanted.view(-1)].logsumexp(-1).sum()
+
+
+def last_of_those_marked(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """As BART classifies: the last of the tokens of one kind, as many in each text."""
+    marked = (seen.cumsum(1) == 1) & seen.bool()
+    return model.head(x[marked, :].view(x.shape[0], -1, x.shape[-1])[:, -1])
+
+
+EXITS = [
+    losses_of_labelled, last_of_those_marked, loss, summed_loss, loss_of_each, log_probabilities, first_token,
+    last_token, mean_of_text,
+]  # fmt: skip
 
 
 def check(model: Model, batches: Any, taken: bool = True, **options: Any) -> Any:
@@ -213,6 +229,19 @@ class WrittenMask(Model):
 
 def test_a_mask_that_is_written_in_place() -> None:
     check(WrittenMask(loss), BATCHES[:3])
+
+
+def features_by_other_names(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """A rotation by complex numbers of the position, views as others, norms, repeated features."""
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * torch.ones(WIDTH // 2, dtype=x.dtype)
+    turned = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * torch.polar(torch.ones_like(angles), angles)
+    y = torch.view_as_real(turned).flatten(2)
+    y = F.normalize(y.reshape_as(x), dim=-1).view(x.shape[0], -1, 4, WIDTH // 4).repeat(1, 1, 1, 2)[..., : WIDTH // 4]
+    return loss(model, torch.min(y.flatten(2).view_as(x), model.positions.weight[: x.shape[1]]), seen, labels)
+
+
+def test_features_by_other_names() -> None:
+    check(Model(features_by_other_names), BATCHES)
 
 
 # Rows that matter after all
