@@ -35,7 +35,7 @@ from fxpasses.rows.exits import Exit, exit_of
 from fxpasses.rows.nodes import Unfollowed, first_of, is_tensor, refused, shape_of, unfollowed, whole_index
 from fxpasses.rows.rules import RESHAPES, Rules
 from fxpasses.rows.scores import Scores, Unpacked
-from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Spaces, Tags
+from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Space, Spaces, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes
 
 _ARITHMETIC = frozenset({"add", "floor_divide", "getitem", "mul", "sub"})
@@ -111,12 +111,12 @@ class _Analysis:
         self.layout = Layout()
         self.tags, self.spaces = self.layout.tags, self.layout.spaces
         self.known = Spaces()
-        self.unpacked = Unpacked(is_metadata, self.tags)
-        self.layout.scores = self.unpacked.states
         self.written_out: dict[Node, RowAttention] = {}
         self.inside: set[Node] = set()
         self.writes = Writes(self.layout)
         self.rules = Rules(self.tags, self.spaces, self.writes, may_drop)
+        self.unpacked = Unpacked(is_metadata, self.tags, self.rules.regrouped)
+        self.layout.scores = self.unpacked.states
 
     def run(self, region: Region) -> None:
         attentions, refusals = written_out(region.gm.graph, self.is_metadata)
@@ -240,7 +240,7 @@ class _Analysis:
             self.layout.parts.add(node)
             return self.tags[first_of(node)], cut
         tags = self.rules.tags_of(node, name)
-        if sorted(filter(None, tags)) not in ([BATCH, TOKENS], [ROWS]):
+        if sorted(filter(None, tags)) not in ([BATCH, TOKENS], [GROUPS, TOKENS], [ROWS]):
             raise refused(node, "combines rows with other rows")
         if is_tensor(node) and len(tags) != len(shape_of(node)):
             raise refused(node)
@@ -285,7 +285,8 @@ class _Analysis:
         usual = (BATCH, None, TOKENS, None)
         for operand in found.operands:
             tags = self.tags.get(operand.node, ())
-            if len(tags) != 4 or (tuple(tags[axis] for axis in operand.order) != usual and not found.is_unpacked):
+            is_usual = len(tags) == 4 and tuple(tags[axis] for axis in operand.order) == usual
+            if not tags or not (is_usual or found.is_unpacked):
                 raise refused(found.node, "is not attention of rows to rows, by heads")
         query, key, value = (self.spaces[operand.node] for operand in found.operands)
         if key is not value or (found.is_causal and query is not key):

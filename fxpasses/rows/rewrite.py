@@ -34,7 +34,7 @@ from fxpasses.rows.layout import Layout, Step
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.packings import Packing, Packings
 from fxpasses.rows.rules import RESHAPES, broadcasts
-from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Tags
+from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Tags
 
 ops = torch.ops.fxpasses
 _GRADIENTS = frozenset({"_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"})
@@ -206,7 +206,7 @@ class Rewrite:
             return value
         key = (value, rows, region, self.moment)
         if key not in self._made and own.all:
-            self._made[key] = self._selected(value, self.layout.tags[node], self.packings[rows], region, emit)
+            self._made[key] = self._selected(value, node, self.packings[rows], region, emit)
         if key not in self._made:
             if (own, rows) not in self._made:
                 self._made[own, rows] = self._early(
@@ -231,6 +231,8 @@ class Rewrite:
         many = {tag: at for at, (size, tag) in enumerate(zip(own, tags, strict=True)) if tag and size != 1}
         if not many:
             return operand
+        if GROUPS in many:
+            raise refused(operand, "has an element for each group")
         packing = self.packings[rows]
 
         def inside(value: Any) -> Any:
@@ -267,7 +269,7 @@ class Rewrite:
         if node in self.layout.scores:
             return self._on_unpacked(node, region, emit)
         if node in self.layout.attentions and self.layout.attentions[node].is_unpacked:
-            return self._selected(self._on_unpacked(node, region, emit), tags, self.packings[wanted], region, emit)
+            return self._selected(self._on_unpacked(node, region, emit), node, self.packings[wanted], region, emit)
         if node in self.layout.attentions:
             return self._attention(self.layout.attentions[node], region, emit)
         if node in self.layout.parts:
@@ -308,7 +310,9 @@ class Rewrite:
         """The sizes of a value with rows, packed."""
         node = step.node
         count = self._inside(region, self.packings[self.needed[node]].count)
-        sizes = {BATCH: 1, TOKENS: count, ROWS: count}
+        sizes: dict[str, Any] = {BATCH: 1, TOKENS: count, ROWS: count}
+        if GROUPS in self.layout.tags[node]:
+            sizes[GROUPS] = self._groups(node)
         own = zip(self.layout.tags[node], node.meta["example_value"].shape, strict=True)
         resized = [sizes[tag] if tag else size for tag, size in own]
         if any(isinstance(size, torch.SymInt) for size in resized):
@@ -360,24 +364,42 @@ class Rewrite:
             return node
         key = ("unpacked", self._value(node), region, self.moment)
         if key not in self._made:
-            rows, tags = self.needed[node], self.layout.tags[node]
+            rows, (value, tags) = self.needed[node], self._ungrouped(self._value(node), node, 1, emit)
             batch, tokens = tags.index(BATCH), tags.index(TOKENS)
             sizes = self.sets.sizes(rows.space)
             own = [self._inside(region, size) for size in (self.packings[rows].place, sizes.batch, sizes.tokens)]
-            found = emit("index_select", (self._value(node), tokens, own[0]))
+            found = emit("index_select", (value, tokens, own[0]))
             found = emit("squeeze", (emit("unflatten", (found, tokens, (own[1], own[2]))), batch + (batch > tokens)))
-            self._made[key] = emit("movedim", (found, tokens - (batch < tokens), batch))
+            found = emit("movedim", (found, tokens - (batch < tokens), batch))
+            self._made[key] = self._grouped(found, node, emit)
         return self._made[key]
 
-    def _selected(self, x: Node, tags: Tags, packing: Packing, region: Region, emit: NodeBuilder) -> Node:
-        """The packed value of one with all rows."""
+    def _selected(self, x: Node, node: Node, packing: Packing, region: Region, emit: NodeBuilder) -> Node:
+        """The packed value of `node`, from its value with all rows."""
         rows = self._inside(region, packing.rows)
-        if ROWS in tags:
-            return emit("index_select", (x, tags.index(ROWS), rows))
+        if ROWS in self.layout.tags[node]:
+            return emit("index_select", (x, self.layout.tags[node].index(ROWS), rows))
+        x, tags = self._ungrouped(x, node, -1, emit)
         batch, tokens = tags.index(BATCH), tags.index(TOKENS)
         at = tokens - (batch < tokens)
         x = emit("flatten", (emit("movedim", (x, batch, at)), at, at + 1))
-        return emit("unsqueeze", (emit("index_select", (x, at, rows)), batch))
+        return self._grouped(emit("unsqueeze", (emit("index_select", (x, at, rows)), batch)), node, emit)
+
+    def _ungrouped(self, x: Node, node: Node, batch: int, emit: NodeBuilder) -> tuple[Node, Tags]:
+        """A value whose groups, if it has any, are taken apart, and its tags. batch: of how many texts, -1 for all."""
+        tags = self.layout.tags[node]
+        if GROUPS not in tags:
+            return x, tags
+        at = tags.index(GROUPS)
+        return emit("unflatten", (x, at, (batch, self._groups(node)))), (*tags[:at], BATCH, None, *tags[at + 1 :])
+
+    def _grouped(self, x: Node, node: Node, emit: NodeBuilder) -> Node:
+        tags = self.layout.tags[node]
+        return emit("flatten", (x, tags.index(GROUPS), tags.index(GROUPS) + 1)) if GROUPS in tags else x
+
+    def _groups(self, node: Node) -> int:
+        """How many groups a text has."""
+        return int(shape_of(node)[self.layout.tags[node].index(GROUPS)] / self.layout.spaces[node].sizes[0])
 
     # Exits
 

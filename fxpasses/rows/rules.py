@@ -20,7 +20,7 @@ from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise
 from fxpasses.graph.refusals import Refused
 from fxpasses.passes.experts.rowwise_rules import ALONG
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed, whole_index
-from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Tags
+from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Space, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes
 
 RESHAPES = frozenset({"flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"})
@@ -72,7 +72,7 @@ class Rules:
         if name in _NORMS and _is_over_features(call.argument("normalized_shape"), tags):
             return tags
         if name in RESHAPES:
-            return self._regrouped(node, shape_of(first), tags, shape_of(node))
+            return self.regrouped(node)
         if name in ("view_as_complex", "view_as_real"):
             return tags[:-1] if name == "view_as_complex" else (*tags, None)
         if name == "getattr" and node.args[1:] == ("mT",):
@@ -132,13 +132,19 @@ class Rules:
                 if tag is not None and found[-place] not in (None, tag):
                     raise refused(node, "combines rows with other rows")
                 found[-place] = tag or found[-place]
+        if GROUPS in found:
+            at = len(found) - found.index(GROUPS)
+            others = [shape_of(part) for part in node.all_input_nodes if part not in self.tags and is_tensor(part)]
+            if any(len(sizes) >= at and sizes[-at] != 1 for sizes in others):
+                raise refused(node, "combines rows by groups with other values")
         return tuple(found)
 
     def _gathered(self, node: Node, index: Any, tags: Tags) -> Tags:
         """`x.gather(-1, index)`, where the index has a row for each of x."""
         rows = [(size, tag) for size, tag in zip(shape_of(first_of(node)), tags, strict=True) if tag]
         own = [(size, tag) for size, tag in zip(shape_of(index), tags, strict=True) if tag]
-        if rows != own or (index in self.tags and self.tags[index] != tags):
+        known = self.tags.get(index, None if GROUPS in tags else tags)
+        if rows != own or known != tags:
             raise refused(node, "selects by other rows")
         return tags
 
@@ -160,8 +166,10 @@ class Rules:
             raise refused(node, "joins along the rows")
         return found
 
-    def _regrouped(self, node: Node, before: tuple[Any, ...], tags: Tags, after: tuple[Any, ...]) -> Tags:
-        """A dimension is the same before and after if its size and the product of the sizes before it are."""
+    def regrouped(self, node: Node) -> Tags:
+        """The tags of a reshape. A dimension is the same if its size and the product of the sizes before it are."""
+        first: Any = first_of(node)
+        before, tags, after = shape_of(first), self.tags[first], shape_of(node)
         if node.meta["example_value"].dtype != first_of(node).meta["example_value"].dtype:
             raise refused(node, "takes the bits of rows for other numbers")
         found: list[str | None] = [None] * len(after)
@@ -177,9 +185,18 @@ class Rules:
                 found[places[outer[at], batch]], found[places[outer[at] * batch, tokens]] = BATCH, TOKENS
             elif tag == BATCH and tags[at + 1 : at + 2] == (TOKENS,) and (outer[at], batch * tokens) in places:
                 found[places[outer[at], batch * tokens]] = ROWS
+            elif tag == GROUPS and (outer[at], batch) in places:
+                found[places[outer[at], batch]] = BATCH
+            elif tag == BATCH and (joined := self._joined_with_features(at, before, tags)) in places:
+                found[places[joined]] = GROUPS
             elif not (tag == TOKENS and ROWS in found):
                 raise refused(node, "mixes rows and features")
         return tuple(found)
+
+    def _joined_with_features(self, at: int, before: tuple[Any, ...], tags: Tags) -> tuple[Any, Any]:
+        """Of the dimension of sequences, and those of features behind it: the product before them, and their own."""
+        stop = next((other for other in range(at + 1, len(tags)) if tags[other]), len(tags))
+        return math.prod(before[:at]), math.prod(before[at:stop])
 
     def _rearranged(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags:
         ndim = len(tags)

@@ -26,7 +26,8 @@ from fxpasses.passes.attention.spelling import constant_of
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, HIDES, RowAttention
 from fxpasses.rows.nodes import refused
-from fxpasses.rows.spaces import BATCH, TOKENS, Tags
+from fxpasses.rows.rules import RESHAPES
+from fxpasses.rows.spaces import BATCH, GROUPS, TOKENS, Tags
 
 # The dimension of scores whose elements are the tokens that a query attends to.
 KEYS = "keys"
@@ -54,11 +55,14 @@ class Scores:
 class Unpacked:
     """The values of a graph that are computed on unpacked rows. states: of each, what is known.
 
-    is_metadata: whether only the batch determines a value. tags: of the values with rows.
+    is_metadata: whether only the batch determines a value. tags: of the values with rows. regrouped: gives those of a
+    reshape.
     """
 
-    def __init__(self, is_metadata: Callable[[Node], bool], tags: Mapping[Node, Tags]) -> None:
-        self.is_metadata, self.tags = is_metadata, tags
+    def __init__(
+        self, is_metadata: Callable[[Node], bool], tags: Mapping[Node, Tags], regrouped: Callable[[Node], Tags]
+    ) -> None:
+        self.is_metadata, self.tags, self.regrouped = is_metadata, tags, regrouped
         self.states: dict[Node, Scores] = {}
 
     def scores(self, node: Node, name: str) -> Tags | None:
@@ -94,7 +98,7 @@ class Unpacked:
         result = tuple(rest[letter] for letter in product.axes)
         if any(own.get(letter, tag) != tag for letter, tag in tags.items() if letter != summed[0]):
             raise refused(node, "multiplies weights by other rows")
-        if sorted(tag for tag in result if tag) != [BATCH, TOKENS]:
+        if sorted(tag for tag in result if tag) not in ([BATCH, TOKENS], [GROUPS, TOKENS]):
             raise refused(node, "gives rows in a way that is not known")
         return _attention(node, state.query, state.key, value, state.masks, result)
 
@@ -141,6 +145,8 @@ class Unpacked:
         first = node.args[0] if node.args else None
         if name in _KEEPING:
             return state, tags
+        if name in RESHAPES and len(given) == 1 and not state.more:
+            return state, self.regrouped(node)
         if name == "softmax" and first is given[0] and argument(node, "dim") in (-1, len(tags) - 1):
             return (replace(state, is_softmax=True), tags) if state.masks and not state.is_softmax else None
         if name == "dropout" and not argument(node, "inplace", False):
@@ -153,7 +159,7 @@ class Unpacked:
             return (state, tags) if name == "mul" and self._keeps(node, given, tags) else None
         if name in ("max", "amax") and argument(node, "keepdim", False) and argument(node, "dim") in (-1, 3):
             return (state, (*tags[:-1], None)) if state.masks else None
-        masked = self._masked(node, name, state)
+        masked = self._masked(node, name, given[0])
         if masked is not None:
             return masked, tags
         if name == "sub" and not self._subtracts_little(node):
@@ -176,7 +182,8 @@ class Unpacked:
         others = [operand for operand in node.all_input_nodes if operand not in self.states]
         masks = [mask for operand in given for mask in self.states[operand].masks]
         if operator_of(node) in ("add", "add_"):
-            masks += [mask for operand in others for mask in self._hiding(operand)]
+            found = [mask for operand in others for mask in self._hiding(operand)]
+            masks += [mask for mask in found if GROUPS not in self.tags[given[0]] or _is_of_texts(mask)]
         first = max((self.states[operand] for operand in given), key=lambda state: state.more)
         return replace(first, masks=tuple(dict.fromkeys(masks)))
 
@@ -190,10 +197,13 @@ class Unpacked:
                 return False
         return KEYS in tags or all(KEYS not in self.tags[operand] for operand in given)
 
-    def _masked(self, node: Node, name: str, state: Scores) -> Scores | None:
+    def _masked(self, node: Node, name: str, scores: Node) -> Scores | None:
         """`masked_fill(scores, mask, least)` and `where(mask, scores, least)`."""
-        mask = self._fills(node, name)
-        return replace(state, masks=(*state.masks, mask)) if mask is not None else None
+        mask, state = self._fills(node, name), self.states[scores]
+        if mask is None:
+            return None
+        known = GROUPS not in self.tags[scores] or _is_of_texts(mask)
+        return replace(state, masks=(*state.masks, mask)) if known else state
 
     def _fills(self, node: Node, name: str) -> Mask | None:
         """What a node replaces by a number that hides a score; None for another node."""
@@ -246,6 +256,11 @@ class Unpacked:
         if state.more and index == (Ellipsis, slice(None, -state.more, None)):
             return replace(state, more=0), tags
         return None
+
+
+def _is_of_texts(mask: Mask) -> bool:
+    """Whether a mask is the same for all groups of a text, [Tq, Tk], where scores are [B * H, Tq, Tk]."""
+    return bool(mask.node.meta["example_value"].dim() == 2)
 
 
 def _attention(node: Node, query: Node, key: Node, value: Node, masks: tuple[Mask, ...], tags: Tags) -> RowAttention:

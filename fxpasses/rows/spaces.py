@@ -15,8 +15,9 @@ from torch.fx import Node
 
 from fxpasses.rows.nodes import shape_of
 
-# What a dimension is: a sequence of the batch, a token of a sequence, or a row, b * T + t. None: neither.
-BATCH, TOKENS, ROWS = "batch", "tokens", "rows"
+# What a dimension is: a sequence of the batch; one of k groups of features of a sequence, b * k + g; a token of a
+# sequence; or a row, b * T + t. None: none of these.
+BATCH, GROUPS, TOKENS, ROWS = "batch", "groups", "tokens", "rows"
 Tags = tuple[str | None, ...]
 
 

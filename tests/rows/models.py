@@ -96,6 +96,26 @@ def dropped(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tens
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2)
 
 
+def by_groups(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """As BLOOM and TrOCR: heads of all texts are one dimension."""
+    batch, heads, *_ = q.shape
+    q, k, v = (part.reshape(batch * heads, -1, part.shape[-1]).tanh() for part in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2))
+    scores = scores.view(batch, heads, q.shape[1], k.shape[1]) + torch.where(mask, 0.0, LEAST)
+    weights = (scores + bias).view(batch * heads, q.shape[1], k.shape[1]).softmax(-1)
+    return torch.bmm(weights, v).view(batch, heads, q.shape[1], -1)
+
+
+def alike_for_texts(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """Groups with one mask for all texts, which hides what is later, and one for each group."""
+    batch, heads, *_ = q.shape
+    q, k, v = (part.flatten(0, 1) for part in (q, k, v))
+    own = mask.expand(-1, heads, -1, -1).flatten(0, 1)
+    later = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+    scores = torch.bmm(q, k.mT).masked_fill(later, LEAST).masked_fill(~own, LEAST)
+    return torch.bmm(scores.softmax(-1), v).unflatten(0, (batch, heads))
+
+
 LEAST = torch.finfo(torch.float32).min
 ATTENTIONS: dict[str, Any] = {
     "fused": fused,
@@ -108,6 +128,8 @@ ATTENTIONS: dict[str, Any] = {
     "with_sinks": with_sinks,
     "dropped": dropped,
     "filled_in_place": filled_in_place,
+    "by_groups": by_groups,
+    "alike_for_texts": alike_for_texts,
 }
 
 

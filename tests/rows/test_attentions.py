@@ -13,7 +13,10 @@ from tests.rows.models import ATTENTIONS, LEAST, Model, Translation, batch
 from tests.rows.test_live_rows import BATCHES, check, loss, shifted_loss
 
 
-@pytest.mark.parametrize("spelling", ["capped", "biased", "with_sinks", "dropped", "filled_in_place"])
+@pytest.mark.parametrize(
+    "spelling",
+    ["capped", "biased", "with_sinks", "dropped", "filled_in_place", "by_groups", "alike_for_texts"],
+)
 def test_attention_that_no_plan_computes(spelling: str) -> None:
     """It is computed on unpacked rows, so that a dropout draws eager mode's numbers."""
     check(Model(shifted_loss, spelling=spelling), [each for each in BATCHES if each is not BATCHES[2]])
