@@ -50,6 +50,7 @@ _OWN = frozenset(
     {
         "fxpasses::attended_rows",
         "fxpasses::attention_plan",
+        "fxpasses::earlier_pairs",
         "fxpasses::live_rows",
         "fxpasses::plan_of_rows",
         "fxpasses::rows_attended_from",

@@ -100,17 +100,20 @@ def find_layout(
     may_drop: whether a dropout may draw other random numbers than eager mode's. biases: whether additive masks have
     other values than 0 and the least, as ALiBi's.
     """
-    analysis = _Analysis(is_metadata, may_drop, biases)
+    tables = [node for region in main.walk() for node in region.gm.graph.nodes if operator_of(node) == "embedding"]
+    sizes = [shape_of(ids) for ids in (argument(node, "input") for node in tables) if is_tensor(ids)]
+    lengths = {size[1] for size in sizes if len(size) == 2 and size[0] != 1}
+    analysis = _Analysis(is_metadata, may_drop, biases, Spaces(lengths))
     analysis.run(main)
     return analysis.layout if analysis.layout.steps else None
 
 
 class _Analysis:
-    def __init__(self, is_metadata: Callable[[Node], bool], may_drop: bool, biases: bool) -> None:
+    def __init__(self, is_metadata: Callable[[Node], bool], may_drop: bool, biases: bool, spaces: Spaces) -> None:
         self.is_metadata, self.biases = is_metadata, biases
         self.layout = Layout()
         self.tags, self.spaces = self.layout.tags, self.layout.spaces
-        self.known = Spaces()
+        self.known = spaces
         self.written_out: dict[Node, RowAttention] = {}
         self.inside: set[Node] = set()
         self.writes = Writes(self.layout)

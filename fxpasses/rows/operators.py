@@ -4,6 +4,7 @@
 |---|---|
 | `live_rows(live, share)` | the rows of a set, in order |
 | `visible_pairs(mask, hides, exact)` | an additive mask as a bool one |
+| `earlier_pairs(tokens)` | the mask of attention that is causal and has none |
 | `attended_rows(seed, masks, batch, exact)` | the rows that a set sees over any number of layers |
 | `rows_attended_from(live, mask, batch, exact)` | the rows of another text that a set sees |
 | `plan_of_rows(mask, queries, keys, batch, heads)` | the plan of attention between the rows of two sets |
@@ -23,6 +24,7 @@ from fxpasses.runtime.attention import plan as plans
 # would be broadcast.
 MULTIPLE = 16
 _PAIRS = 1 << 22  # of a mask, that are looked at together
+_MOST_PAIRS = 1 << 28  # of a mask that is made: 256 MiB
 
 
 @custom_op("fxpasses::live_rows", mutates_args=())
@@ -52,6 +54,17 @@ def visible_pairs(mask: Tensor, hides: float, exact: bool) -> Tensor:
     return visible
 
 
+@custom_op("fxpasses::earlier_pairs", mutates_args=())
+def earlier_pairs(like: Tensor, tokens: int) -> Tensor:
+    """bool [1, 1, T, T], True where a key is not later than the query. like: on whose device.
+
+    Raises `NotPacked` for more than 2^28 pairs, which the program itself does not keep.
+    """
+    if tokens * tokens > _MOST_PAIRS:
+        raise NotPacked(f"a causal mask of {tokens} x {tokens} tokens is too large")
+    return torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=like.device).tril()
+
+
 @custom_op("fxpasses::attended_rows", mutates_args=())
 def attended_rows(seed: Tensor, masks: list[Tensor], batch: int, exact: list[bool]) -> Tensor:
     """bool [B * T]: the rows of `seed`, bool [B * T], and all that those see under any of the masks, repeatedly.
@@ -61,7 +74,7 @@ def attended_rows(seed: Tensor, masks: list[Tensor], batch: int, exact: list[boo
     does not, and there is such a row.
     """
     live = seed.view(batch, -1).clone()
-    while True:
+    while not live.all():
         before = live.clone()
         for mask in masks:
             _add_seen(live, mask)
@@ -152,6 +165,11 @@ def _(live: Tensor, share: float) -> Tensor:
 @visible_pairs.register_fake
 def _(mask: Tensor, hides: float, exact: bool) -> Tensor:
     return torch.empty_like(mask, dtype=torch.bool)
+
+
+@earlier_pairs.register_fake
+def _(like: Tensor, tokens: int) -> Tensor:
+    return like.new_empty(1, 1, tokens, tokens, dtype=torch.bool)
 
 
 @attended_rows.register_fake

@@ -133,9 +133,12 @@ class Packings:
     def _mask(self, found: RowAttention, tokens: list[Any]) -> Node:
         emit = self.emit
         if not found.masks:
-            kind = {"dtype": torch.bool, "device": device_of(found.node)}
-            ones = emit(torch.ones, (1, 1, *tokens), kind)
-            return emit(torch.tril, (ones,)) if found.is_causal else ones
+            ids = self.layout.spaces[found.key.node].root.ids
+            assert ids is not None
+            if found.is_causal:
+                return emit(ops.earlier_pairs.default, (self._outside(ids), tokens[0]))
+            ones = emit(torch.ones, (1, 1, 1, 1), {"dtype": torch.bool, "device": device_of(found.node)})
+            return emit("expand", (ones, 1, 1, *tokens))
         visible, *others = (self._visible(mask, not found.is_unpacked, tokens) for mask in found.masks)
         for other in others:
             visible = emit(torch.logical_and, (visible, other))

@@ -177,19 +177,19 @@ class Rules:
         batch, tokens = self.spaces[first_of(node)].sizes
         outer = [math.prod(before[:at]) for at in range(len(before))]
         for at, tag in enumerate(tags):
-            if tag is None:
+            if tag is None or (tag == TOKENS and ROWS in found):
                 continue
-            if (outer[at], before[at]) in places:
-                found[places[outer[at], before[at]]] = tag
-            elif tag == ROWS and {(outer[at], batch), (outer[at] * batch, tokens)} <= places.keys():
+            if tag == ROWS and {(outer[at], batch), (outer[at] * batch, tokens)} <= places.keys():
                 found[places[outer[at], batch]], found[places[outer[at] * batch, tokens]] = BATCH, TOKENS
-            elif tag == BATCH and tags[at + 1 : at + 2] == (TOKENS,) and (outer[at], batch * tokens) in places:
-                found[places[outer[at], batch * tokens]] = ROWS
             elif tag == GROUPS and (outer[at], batch) in places:
                 found[places[outer[at], batch]] = BATCH
+            elif (outer[at], before[at]) in places:
+                found[places[outer[at], before[at]]] = tag
+            elif tag == BATCH and tags[at + 1 : at + 2] == (TOKENS,) and (outer[at], batch * tokens) in places:
+                found[places[outer[at], batch * tokens]] = ROWS
             elif tag == BATCH and (joined := self._joined_with_features(at, before, tags)) in places:
                 found[places[joined]] = GROUPS
-            elif not (tag == TOKENS and ROWS in found):
+            else:
                 raise refused(node, "mixes rows and features")
         return tuple(found)
 
@@ -208,15 +208,22 @@ class Rules:
             return tuple(tags[dim] for dim in call.sequence("dims"))
         if name == "unsqueeze":
             at = call.argument("dim") % (ndim + 1)
+            if self._is_one_text(node) and ROWS in tags[at:]:
+                return (*tags[:at], BATCH, *(TOKENS if tag == ROWS else tag for tag in tags[at:]))
             return (*tags[:at], None, *tags[at:])
         if name == "expand":
             return (None,) * (node.meta["example_value"].dim() - ndim) + tags
         dims = call.argument("dim")
-        if type(dims) is not int or tags[dims] is not None:
+        if type(dims) is not int or (tags[dims] and not (tags[dims] == BATCH and self._is_one_text(node))):
             raise refused(node, "removes a dimension of rows")
         at = dims % ndim
         kept = node.meta["example_value"].dim() == ndim
-        return tags if kept else (*tags[:at], *tags[at + 1 :])
+        return tags if kept else _without_batch((*tags[:at], *tags[at + 1 :]))
+
+    def _is_one_text(self, node: Node) -> bool:
+        """Whether the batch is one packed text, [1, T], whose rows are its tokens."""
+        space = self.spaces.get(OperatorCall.of(node).argument("input", first_of(node)))
+        return space is not None and bool(space.sizes[0] == 1)
 
     def indexed(self, node: Node, tags: Tags) -> Tags:
         """The tags of `x[...]`, of all rows. tags: of x."""
@@ -230,10 +237,16 @@ class Rules:
         found, own = [], iter(tags)
         for part in index:
             tag = None if part is None else next(own)
-            if tag and part not in (slice(None), slice(0, None)):
+            is_the_text = tag == BATCH and type(part) is int and self._is_one_text(node)
+            if tag and part not in (slice(None), slice(0, None)) and not is_the_text:
                 raise refused(node, "selects rows")
             found += [tag] if part is None or isinstance(part, (list, slice)) else []
-        return tuple(found)
+        return _without_batch(tuple(found))
+
+
+def _without_batch(tags: Tags) -> Tags:
+    """Tokens of one text, whose dimension of sequences is gone, are rows."""
+    return tuple(ROWS if tag == TOKENS and not {BATCH, GROUPS} & {*tags} else tag for tag in tags)
 
 
 def broadcasts(node: Node, name: str) -> bool:

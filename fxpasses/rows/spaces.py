@@ -7,6 +7,7 @@ y = embedding(target, table)       another space [B, U]
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +40,19 @@ class Space:
 
 
 class Spaces:
-    """The spaces of a graph: one for each size of an embedding's input, and one for each part."""
+    """The spaces of a graph: one for each size of an embedding's input, and one for each part.
 
-    def __init__(self) -> None:
+    lengths: T of those with more than one text, beside which [1, T] are positions, which all texts share.
+    """
+
+    def __init__(self, lengths: Set[Any]) -> None:
+        self._lengths = lengths
         self._known: dict[Any, Space] = {}
 
     def of_ids(self, ids: Node) -> Space | None:
-        """The space of an embedding's input [B, T]; None for sizes of 1, which would be broadcast."""
+        """The space of an embedding's input [B, T]; None for a size of 1 that would be broadcast."""
         sizes = shape_of(ids)
-        if 1 in sizes:
+        if sizes[1] == 1 or (sizes[0] == 1 and sizes[1] in self._lengths):
             return None
         return self._known.setdefault(sizes, Space((sizes[0], sizes[1]), ids))
 
@@ -56,7 +61,8 @@ class Spaces:
         more than one."""
         starts = []
         for cut, size, all_of_it in zip(cuts, sizes, whole.sizes, strict=True):
-            if cut.step not in (None, 1) or not (size - all_of_it).is_Integer or size in (0, 1):
+            is_short = size in (0, 1) and size != all_of_it
+            if cut.step not in (None, 1) or not (size - all_of_it).is_Integer or is_short:
                 return None
             start = 0 if cut.start is None else cut.start
             if type(start) is not int or (start < 0 and cut.stop is not None):

@@ -383,6 +383,47 @@ def test_texts_of_no_token_and_one_text() -> None:
     check(Model(loss), [batch(0, 3), batch(0, 0), batch(5), batch(1), batch(2, tokens=2)])
 
 
+class Documents(Model):
+    """Packed text [1, T]: attention stays within a document, of which `seen` has the number."""
+
+    def forward(self, ids: Tensor, seen: Tensor, labels: Tensor) -> Any:
+        positions = torch.arange(ids.shape[1])[None]
+        x = self.embedding(ids) + self.positions(positions % TOKENS)
+        mask = (seen[:, None, :, None] == seen[:, None, None]) & (positions >= positions.transpose(0, 1))[None, None].mT
+        for layer in self.layers:
+            x = layer(x, mask, False, self.spelling)
+        return self.exit(self, x, seen, labels)
+
+
+def documents(*lengths: int, labelled: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """labelled: the documents whose second half has labels."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    place = torch.cat([torch.arange(n) / n for n in lengths])[None]
+    ids = torch.randint(1, VOCABULARY, numbers.shape, generator=torch.Generator().manual_seed(sum(lengths)))
+    wanted = torch.isin(numbers, torch.tensor(labelled)) & (place >= 0.5)
+    return ids, numbers, torch.where(wanted, ids, -100)
+
+
+def flat_loss(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """In and out of the dimension of one text."""
+    y = model.head(x.squeeze(0)).tanh().unsqueeze(0) + model.head(x[0])[None]
+    return F.cross_entropy(y[..., :-1, :].reshape(-1, VOCABULARY), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("exit", [loss, flat_loss, losses_of_labelled, shifted_loss])
+@pytest.mark.parametrize("spelling", ["fused", "written", "by_groups"])
+def test_packed_documents(exit: Exit, spelling: str) -> None:
+    batches = [documents(9, 4, 11, labelled=(1,)), documents(3, 20, labelled=(0, 1)), documents(5, 5, 5, labelled=())]
+    check(Documents(exit, spelling=spelling), batches)
+
+
+def test_documents_without_labels_are_left_out() -> None:
+    step = compiled(Documents(loss), rows="auto")
+    fxpasses.row_stats(reset=True)
+    step(*documents(100, 20, 80, labelled=(1,))).backward()
+    assert fxpasses.row_stats(reset=True).live < 0.17  # 20 of 200, up to 32
+
+
 def test_counting_that_fails_leaves_the_rows_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise ZeroDivisionError("a defect")
