@@ -48,14 +48,20 @@ class RowCounts:
 
         inputs: those at `sources`.
         """
+        return self.parts(inputs)[0]
+
+    def parts(self, inputs: Sequence[Any]) -> tuple[float, float]:
+        """`live`, and the part of the rows that nothing reads. inputs: those at `sources`."""
         try:
             *sets, rows = self.prologue(dict(zip(self.positions, inputs, strict=True)))
         except OperatorFailed as error:
             if isinstance(error.__cause__, NotPacked):
-                return math.inf
+                return math.inf, 0.0
             raise
+        on_all = 1 - sum(self.shares)
         packed = sum(size * share for size, share in zip(sets, self.shares, strict=True)) / max(rows, 1)
-        return packed + 1 - sum(self.shares)
+        dead = 0.0 if on_all > 1e-6 else max(0.0, 1 - max(sets) / max(rows, 1))
+        return packed + on_all, dead
 
     def packs(self, inputs: Sequence[Any]) -> bool:
         return self.live(inputs) < MOST_LIVE
@@ -89,7 +95,8 @@ def counted(compiled: Callable[..., Any], counts: RowCounts) -> Callable[..., An
     def run(*inputs: Any) -> Any:
         if not counts.prologue.has_fake_root(inputs):
             with contained("counting rows"):
-                count(min(1.0, counts.live([inputs[position] for position in counts.positions])))
+                live, dead = counts.parts([inputs[position] for position in counts.positions])
+                count(min(1.0, live), dead)
         return compiled(*inputs)
 
     return run
