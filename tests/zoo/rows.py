@@ -1,8 +1,9 @@
 """Which architectures have only their live rows computed: `python -m tests.zoo.rows [TASK or NAME ...]`.
 
 Each architecture trains on a batch that is padded left and one that is padded right, of whose texts the last 40 % have
-labels; the loss alone is returned. In float64, where eager mode can, or float32, loss and gradients are compared with
-eager mode's. Every batch is packed, also one with few dead rows. Writes rows.jsonl.
+labels; the loss alone is returned. taken: "yes", if nothing takes all rows but the loss; "in part", if what comes after
+the last operator that does is packed. In float64, where eager mode can, or float32, loss and gradients are compared
+with eager mode's. Every batch is packed, also one with few dead rows. Writes rows.jsonl.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 import random
 import sys
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpasses.inspect
@@ -30,6 +33,15 @@ TASKS = ("causal", "masked", "classification", "seq2seq")
 LABELLED = 0.4
 DTYPES = (torch.float64, torch.float32)
 OPTIONS = {"fastpack.lowering": "aot_eager", "fastpack.rows": "auto"}
+
+
+HEAD = """## Live rows
+
+Padded left and then right, with labels on the last 40 % of each text; only the loss is returned. In part: what comes
+after the last operator that takes all rows is packed. Computed in float64 where the model can be; losses are computed
+in float32 by most models. Written by `python -m tests.zoo.rows`.
+
+"""
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -72,10 +84,12 @@ def measure(architecture: Architecture) -> dict[str, Any]:
             worst = max([worst, *(differs(*pair) for pair in zip(expected, actual, strict=True))])
     reports = [report for graph in record.graphs for report in graph.reports if report.pass_name == "live_rows"]
     refusals = [refusal for report in reports for refusal in report.refusals]
-    taken = any(report.changed for report in reports) and not refusals
-    why = f"{refusals[0].reason.value}: {refusals[0].text}" if refusals else "no loss of rows in a graph"
-    found = {"taken": taken, "difference": worst, "dtype": str(model.dtype)}
-    return found if taken else {**found, "why": why}
+    packed = any(report.changed for report in reports)
+    taken = "no" if not packed else "in part" if refusals else "yes"
+    found = {"taken": taken, "difference": worst, "dtype": str(model.dtype).removeprefix("torch.")}
+    if taken == "yes":
+        return found
+    return {**found, "why": refusals[0].text or refusals[0].reason.value if refusals else "no loss of rows in a graph"}
 
 
 def in_eager_mode(architecture: Architecture) -> tuple[Any, list[dict[str, Any]]]:
@@ -106,6 +120,30 @@ def results(step: Any, batch: dict[str, Any], model: nn.Module) -> Iterator[Tens
 
 def differs(expected: Tensor, actual: Tensor) -> float:
     return ((expected - actual).abs().max() / expected.abs().max().clamp(min=1.0)).item()
+
+
+def section() -> str:
+    """Of docs/supported.md; empty without results."""
+    found = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
+    if not found:
+        return ""
+    known = Counter(each.task for each in architectures())
+    counts, reasons = [], defaultdict(list)
+    for task in TASKS:
+        own = [each for each in found if each["architecture"].startswith(f"{task}/")]
+        ran = [each for each in own if "error" not in each]
+        taken = Counter(each["taken"] for each in ran)
+        worst = max((each["difference"] for each in ran), default=0.0)
+        kinds = [taken[kind] for kind in ("yes", "in part", "no")]
+        counts.append([task, known[task], len(ran), *kinds, f"{worst:.0e}"])
+        for each in ran:
+            if each["taken"] != "yes":
+                reasons[each["why"].replace("|", "\\|"), each["taken"]].append(each["architecture"])
+    heads = ["task", "there are", "compared", "taken", "in part", "not", "largest difference"]
+    rows = [[*key, ", ".join(names)] for key, names in sorted(reasons.items(), key=lambda item: -len(item[1]))]
+    tables = [tabulate(counts, heads, tablefmt="github")]
+    tables.append(tabulate(rows, ["why not in whole", "taken", "architectures"], tablefmt="github"))
+    return HEAD + "\n\n".join(tables) + "\n"
 
 
 def of(architecture: Architecture) -> dict[str, Any]:
