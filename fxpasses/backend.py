@@ -161,7 +161,7 @@ def _rewritten(
 
     def run(biases: bool) -> Result:
         told.clear()
-        own = [LiveRows(biases) if isinstance(each, LiveRows) else each for each in passes]
+        own = [type(each)(biases) if isinstance(each, LiveRows) else each for each in passes]
         return run_passes(own, gm, example_inputs, settings, lambda *each: told.append(each))
 
     result = run(biases=False)

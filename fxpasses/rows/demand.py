@@ -19,6 +19,7 @@ from torch.fx import Node
 from fxpasses.graph.calls import is_in_place, operator_of
 from fxpasses.rows.layout import Layout
 from fxpasses.rows.nodes import first_of
+from fxpasses.rows.routing import is_inside
 from fxpasses.rows.spaces import Space
 
 
@@ -111,6 +112,9 @@ class _Demands:
             self._alike(node, layout.written[node])
         elif operator_of(node) == "getitem" and first in layout.tags and _is_tuple(first) and node in needed:
             self._alike(node, first)
+        inside = [operand for operand in layout.operands(node) if is_inside(layout.tags[operand])]
+        if inside and node in needed:
+            self._alike(node, *inside)
         if node not in needed:
             return
         rows = needed[node]

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
+from fxpasses.rows.routing import is_inside
 from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Tags
 
 
@@ -38,7 +39,7 @@ def exit_of(node: Node, tags: Mapping[Node, Tags], is_metadata: Callable[[Node],
     """The exit that a node is, given the tags of the values before it; or None."""
     call, name = OperatorCall.of(node), operator_of(node)
     first = call.argument("input", node.args[0] if node.args else None)
-    if not isinstance(first, Node) or GROUPS in tags.get(first, (GROUPS,)):
+    if not isinstance(first, Node) or GROUPS in tags.get(first, (GROUPS,)) or is_inside(tags[first]):
         return None
     if name == "cross_entropy":
         return _loss(call, first, tags, is_metadata)

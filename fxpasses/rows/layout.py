@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, RowAttention, fused, is_written_between, written_out
 from fxpasses.rows.exits import Exit, exit_of
 from fxpasses.rows.nodes import Unfollowed, first_of, is_tensor, refused, shape_of, unfollowed, whole_index
+from fxpasses.rows.routing import is_inside
 from fxpasses.rows.rules import RESHAPES, Rules
 from fxpasses.rows.scores import Scores, Unpacked
 from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Space, Spaces, Tags
@@ -221,7 +222,10 @@ class _Analysis:
         if found is not None:
             self.layout.exits[node] = found
         elif name == "setitem":
-            self.writes.sets(node, lambda memory: self.rules.indexed(node, self.tags[memory]))
+            if self.rules.routing.inverts(node):
+                self.layout.fills[node] = cast("Node", first_of(node))
+            else:
+                self.writes.sets(node, lambda memory: self.rules.indexed(node, self.tags[memory]))
         elif isinstance(node.meta.get("example_value"), (Tensor, tuple, list)):
             self.tags[node], self.spaces[node] = self._result(node, name, list(spaces))
         else:
@@ -243,7 +247,8 @@ class _Analysis:
             self.layout.parts.add(node)
             return self.tags[first_of(node)], cut
         tags = self.rules.tags_of(node, name)
-        if sorted(filter(None, tags)) not in ([BATCH, TOKENS], [GROUPS, TOKENS], [ROWS]):
+        found = sorted(filter(None, tags))
+        if found not in ([BATCH, TOKENS], [GROUPS, TOKENS], [ROWS]) and not (len(found) == 1 and is_inside(tags)):
             raise refused(node, "combines rows with other rows")
         if is_tensor(node) and len(tags) != len(shape_of(node)):
             raise refused(node)

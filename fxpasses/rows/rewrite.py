@@ -13,9 +13,10 @@ needed for all rows stays as it is.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -32,9 +33,10 @@ from fxpasses.rows.attentions import RowAttention
 from fxpasses.rows.demand import RowSet, demands
 from fxpasses.rows.layout import Layout, Step
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
-from fxpasses.rows.packings import Packing, Packings
+from fxpasses.rows.packings import Packing, Packings, computed
+from fxpasses.rows.routing import is_inside
 from fxpasses.rows.rules import RESHAPES, broadcasts
-from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Tags
+from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, SORTED, TOKENS, Tags
 
 ops = torch.ops.fxpasses
 _GRADIENTS = frozenset({"_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"})
@@ -130,11 +132,14 @@ class Rewrite:
 
     def _shares(self) -> dict[RowSet, float]:
         """By set of rows of a whole space: the part of the products with weights that is computed for it."""
-        found = dict.fromkeys((rows.whole for rows in self._sets()), 0)
+        found: dict[RowSet, float] = dict.fromkeys((rows.whole for rows in self._sets()), 0)
         for node, rows in self.needed.items():
             if operator_of(node) in ("linear", "addmm", "matmul"):
-                elements = max((elements_of(part) or 0 for part in self._weights(node)), default=0)
+                elements: float = max((elements_of(part) or 0 for part in self._weights(node)), default=0)
                 found[rows.whole] = found.get(rows.whole, 0) + elements
+            elif "grouped_mm" in operator_of(node):
+                used = [(elements_of(part) or 0) / part.shape[0] for part in self._weights(node) if part.dim() == 3]
+                found[rows.whole] = found.get(rows.whole, 0) + sum(used) * self._choices(node)
         total = sum(found.values())
         return {rows: elements / total if total else 1 / len(found) for rows, elements in found.items()}
 
@@ -204,6 +209,8 @@ class Rewrite:
         value, own = self._value(node), self.needed[node]
         if own == rows:
             return value
+        if is_inside(self.layout.tags[node]):
+            raise refused(node, "is needed for other rows than it is computed for")
         key = (value, rows, region, self.moment)
         if key not in self._made and own.all:
             self._made[key] = self._selected(value, node, self.packings[rows], region, emit)
@@ -231,7 +238,7 @@ class Rewrite:
         many = {tag: at for at, (size, tag) in enumerate(zip(own, tags, strict=True)) if tag and size != 1}
         if not many:
             return operand
-        if GROUPS in many:
+        if GROUPS in many or is_inside((*many,)):
             raise refused(operand, "has an element for each group")
         packing = self.packings[rows]
 
@@ -261,8 +268,7 @@ class Rewrite:
         node, region = step.node, step.region
         name, wanted, first = operator_of(node), self.needed[node], first_of(node)
         if name == "setitem":
-            filled = torch.fx.map_arg(node.args, lambda operand: self._at(operand, wanted, region, emit))
-            return emit(node.target, filled, {}, like=node)
+            return emit(node.target, torch.fx.map_arg(node.args, self._filling(node, region, emit)), {}, like=node)
         tags = self.layout.tags[node]
         if name == "embedding":
             return self._embedded(step, emit)
@@ -277,9 +283,9 @@ class Rewrite:
             return self._at(first, whole, region, emit)
         if name.startswith("new_"):
             kwargs = {key: value for key, value in node.kwargs.items() if key != "size"}
-            return emit(name, (self._at(first, wanted, region, emit), self._resized(step, region)), kwargs)
+            return emit(name, (self._at(first, wanted, region, emit), self._resized(step, region, emit)), kwargs)
         if name in RESHAPES or name == "expand":
-            resized = self._resized(step, region)
+            resized = self._resized(step, region, emit)
             return emit("expand" if name == "expand" else "reshape", (self._at(first, wanted, region, emit), *resized))
         aligned = set(node.all_input_nodes)
         if name == "cross_entropy":  # weights of classes are broadcast against no rows
@@ -306,13 +312,27 @@ class Rewrite:
                 self.new[other] = result
         return result
 
-    def _resized(self, step: Step, region: Region) -> list[Any]:
+    def _filling(self, node: Node, region: Region, emit: NodeBuilder) -> Callable[[Node], Node]:
+        """Gives the operands of `x[...] = y`; those of `x[order] = arange(N)`: as many numbers as x has."""
+        wanted = self.needed[node]
+
+        def convert(operand: Node) -> Node:
+            if operand in self.layout.tags:
+                return self._at(operand, wanted, region, emit)
+            memory = self._at(cast("Node", first_of(node)), wanted, region, emit)
+            return emit(operand.target, (emit.size(memory, 0),), dict(operand.kwargs))
+
+        return convert
+
+    def _resized(self, step: Step, region: Region, emit: NodeBuilder) -> list[Any]:
         """The sizes of a value with rows, packed."""
         node = step.node
         count = self._inside(region, self.packings[self.needed[node]].count)
         sizes: dict[str, Any] = {BATCH: 1, TOKENS: count, ROWS: count}
         if GROUPS in self.layout.tags[node]:
             sizes[GROUPS] = self._groups(node)
+        if is_inside(self.layout.tags[node]):
+            sizes[CHOICES] = sizes[SORTED] = computed(emit, operator.mul, count, self._choices(node))
         own = zip(self.layout.tags[node], node.meta["example_value"].shape, strict=True)
         resized = [sizes[tag] if tag else size for tag, size in own]
         if any(isinstance(size, torch.SymInt) for size in resized):
@@ -396,6 +416,11 @@ class Rewrite:
     def _grouped(self, x: Node, node: Node, emit: NodeBuilder) -> Node:
         tags = self.layout.tags[node]
         return emit("flatten", (x, tags.index(GROUPS), tags.index(GROUPS) + 1)) if GROUPS in tags else x
+
+    def _choices(self, node: Node) -> int:
+        """How many experts a row has chosen, of a value whose first dimension is those of all rows."""
+        batch, tokens = self.layout.spaces[node].sizes
+        return int(shape_of(node)[0] / (batch * tokens))
 
     def _groups(self, node: Node) -> int:
         """How many groups a text has."""

@@ -20,7 +20,8 @@ from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise
 from fxpasses.graph.refusals import Refused
 from fxpasses.passes.experts.rowwise_rules import ALONG
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed, whole_index
-from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Space, Tags
+from fxpasses.rows.routing import Routing, is_inside
+from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, TOKENS, Space, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes
 
 RESHAPES = frozenset({"flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"})
@@ -39,6 +40,7 @@ class Rules:
     def __init__(self, tags: Mapping[Node, Tags], spaces: Mapping[Node, Space], writes: Writes, may_drop: bool) -> None:
         self.tags, self.spaces, self.writes, self.may_drop = tags, spaces, writes, may_drop
         self.near_misses: list[Refused] = []
+        self.routing = Routing(tags, spaces)
 
     def tags_of(self, node: Node, name: str) -> Tags:
         """The tags of a node that takes rows. Raises `Refused`."""
@@ -47,6 +49,9 @@ class Rules:
         tags = self.tags.get(first, ()) if isinstance(first, Node) else ()
         if call.argument("inplace"):
             raise unfollowed(node, "writes to rows")
+        routed = self.routing.rule(node, name)
+        if routed is not None and name not in MAKES_MEMORY:
+            return routed
         if name in MAKES_MEMORY:
             return self.writes.makes(node, first, tags)
         if self.writes.copies(node):
@@ -92,6 +97,8 @@ class Rules:
             return self.indexed(node, tags) if is_tensor(first_of(node)) else tags
         if name == "gather" and tags[dim] is None:
             return self._gathered(node, call.argument("index"), tags)
+        if name == "topk" and tags[call.argument("dim", -1)] is None:
+            return tags
         if name == "normalize" and tags[call.argument("dim", 1)] is None and call.argument("out") is None:
             return tags
         if name == "repeat":
@@ -132,8 +139,8 @@ class Rules:
                 if tag is not None and found[-place] not in (None, tag):
                     raise refused(node, "combines rows with other rows")
                 found[-place] = tag or found[-place]
-        if GROUPS in found:
-            at = len(found) - found.index(GROUPS)
+        if GROUPS in found or is_inside(tuple(found)):
+            (at,) = (len(found) - at for at, tag in enumerate(found) if tag == GROUPS or is_inside((tag,)))
             others = [shape_of(part) for part in node.all_input_nodes if part not in self.tags and is_tensor(part)]
             if any(len(sizes) >= at and sizes[-at] != 1 for sizes in others):
                 raise refused(node, "combines rows by groups with other values")
@@ -183,18 +190,20 @@ class Rules:
                 found[places[outer[at], batch]], found[places[outer[at] * batch, tokens]] = BATCH, TOKENS
             elif tag == GROUPS and (outer[at], batch) in places:
                 found[places[outer[at], batch]] = BATCH
+            elif tag == CHOICES and (outer[at], batch * tokens) in places:
+                found[places[outer[at], batch * tokens]] = ROWS
             elif (outer[at], before[at]) in places:
                 found[places[outer[at], before[at]]] = tag
             elif tag == BATCH and tags[at + 1 : at + 2] == (TOKENS,) and (outer[at], batch * tokens) in places:
                 found[places[outer[at], batch * tokens]] = ROWS
-            elif tag == BATCH and (joined := self._joined_with_features(at, before, tags)) in places:
-                found[places[joined]] = GROUPS
+            elif tag in (BATCH, ROWS) and (joined := self._joined_with_features(at, before, tags)) in places:
+                found[places[joined]] = GROUPS if tag == BATCH else CHOICES
             else:
                 raise refused(node, "mixes rows and features")
         return tuple(found)
 
     def _joined_with_features(self, at: int, before: tuple[Any, ...], tags: Tags) -> tuple[Any, Any]:
-        """Of the dimension of sequences, and those of features behind it: the product before them, and their own."""
+        """Of a dimension of sequences or rows with the features behind it: the product before it, and its size."""
         stop = next((other for other in range(at + 1, len(tags)) if tags[other]), len(tags))
         return math.prod(before[:at]), math.prod(before[at:stop])
 

@@ -17,8 +17,10 @@ from torch.fx import Node
 from fxpasses.rows.nodes import shape_of
 
 # What a dimension is: a sequence of the batch; one of k groups of features of a sequence, b * k + g; a token of a
-# sequence; or a row, b * T + t. None: none of these.
+# sequence; or a row, b * T + t. Of a mixture (`routing.py`), one of the k experts that a row has chosen, row * k + i;
+# these in the order of the experts; or an expert. None: none of these.
 BATCH, GROUPS, TOKENS, ROWS = "batch", "groups", "tokens", "rows"
+CHOICES, SORTED, EXPERTS = "choices", "sorted", "experts"
 Tags = tuple[str | None, ...]
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like"})
 
+_NEW_PARTS = frozenset({"max", "min", "sort", "topk"})
+
 
 class Writes:
     """Finds what is written, for a layout that is being made."""
@@ -78,7 +80,7 @@ class Writes:
         if not is_pointwise(name[:-1]) or written not in self.tags or node.kwargs.get("out") is not None:
             raise unfollowed(node, "writes to rows")
         written = self.layout.written.get(written, written)
-        others = self._sharing(node, (*self.tags.keys() - {written}, *self.layout.exits))
+        others = self._sharing(node, (*self.tags.keys() - {written, _tuple_of(written)}, *self.layout.exits))
         if any(self.layout.written.get(other) is not written for other in others):
             raise unfollowed(node, "writes to rows that another value shares")
         if self.layout.origins.get(written) is not None or result != self.tags[written]:
@@ -110,3 +112,9 @@ class Writes:
         memory = self._new.get(node)
         if memory is not None:
             self._new = {other: made for other, made in self._new.items() if made is not memory}
+
+
+def _tuple_of(part: Node) -> Node | None:
+    """The tuple that a value was taken from, whose memory is that of its parts."""
+    source = first_of(part) if operator_of(part) == "getitem" else None
+    return source if isinstance(source, Node) and operator_of(source) in _NEW_PARTS else None

@@ -387,6 +387,49 @@ def test_texts_of_no_token_and_one_text() -> None:
     check(Model(loss), [batch(0, 3), batch(0, 0), batch(5), batch(1), batch(2, tokens=2)])
 
 
+class Mixture(Model):
+    """Experts as transformers computes them: tokens sorted by expert, one product by groups, and back."""
+
+    def __init__(self, exit: Exit, counted: bool = False) -> None:
+        import transformers.integrations.moe  # noqa: F401
+
+        super().__init__(exit)
+        self.router = torch.nn.Linear(WIDTH, 4)
+        self.up = torch.nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
+        self.bias = torch.nn.Parameter(torch.randn(4, WIDTH))
+        self.counted = counted
+
+    def forward(self, ids: Tensor, seen: Tensor, labels: Tensor) -> Any:
+        x = self.embedding(ids)
+        x, _ = self.experts(self.layers[0](x, seen.bool()[:, None, None], False))
+        x, counts = self.experts(self.layers[1](x, None, True))
+        found = self.exit(self, x, seen, labels)
+        return (found, counts * self.router.weight.sum()) if self.counted else found
+
+    def experts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        grouped_mm = torch.ops.transformers.grouped_mm_fallback  # PyTorch's own takes no float64
+        rows = x.view(-1, WIDTH)
+        weights, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
+        weights /= weights.sum(-1, keepdim=True)
+        experts, order = chosen.reshape(-1).sort()
+        counts = torch.histc(experts.float(), bins=4, min=0, max=3)
+        y = grouped_mm(rows[order // 2], self.up, offs=counts.cumsum(0, dtype=torch.int32))
+        y = (y + self.bias[experts]) * weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0])
+        return x + y[back].view(*rows.shape[:1], 2, WIDTH).sum(1).view(x.shape), counts
+
+
+@pytest.mark.parametrize("exit", [loss, first_token])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_mixtures(exit: Exit, dynamic: bool | None) -> None:
+    check(Mixture(exit), BATCHES[:4], dynamic=dynamic)
+
+
+def test_a_mixture_whose_choices_are_counted_for_all_rows() -> None:
+    check(Mixture(loss, counted=True), BATCHES[:3], taken=False)
+
+
 class Documents(Model):
     """Packed text [1, T]: attention stays within a document, of which `seen` has the number."""
 
