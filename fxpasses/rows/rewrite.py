@@ -331,7 +331,7 @@ class Rewrite:
         sizes: dict[str, Any] = {BATCH: 1, TOKENS: count, ROWS: count}
         if GROUPS in self.layout.tags[node]:
             sizes[GROUPS] = self._groups(node)
-        if is_inside(self.layout.tags[node]):
+        if {CHOICES, SORTED} & {*self.layout.tags[node]}:
             sizes[CHOICES] = sizes[SORTED] = computed(emit, operator.mul, count, self._choices(node))
         own = zip(self.layout.tags[node], node.meta["example_value"].shape, strict=True)
         resized = [sizes[tag] if tag else size for tag, size in own]
@@ -418,9 +418,10 @@ class Rewrite:
         return emit("flatten", (x, tags.index(GROUPS), tags.index(GROUPS) + 1)) if GROUPS in tags else x
 
     def _choices(self, node: Node) -> int:
-        """How many experts a row has chosen, of a value whose first dimension is those of all rows."""
+        """How many experts a row has chosen, of a value with all choices."""
         batch, tokens = self.layout.spaces[node].sizes
-        return int(shape_of(node)[0] / (batch * tokens))
+        at = next(at for at, tag in enumerate(self.layout.tags[node]) if tag in (CHOICES, SORTED))
+        return int(shape_of(node)[at] / (batch * tokens))
 
     def _groups(self, node: Node) -> int:
         """How many groups a text has."""

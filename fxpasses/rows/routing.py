@@ -8,7 +8,9 @@
     back[order] = arange(N * 2)                           [N * 2]         choices: where each one is among the sorted
     y = y[back].view(N, 2, 96).sum(1)                     [N, 96]         rows
 
-All values of a mixture are computed for the same rows: an order of choices is one of the choices that there are.
+All values of a mixture are computed for the same rows: an order of choices is one of the choices that there are. What
+is sorted, and where the experts end, has to be of one routing, whose choices are what `topk` gives: where capacity is
+limited, or some choices count for no expert, a row's result depends on other rows.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch.fx import Node
 
-from fxpasses.graph.calls import OperatorCall, is_pointwise, operator_of
-from fxpasses.rows.nodes import first_of, is_tensor, shape_of
+from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
+from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.spaces import CHOICES, EXPERTS, ROWS, SORTED, Space, Tags
 
 _INSIDE = frozenset({CHOICES, SORTED, EXPERTS})
-# What an index says: of each sorted choice, which choice it is; of which row it is; of each choice, where it is sorted.
-_ORDER, _ROWS, _PLACES = "order", "rows", "places"
+_SAME = CASTS | {"clone", "contiguous"}
+# What integers are: experts that rows have chosen; of each sorted choice, which choice it is, or of which row; of each
+# choice, where it is sorted; of each expert, how many have chosen it, and where its choices end.
+_CHOSEN, _ORDER, _ROWS, _PLACES, _COUNTS, _ENDS = "chosen", "order", "rows", "places", "counts", "ends"
 
 
 def is_inside(tags: Tags) -> bool:
@@ -38,61 +41,80 @@ class Routing:
 
     def __init__(self, tags: Mapping[Node, Tags], spaces: Mapping[Node, Space]) -> None:
         self.tags, self.spaces = tags, spaces
-        self._indices: dict[Node, str] = {}
-        self._memory: set[Node] = set()
+        self._kinds: dict[Node, str] = {}
+        self._roots: dict[Node, Node] = {}  # the routing by which a value is sorted: the result of `topk`
+        self._memory: dict[Node, Node] = {}  # that may become places, and the order it is like
 
     def rule(self, node: Node, name: str) -> Tags | None:
         """The tags of a node of a mixture; None for another node."""
         call = OperatorCall.of(node)
         first: Any = call.argument("input", first_of(node))
-        tags = self.tags.get(first, ()) if isinstance(first, Node) else ()
-        if name in ("sort", "argsort") and tags == (CHOICES,) and call.argument("dim", -1) in (0, -1):
-            if name == "argsort":
-                self._indices[node] = _ORDER
-            return (SORTED,)
-        if name == "getitem" and tags == (SORTED,) and operator_of(first) == "sort" and not is_tensor(first):
-            if node.args[1] == 1:
-                self._indices[node] = _ORDER
-            return (SORTED,)
-        if name in ("histc", "bincount") and tags in ((CHOICES,), (SORTED,)):
-            return (EXPERTS,) if call.argument("weights") is None and self._counts(call, name) else None
-        if name == "floor_divide" and self._indices.get(first) == _ORDER:
-            return self._rows_of(node, first)
+        if not isinstance(first, Node):
+            return None
+        tags, kind = self.tags.get(first, ()), self._kinds.get(first)
+        if name in ("sort", "argsort"):
+            is_known = kind == _CHOSEN and tags == (CHOICES,) and not call.argument("descending", False)
+            return self._known(node, _ORDER if name == "argsort" else None, first, SORTED) if is_known else None
+        if name == "getitem" and operator_of(first) == "sort" and first in self._roots:
+            return self._known(node, _ORDER if node.args[1] == 1 else _CHOSEN, first, SORTED)
+        if name == "histc" and kind == _CHOSEN and is_inside(tags):
+            bins = call.argument("bins")
+            is_each = type(bins) is int and call.argument("min", 0) == 0 and call.argument("max", 0) == bins - 1
+            return self._known(node, _COUNTS, first, EXPERTS) if is_each else None
+        if name == "cumsum" and kind == _COUNTS:
+            return self._known(node, _ENDS, first, EXPERTS)
+        if name == "floor_divide" and kind == _ORDER:
+            batch, tokens = self.spaces[first].sizes
+            each: Any = node.args[1]
+            is_row = type(each) is int and shape_of(first) == (batch * tokens * each,)
+            return self._known(node, _ROWS, first, SORTED) if is_row else None
+        if name == "empty_like" and kind == _ORDER:
+            self._memory[node] = first
         if name in ("getitem", "index_select"):
             return self._indexed(node, call, name, tags)
-        if name == "cumsum" and tags == (EXPERTS,):
-            return tags
-        if "grouped_mm" in name and not is_pointwise(name):
-            return self._grouped(node) if len(node.args) > 1 else None
-        if name == "empty_like" and first in self._indices:
-            self._memory.add(node)
-            return tags
+        if "grouped_mm" in name and len(node.args) > 1:
+            return self._grouped(node)
         return None
+
+    def note(self, node: Node, name: str, tags: Tags) -> None:
+        """Called for each node with rows: what it is, if its operand is something. Raises `Refused`."""
+        first: Any = first_of(node)
+        is_integer = is_tensor(node) and not node.meta["example_value"].is_floating_point()
+        if not isinstance(first, Node):
+            first = None
+        elif name == "getitem" and node.args[1] == 1 and operator_of(first) == "topk":
+            self._kinds[node], self._roots[node] = _CHOSEN, node
+        if first in self._kinds and node not in self._kinds:
+            reshapes = self._kinds[first] == _CHOSEN and name in ("flatten", "reshape", "view")
+            if reshapes or (name in _SAME and (is_integer or self._kinds[first] in (_CHOSEN, _COUNTS, _ENDS))):
+                self._kinds[node], self._roots[node] = self._kinds[first], self._roots[first]
+        if EXPERTS in tags and node not in self._kinds:
+            raise refused(node, "computes with numbers of choices")
+        roots = {self._roots[part] for part in node.all_input_nodes if SORTED in self.tags.get(part, ())}
+        if len(roots) > 1:
+            raise refused(node, "combines two routings")
+        if SORTED in tags and node not in self._roots:
+            if not roots:
+                raise refused(node, "is sorted in a way that is not known")
+            (self._roots[node],) = roots
 
     def inverts(self, node: Node) -> bool:
         """Whether a node is `back[order] = arange(N * k)`, in new memory."""
         memory, order, numbers = cast("tuple[Any, ...]", node.args)
-        is_order = memory in self._memory and isinstance(order, Node) and self._indices.get(order) == _ORDER
-        if not is_order or not isinstance(numbers, Node) or operator_of(numbers) != "arange" or len(numbers.args) != 1:
+        is_order = isinstance(memory, Node) and isinstance(order, Node) and self._kinds.get(order) == _ORDER
+        if not is_order or memory not in self._memory or self._roots[self._memory[memory]] is not self._roots[order]:
             return False
-        self._memory.discard(memory)
-        self._indices[memory] = _PLACES
+        if not isinstance(numbers, Node) or operator_of(numbers) != "arange" or len(numbers.args) != 1:
+            return False
+        del self._memory[memory]
+        self._kinds[memory], self._roots[memory] = _PLACES, self._roots[order]
         return True
 
-    def _counts(self, call: OperatorCall, name: str) -> bool:
-        """Whether there are as many counts whatever is counted; of `bincount` there may be more."""
-        return name == "histc" and type(call.argument("bins")) is int
-
-    def _rows_of(self, node: Node, order: Node) -> Tags | None:
-        each: Any = node.args[1]
-        if type(each) is not int or shape_of(order) != (self._count_of(order) * each,):
-            return None
-        self._indices[node] = _ROWS
-        return (SORTED,)
-
-    def _count_of(self, node: Node) -> Any:
-        batch, tokens = self.spaces[node].sizes
-        return batch * tokens
+    def _known(self, node: Node, kind: str | None, of: Node, tag: str) -> Tags:
+        self._roots[node] = self._roots[of]
+        if kind is not None:
+            self._kinds[node] = kind
+        return (tag,)
 
     def _indexed(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
         first: Any = first_of(node)
@@ -101,19 +123,26 @@ class Routing:
             (index,) = index
         if not isinstance(index, Node) or (name == "index_select" and call.argument("dim") != 0):
             return None
-        kind, own = self._indices.get(index), self.tags.get(index, ())
-        if first not in self.tags and is_tensor(first) and kind is None:  # of each expert, for those that are chosen
-            integers = index.meta["example_value"].dtype in (torch.int64, torch.int32)
-            return (*own, *(None for _ in shape_of(first)[1:])) if is_inside(own) and integers else None
-        if kind is None:
+        kind, own = self._kinds.get(index), self.tags.get(index, ())
+        if first not in self.tags and is_tensor(first) and kind == _CHOSEN:  # of each expert, for those that are chosen
+            return (*own, *(None for _ in shape_of(first)[1:]))
+        if kind not in (_ORDER, _ROWS, _PLACES):
             return None
         wanted, given = {_ORDER: (CHOICES, SORTED), _ROWS: (ROWS, SORTED), _PLACES: (SORTED, CHOICES)}[kind]
         fits = tags[:1] == (wanted,) and not any(tags[1:])
-        return (given, *tags[1:]) if fits and (kind == _ROWS or shape_of(index)[0] == shape_of(first)[0]) else None
+        fits = fits and (kind == _ROWS or shape_of(index)[0] == shape_of(first)[0])
+        if not fits or (kind == _PLACES and self._roots[first] is not self._roots[index]):
+            return None
+        if given == SORTED:
+            self._roots[node] = self._roots[index]
+        return (given, *tags[1:])
 
     def _grouped(self, node: Node) -> Tags | None:
         x, weight, *more = cast("tuple[Any, ...]", node.args)
         ends: Any = node.kwargs.get("offs", more[0] if more else None)
         others = [part for part in node.all_input_nodes if part not in (x, ends)]
-        fits = self.tags.get(x) == (SORTED, None) and self.tags.get(ends) == (EXPERTS,) and is_tensor(weight)
-        return (SORTED, None) if fits and len(shape_of(weight)) == 3 and not self.tags.keys() & {*others} else None
+        fits = self.tags.get(x) == (SORTED, None) and self._kinds.get(ends) == _ENDS and is_tensor(weight)
+        if not fits or len(shape_of(weight)) != 3 or self.tags.keys() & {*others}:
+            return None
+        is_one = self._roots[x] is self._roots[ends] and shape_of(weight)[:1] == shape_of(ends)
+        return (SORTED, None) if is_one else None

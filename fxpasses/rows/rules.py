@@ -44,13 +44,18 @@ class Rules:
 
     def tags_of(self, node: Node, name: str) -> Tags:
         """The tags of a node that takes rows. Raises `Refused`."""
+        found = self._tags_of(node, name)
+        self.routing.note(node, name, found)
+        return found
+
+    def _tags_of(self, node: Node, name: str) -> Tags:
         call = OperatorCall.of(node)
         first = call.argument("input", first_of(node))
         tags = self.tags.get(first, ()) if isinstance(first, Node) else ()
         if call.argument("inplace"):
             raise unfollowed(node, "writes to rows")
         routed = self.routing.rule(node, name)
-        if routed is not None and name not in MAKES_MEMORY:
+        if routed is not None:
             return routed
         if name in MAKES_MEMORY:
             return self.writes.makes(node, first, tags)

@@ -390,10 +390,11 @@ def test_texts_of_no_token_and_one_text() -> None:
 class Mixture(Model):
     """Experts as transformers computes them: tokens sorted by expert, one product by groups, and back."""
 
-    def __init__(self, exit: Exit, counted: bool = False) -> None:
+    def __init__(self, exit: Exit, counted: bool = False, decoy: str = "") -> None:
         import transformers.integrations.moe  # noqa: F401
 
         super().__init__(exit)
+        self.decoy = decoy
         self.router = torch.nn.Linear(WIDTH, 4)
         self.up = torch.nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
         self.bias = torch.nn.Parameter(torch.randn(4, WIDTH))
@@ -411,8 +412,14 @@ class Mixture(Model):
         rows = x.view(-1, WIDTH)
         weights, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
         weights /= weights.sum(-1, keepdim=True)
-        experts, order = chosen.reshape(-1).sort()
+        experts, order = chosen.reshape(-1).sort(descending=self.decoy == "descending")
         counts = torch.histc(experts.float(), bins=4, min=0, max=3)
+        if self.decoy == "moved":
+            counts = counts.roll(1)
+        elif self.decoy == "of another":
+            counts = torch.histc(self.router(rows.sin()).topk(2)[1].reshape(-1).float(), bins=4, min=0, max=3)
+        elif self.decoy == "changed":
+            order = order.flip(0)
         y = grouped_mm(rows[order // 2], self.up, offs=counts.cumsum(0, dtype=torch.int32))
         y = (y + self.bias[experts]) * weights.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
@@ -424,6 +431,11 @@ class Mixture(Model):
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_mixtures(exit: Exit, dynamic: bool | None) -> None:
     check(Mixture(exit), BATCHES[:4], dynamic=dynamic)
+
+
+@pytest.mark.parametrize("decoy", ["descending", "moved", "of another", "changed"])
+def test_mixtures_in_which_rows_depend_on_others(decoy: str) -> None:
+    check(Mixture(loss, decoy=decoy), BATCHES[:2], taken=False)
 
 
 def test_a_mixture_whose_choices_are_counted_for_all_rows() -> None:
