@@ -145,8 +145,7 @@ class _Analysis:
                 elif any(operand in self.layout.numbers for operand in node.all_input_nodes):
                     if not self._is_size(node, name):
                         raise unfollowed(node, "reads a size of rows")
-                else:
-                    self.writes.check(node, name)
+                self.writes.check(node)
 
     def _is_size(self, node: Node, name: str) -> bool:
         """Whether a node is a size of rows, or a number that is computed from one."""
@@ -197,6 +196,8 @@ class _Analysis:
     def _visit(self, node: Node, name: str, region: Region, autocast: Regions) -> None:
         if node in self.layout.origins:
             return
+        if node.kwargs.get("out") is not None:
+            raise unfollowed(node, "writes to memory that it is given")
         resizes = name in RESHAPES or name == "expand" or name.startswith("new_")
         if not resizes and self.layout.numbers & set(node.all_input_nodes):
             raise unfollowed(node, "reads a size of rows")

@@ -185,7 +185,9 @@ class Rewrite:
                 assert region.parent is not None and region.call is not None
                 with region.parent.gm.graph.inserting_before(region.call):
                     emit = NodeBuilder(region.parent.gm.graph, self.fake_mode, region.call)
+                    inner, self.moment = self.moment, self.moments[region.call]
                     packed = self._at(origin, self.needed[node], region.parent, emit)
+                    self.moment = inner
                 self.new[node] = self._inside(region, packed)
         return self.new[node]
 

@@ -62,7 +62,7 @@ class Rules:
         if self.writes.copies(node):
             return self._broadcast(node)
         if is_in_place(name):
-            return self.writes.in_place(node, name, self._broadcast(node))
+            return self.writes.in_place(node, name, self._broadcast)
         if name in ("cat", "stack"):
             return self._joined(node, call, name)
         if broadcasts(node, name):
@@ -104,8 +104,9 @@ class Rules:
             return self._gathered(node, call.argument("index"), tags)
         if name == "topk" and tags[call.argument("dim", -1)] is None:
             return tags
-        if name == "normalize" and tags[call.argument("dim", 1)] is None and call.argument("out") is None:
-            return tags
+        if name == "normalize":
+            along = call.argument("dim", 1)
+            return tags if type(along) is int and tags[along] is None else None
         if name == "repeat":
             times = call.sequence("repeats")
             fits = len(times) == len(tags) and all(n == 1 for n, tag in zip(times, tags, strict=True) if tag)

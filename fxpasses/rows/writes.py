@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from fxpasses.graph.aliases import storages
-from fxpasses.graph.calls import is_in_place, is_pointwise, operator_of
+from fxpasses.graph.aliases import storages, written_operands
+from fxpasses.graph.calls import is_pointwise, operator_of
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed
 from fxpasses.rows.spaces import Tags
 
@@ -74,24 +74,30 @@ class Writes:
                 raise unfollowed(node, "writes other rows, or what is none, to rows")
         self.layout.fills[node] = memory
 
-    def in_place(self, node: Node, name: str, result: Tags) -> Tags:
-        """`x += y`. result: the tags of `x + y`. Raises `Refused`."""
+    def in_place(self, node: Node, name: str, broadcast: Callable[[Node], Tags]) -> Tags:
+        """`x += y`. broadcast: gives the tags of `x + y`. Raises `Refused`."""
         written = first_of(node)
+        if not is_tensor(written):
+            raise unfollowed(node, "writes to several tensors")
         if not is_pointwise(name[:-1]) or written not in self.tags or node.kwargs.get("out") is not None:
             raise unfollowed(node, "writes to rows")
         written = self.layout.written.get(written, written)
         others = self._sharing(node, (*self.tags.keys() - {written, _tuple_of(written)}, *self.layout.exits))
         if any(self.layout.written.get(other) is not written for other in others):
             raise unfollowed(node, "writes to rows that another value shares")
-        if self.layout.origins.get(written) is not None or result != self.tags[written]:
+        if self.layout.origins.get(written) is not None or broadcast(node) != self.tags[written]:
             raise unfollowed(node, "writes to rows of another checkpoint")
         self.layout.written[node] = written
         return self.tags[written]
 
-    def check(self, node: Node, name: str) -> None:
-        """Raise `Refused` if a node that takes no rows writes to rows, by another name: `x[:, 0].zero_()`."""
-        if is_in_place(name) and is_tensor(first_of(node)) and self._sharing(first_of(node), self.tags):
-            raise unfollowed(node, "writes to rows by another name")
+    def check(self, node: Node) -> None:
+        """Called for each node, when what it does is known: raise `Refused` if it writes to rows in another way, or by
+        another name: `relu(x[:, 0], inplace=True)`."""
+        if node in self.layout.written or node in self.layout.fills or node in self.layout.scores:
+            return
+        for operand in written_operands(node):
+            if is_tensor(operand) and self._sharing(operand, self.tags):
+                raise unfollowed(node, "writes to rows by another name")
 
     def _sharing(self, node: Node, values: Iterable[Node]) -> set[Node]:
         memory = self._memory_of(node)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpasses.rows import choice
 from tests.rows.models import batch
 from tests.support import compiled
 
@@ -495,6 +496,52 @@ def noise(model, x, seen, labels):
     return loss(model, x + torch.randn_like(x), labels)
 
 
+# Writes by other names
+
+
+@decoy
+def rectified_in_place(model, x, seen, labels):
+    y = x * 2
+    first, before = y[:, 0], y + x
+    F.relu(first, inplace=True)
+    return loss(model, before + y, model.ids, ignore_index=0)
+
+
+@decoy
+def written_as_a_list(model, x, seen, labels):
+    y = x.detach() * 2
+    torch._foreach_mul_([y[:, 0]], 3.0)
+    return loss(model, y + x, model.ids, ignore_index=0)
+
+
+@decoy
+def rows_written_as_a_list(model, x, seen, labels):
+    y = x.detach() * 2
+    torch._foreach_mul_([y], 3.0)
+    return loss(model, y + x, labels)
+
+
+@decoy
+def written_as_a_result(model, x, seen, labels):
+    y = x.detach() * 2
+    flat = y.flatten(1)
+    before = y + x
+    torch.mul(flat.detach().clone(), 3.0, out=flat)
+    return loss(model, before + y, model.ids, ignore_index=0)
+
+
+@decoy
+def sum_in_given_memory(model, x, seen, labels):
+    found = x.new_zeros(x.shape[0], WIDTH)
+    torch.sum(x.detach() * seen[..., None], 1, out=found)
+    return loss(model, x, labels) + found.sum()
+
+
+@decoy
+def norm_over_tokens_and_features(model, x, seen, labels):
+    return loss(model, F.normalize(x, dim=(1, 2)), labels)
+
+
 # Embeddings
 
 
@@ -536,7 +583,8 @@ def ids_transposed(model, x, seen, labels):
 
 @pytest.mark.each_quick
 @pytest.mark.parametrize("name", DECOYS)
-def test_decoys_are_eager_modes(name: str) -> None:
+def test_decoys_are_eager_modes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "MOST_LIVE", 10.0)  # each is packed if any of its rows is
     check(DECOYS[name], BATCHES)
 
 

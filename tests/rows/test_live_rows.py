@@ -248,6 +248,28 @@ def test_features_by_other_names() -> None:
     check(Model(features_by_other_names), BATCHES)
 
 
+def without_gradients_before_a_checkpoint(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    moved = y.roll(1, 1)
+    with torch.no_grad():
+        before = model.layers[0].out(y)
+
+    def inside(z: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = model.layers[1].out(z)
+        return model.layers[0].out(z).tanh() * scale
+
+    return loss(model, before + checkpoint(inside, y, use_reentrant=False), seen, labels) + moved[:, 0].sum()
+
+
+def test_a_checkpoint_takes_what_is_selected_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what was selected without gradients, before: each graph counts its own writes and switches."""
+    monkeypatch.setattr(choice, "MOST_LIVE", 10.0)
+    exit = without_gradients_before_a_checkpoint
+    record = check(Model(exit), BATCHES[:3], taken=False, lowering="aot_eager")
+    assert any(report.changed for report in reports_of(record, "live_rows"))
+
+
 # Rows that matter after all
 
 
