@@ -36,7 +36,7 @@ from fxpasses.rows.nodes import Unfollowed, first_of, is_tensor, refused, shape_
 from fxpasses.rows.routing import is_inside
 from fxpasses.rows.rules import RESHAPES, Rules
 from fxpasses.rows.scores import Scores, Unpacked
-from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Space, Spaces, Tags
+from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, SORTED, TOKENS, Space, Spaces, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes
 
 _ARITHMETIC = frozenset({"add", "floor_divide", "getitem", "mul", "sub"})
@@ -251,8 +251,8 @@ class _Analysis:
         found = sorted(filter(None, tags))
         if found not in ([BATCH, TOKENS], [GROUPS, TOKENS], [ROWS]) and not (len(found) == 1 and is_inside(tags)):
             raise refused(node, "combines rows with other rows")
-        if is_tensor(node) and len(tags) != len(shape_of(node)):
-            raise refused(node)
+        if is_tensor(node) and not _has_sizes(node, tags, space):
+            raise refused(node, "gives other rows than it takes")
         return tags, space
 
     def _fused(self, node: Node, name: str) -> RowAttention | None:
@@ -298,6 +298,8 @@ class _Analysis:
             if not tags or not (is_usual or found.is_unpacked):
                 raise refused(found.node, "is not attention of rows to rows, by heads")
         query, key, value = (self.spaces[operand.node] for operand in found.operands)
+        if query.sizes[0] != key.sizes[0]:
+            raise refused(found.node, "attends to one text that several share")
         if key is not value or (found.is_causal and query is not key):
             raise refused(found.node, "attends to keys and values of two texts")
         if query.whole is not None or key.whole is not None:
@@ -322,6 +324,19 @@ class _Analysis:
             or not (example.dtype is torch.bool or example.is_floating_point())
         ):
             raise refused(found.node, f"has a mask {example.dtype} {list(example.shape)}")
+
+
+def _has_sizes(node: Node, tags: Tags, space: Space) -> bool:
+    """Whether a value has all rows of a space where its tags say so: one text may have been expanded to several."""
+    batch, tokens = space.sizes
+    known = {BATCH: batch, TOKENS: tokens, ROWS: batch * tokens}
+    multiples = {GROUPS: batch, CHOICES: batch * tokens, SORTED: batch * tokens}
+    sizes = shape_of(node)
+    return len(sizes) == len(tags) and all(
+        known.get(tag, size) == size and (size / multiples.get(tag, size)).is_Integer
+        for tag, size in zip(tags, sizes, strict=True)
+        if tag
+    )
 
 
 def _reads_inputs(node: Node) -> bool:

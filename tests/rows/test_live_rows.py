@@ -498,6 +498,29 @@ def test_packed_documents(exit: Exit, spelling: str) -> None:
     check(Documents(exit, spelling=spelling), batches)
 
 
+def expanded_text(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return (model.layers[0].out(x).expand(3, -1, -1) * model.head.weight[:3, :1, None]).square().sum()
+
+
+def text_beside_several(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x + torch.arange(3.0)[:, None, None]
+    return model.head(y[:, 0]) + model.head(y)[torch.arange(3), torch.tensor([1, 0, 1])]
+
+
+def text_that_several_share(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """Three texts [3, 5], which attend to one."""
+    other = model.embedding((labels.clamp(min=0)[:, :5].expand(3, -1) + torch.arange(3)[:, None]) % VOCABULARY)
+    q, k = (z.unflatten(-1, (2, -1)).transpose(1, 2) for z in (other, x.expand(3, -1, -1)))
+    y = F.scaled_dot_product_attention(q, k, k, attn_mask=(seen < 2)[:, None, None].expand(3, 1, 5, -1))
+    return model.head(y.transpose(1, 2).flatten(2))[:, 0]
+
+
+@pytest.mark.parametrize("exit", [expanded_text, text_beside_several, text_that_several_share])
+def test_one_text_that_becomes_several(exit: Exit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "MOST_LIVE", 10.0)
+    check(Documents(exit), [documents(9, 4, 11, labelled=(1,)), documents(3, 20, labelled=(0, 1))], taken=False)
+
+
 def test_documents_without_labels_are_left_out() -> None:
     step = compiled(Documents(loss), rows="auto")
     fxpasses.row_stats(reset=True)
