@@ -16,7 +16,7 @@ _CHOICES = {
     "capture": ("on", "off"),
     "experts": ("auto", "slices", "grouped", "off"),
     "attention": ("auto", "dense"),
-    "rows": ("auto", "all"),
+    "rows": ("all", "auto"),
     "topk": ("off", "split"),
     "fold": ("auto", "on", "off"),
     "generation": ("eager", "compiled"),
@@ -98,7 +98,7 @@ class Options:
     capture: str = "on"
     experts: str = "auto"
     attention: str = "auto"
-    rows: str = "auto"
+    rows: str = "all"
     topk: str = "off"
     fold: str = "auto"
     generation: str = "eager"
