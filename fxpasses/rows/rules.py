@@ -256,6 +256,8 @@ class Rules:
             if tag and part not in (slice(None), slice(0, None)) and not is_the_text:
                 raise refused(node, "selects rows")
             found += [tag] if part is None or isinstance(part, (list, slice)) else []
+        if index[0] is None and found[1:2] == [ROWS] and self._is_one_text(node):
+            found[:2] = [BATCH, TOKENS]
         return _without_batch(tuple(found))
 
 
