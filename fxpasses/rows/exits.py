@@ -39,7 +39,9 @@ def exit_of(node: Node, tags: Mapping[Node, Tags], is_metadata: Callable[[Node],
     """The exit that a node is, given the tags of the values before it; or None."""
     call, name = OperatorCall.of(node), operator_of(node)
     first = call.argument("input", node.args[0] if node.args else None)
-    if not isinstance(first, Node) or GROUPS in tags.get(first, (GROUPS,)) or is_inside(tags[first]):
+    if not isinstance(first, Node) or first not in tags:
+        return None
+    if GROUPS in tags[first] or is_inside(tags[first]):
         return None
     if name == "cross_entropy":
         return _loss(call, first, tags, is_metadata)
@@ -64,7 +66,7 @@ def _picked(index: tuple[Any, ...], x: Node, tags: Tags, is_metadata: Any) -> Ex
     places = 1 if tags[:1] == (ROWS,) else 2
     if tags[:places] not in ((ROWS,), (BATCH, TOKENS)) or any(part != slice(None) for part in index[places:]):
         return None
-    if places == 2 and index[0] == slice(None) and type(index[1:2][0] if index[1:] else None) is int:
+    if places == 2 and len(index) > 1 and index[0] == slice(None) and type(index[1]) is int:
         return Exit("picked", x, index)
     parts = [part for part in index[:places] if isinstance(part, Node) and is_metadata(part)]
     examples = [part.meta["example_value"] for part in parts]

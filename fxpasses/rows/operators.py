@@ -4,7 +4,7 @@
 |---|---|
 | `live_rows(live, share)` | the rows of a set, in order |
 | `visible_pairs(mask, hides, exact)` | an additive mask as a bool one |
-| `earlier_pairs(tokens)` | the mask of attention that is causal and has none |
+| `earlier_pairs(like, tokens)` | the mask of attention that is causal and has none |
 | `attended_rows(seed, masks, batch, exact)` | the rows that a set sees over any number of layers |
 | `rows_attended_from(live, mask, batch, exact)` | the rows of another text that a set sees |
 | `plan_of_rows(mask, queries, keys, batch, heads)` | the plan of attention between the rows of two sets |

@@ -65,7 +65,7 @@ class Routing:
             return self._known(node, _ENDS, first, EXPERTS)
         if name == "floor_divide" and kind == _ORDER:
             batch, tokens = self.spaces[first].sizes
-            each: Any = node.args[1]
+            each = call.argument("other")
             is_row = type(each) is int and shape_of(first) == (batch * tokens * each,)
             return self._known(node, _ROWS, first, SORTED) if is_row else None
         if name == "empty_like" and kind == _ORDER:
@@ -105,6 +105,8 @@ class Routing:
         if not is_order or memory not in self._memory or self._roots[self._memory[memory]] is not self._roots[order]:
             return False
         if not isinstance(numbers, Node) or operator_of(numbers) != "arange" or len(numbers.args) != 1:
+            return False
+        if shape_of(numbers) != shape_of(order):  # one number would be broadcast
             return False
         del self._memory[memory]
         self._kinds[memory], self._roots[memory] = _PLACES, self._roots[order]

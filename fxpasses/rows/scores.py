@@ -183,7 +183,7 @@ class Unpacked:
         masks = [mask for operand in given for mask in self.states[operand].masks]
         if operator_of(node) in ("add", "add_"):
             found = [mask for operand in others for mask in self._hiding(operand)]
-            masks += [mask for mask in found if GROUPS not in self.tags[given[0]] or _is_of_texts(mask)]
+            masks += [mask for mask in found if self._hides_in(mask, given[0])]
         first = max((self.states[operand] for operand in given), key=lambda state: state.more)
         return replace(first, masks=tuple(dict.fromkeys(masks)))
 
@@ -202,8 +202,11 @@ class Unpacked:
         mask, state = self._fills(node, name), self.states[scores]
         if mask is None:
             return None
-        known = GROUPS not in self.tags[scores] or _is_of_texts(mask)
-        return replace(state, masks=(*state.masks, mask)) if known else state
+        return replace(state, masks=(*state.masks, mask)) if self._hides_in(mask, scores) else state
+
+    def _hides_in(self, mask: Mask, scores: Node) -> bool:
+        """Whether a mask is known to be one of texts; of scores [B * H, Tq, Tk], only one for all groups, [Tq, Tk]."""
+        return GROUPS not in self.tags[scores] or mask.node.meta["example_value"].dim() == 2
 
     def _fills(self, node: Node, name: str) -> Mask | None:
         """What a node replaces by a number that hides a score; None for another node."""
@@ -256,11 +259,6 @@ class Unpacked:
         if state.more and index == (Ellipsis, slice(None, -state.more, None)):
             return replace(state, more=0), tags
         return None
-
-
-def _is_of_texts(mask: Mask) -> bool:
-    """Whether a mask is the same for all groups of a text, [Tq, Tk], where scores are [B * H, Tq, Tk]."""
-    return bool(mask.node.meta["example_value"].dim() == 2)
 
 
 def _attention(node: Node, query: Node, key: Node, value: Node, masks: tuple[Mask, ...], tags: Tags) -> RowAttention:

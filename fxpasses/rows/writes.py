@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from fxpasses.rows.layout import Layout
 
 MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like"})
-
-_NEW_PARTS = frozenset({"max", "min", "sort", "topk"})
+_NEW_PARTS = frozenset({"max", "min", "sort", "topk"})  # give tuples whose parts share no memory
 
 
 class Writes:

@@ -45,7 +45,7 @@ in float32 by most models. Written by `python -m tests.zoo.rows`.
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Dropout of rows is refused under this lowering."""
+    """Dropout takes all rows under this lowering."""
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
