@@ -119,7 +119,7 @@ class _Analysis:
         self.inside: set[Node] = set()
         self.writes = Writes(self.layout)
         self.rules = Rules(self.tags, self.spaces, self.writes, may_drop)
-        self.unpacked = Unpacked(is_metadata, self.tags, self.rules.regrouped)
+        self.unpacked = Unpacked(is_metadata, self.rules)
         self.layout.scores = self.unpacked.states
 
     def run(self, region: Region) -> None:
@@ -234,7 +234,8 @@ class _Analysis:
 
     def _result(self, node: Node, name: str, spaces: list[Space]) -> tuple[Tags, Space]:
         """The tags and the space of a node that gives rows."""
-        attention = self.written_out.get(node) or self._fused(node, name) or self.unpacked.result(node)
+        attention = self.written_out.get(node) or self._fused(node, name)
+        attention = attention or self.unpacked.result(node) or self.unpacked.reduced(node)
         if attention is not None:
             return self._attention(attention)
         scores = self.unpacked.scores(node, name)

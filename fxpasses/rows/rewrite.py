@@ -30,7 +30,8 @@ from fxpasses.graph.symbols import elements_of
 from fxpasses.graph.values import Tensor, Value
 from fxpasses.passes.attention.match import Operand
 from fxpasses.rows.attentions import RowAttention
-from fxpasses.rows.demand import RowSet, demands
+from fxpasses.rows.conversion import Conversion
+from fxpasses.rows.demand import RowSet, closed, demands
 from fxpasses.rows.layout import Layout, Step
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.packings import Packing, Packings, computed
@@ -49,6 +50,7 @@ class Rewrite:
         self.main, self.layout, self.closure, self.fake_mode = main, layout, closure, fake_mode
         self.regions = {region.gm.graph: region for region in main.walk()}
         self.needed = demands(layout)
+        self.conversion = Conversion(layout)
         self.new: dict[Node, Node] = {}
         self.packings: dict[RowSet, Packing] = {}
         self.last_set: Node
@@ -128,7 +130,9 @@ class Rewrite:
         """Those of the values and exits that do not take all rows."""
         found = dict.fromkeys(rows for rows in self.needed.values() if not rows.all)
         ends = {node: found.operand for node, found in self.layout.exits.items() if not self._is_whole(found.operand)}
-        return found | {RowSet(self.layout.spaces[x], frozenset({node})): None for node, x in ends.items()}
+        found |= {RowSet(self.layout.spaces[x], frozenset({node})): None for node, x in ends.items()}
+        partly = (a for node, a in self.layout.attentions.items() if node in self.needed and not self._is_whole(node))
+        return found | {closed(self.layout.spaces[a.key.node]): None for a in partly if not a.is_unpacked}
 
     def _shares(self) -> dict[RowSet, float]:
         """By set of rows of a whole space: the part of the products with weights that is computed for it."""
@@ -139,7 +143,7 @@ class Rewrite:
                 found[rows.whole] = found.get(rows.whole, 0) + elements
             elif "grouped_mm" in operator_of(node):
                 used = [(elements_of(part) or 0) / part.shape[0] for part in self._weights(node) if part.dim() == 3]
-                found[rows.whole] = found.get(rows.whole, 0) + sum(used) * self._choices(node)
+                found[rows.whole] = found.get(rows.whole, 0) + sum(used) * self.conversion.choices(node)
         total = sum(found.values())
         return {rows: elements / total if total else 1 / len(found) for rows, elements in found.items()}
 
@@ -215,7 +219,7 @@ class Rewrite:
             raise refused(node, "is needed for other rows than it is computed for")
         key = (value, rows, region, self.moment)
         if key not in self._made and own.all:
-            self._made[key] = self._selected(value, node, self.packings[rows], region, emit)
+            self._made[key] = self._selected(value, node, rows, region, emit)
         if key not in self._made:
             if (own, rows) not in self._made:
                 self._made[own, rows] = self._early(
@@ -277,7 +281,7 @@ class Rewrite:
         if node in self.layout.scores:
             return self._on_unpacked(node, region, emit)
         if node in self.layout.attentions and self.layout.attentions[node].is_unpacked:
-            return self._selected(self._on_unpacked(node, region, emit), node, self.packings[wanted], region, emit)
+            return self._selected(self._on_unpacked(node, region, emit), node, wanted, region, emit)
         if node in self.layout.attentions:
             return self._attention(self.layout.attentions[node], region, emit)
         if node in self.layout.parts:
@@ -332,9 +336,9 @@ class Rewrite:
         count = self._inside(region, self.packings[self.needed[node]].count)
         sizes: dict[str, Any] = {BATCH: 1, TOKENS: count, ROWS: count}
         if GROUPS in self.layout.tags[node]:
-            sizes[GROUPS] = self._groups(node)
+            sizes[GROUPS] = self.conversion.groups(node)
         if {CHOICES, SORTED} & {*self.layout.tags[node]}:
-            sizes[CHOICES] = sizes[SORTED] = computed(emit, operator.mul, count, self._choices(node))
+            sizes[CHOICES] = sizes[SORTED] = computed(emit, operator.mul, count, self.conversion.choices(node))
         own = zip(self.layout.tags[node], node.meta["example_value"].shape, strict=True)
         resized = [sizes[tag] if tag else size for tag, size in own]
         if any(isinstance(size, torch.SymInt) for size in resized):
@@ -350,7 +354,7 @@ class Rewrite:
         return emit(node.target, args, kwargs, like=node)
 
     def _attention(self, found: RowAttention, region: Region, emit: NodeBuilder) -> Node:
-        wanted, seen = self.needed[found.node], self.needed[found.key.node]
+        wanted, seen = self.needed[found.node], closed(self.layout.spaces[found.key.node])
         mask, heads = self.masks[found.node], shape_of(found.query.node)[found.query.order[1]]
         share = int(heads) // mask.meta["example_value"].shape[1]
         plan_key = (mask, wanted, seen, share)
@@ -380,54 +384,21 @@ class Rewrite:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), convert)
         return emit(node.target, args, kwargs, like=node)
 
+    def _selected(self, x: Node, node: Node, rows: RowSet, region: Region, emit: NodeBuilder) -> Node:
+        """The packed value of `node`, from its value with all rows."""
+        return self.conversion.select(x, node, self._inside(region, self.packings[rows].rows), emit)
+
     def _unpacked(self, node: Node, region: Region, emit: NodeBuilder) -> Node:
         """A value with all rows [.., B, .., T, ..]; those that it was not computed for are copies of others."""
         if self._is_whole(node):
             return node
         key = ("unpacked", self._value(node), region, self.moment)
         if key not in self._made:
-            rows, (value, tags) = self.needed[node], self._ungrouped(self._value(node), node, 1, emit)
-            batch, tokens = tags.index(BATCH), tags.index(TOKENS)
+            rows = self.needed[node]
             sizes = self.sets.sizes(rows.space)
-            own = [self._inside(region, size) for size in (self.packings[rows].place, sizes.batch, sizes.tokens)]
-            found = emit("index_select", (value, tokens, own[0]))
-            found = emit("squeeze", (emit("unflatten", (found, tokens, (own[1], own[2]))), batch + (batch > tokens)))
-            found = emit("movedim", (found, tokens - (batch < tokens), batch))
-            self._made[key] = self._grouped(found, node, emit)
+            place, *own = (self._inside(region, x) for x in (self.packings[rows].place, sizes.batch, sizes.tokens))
+            self._made[key] = self.conversion.unpack(self._value(node), node, place, (own[0], own[1]), emit)
         return self._made[key]
-
-    def _selected(self, x: Node, node: Node, packing: Packing, region: Region, emit: NodeBuilder) -> Node:
-        """The packed value of `node`, from its value with all rows."""
-        rows = self._inside(region, packing.rows)
-        if ROWS in self.layout.tags[node]:
-            return emit("index_select", (x, self.layout.tags[node].index(ROWS), rows))
-        x, tags = self._ungrouped(x, node, -1, emit)
-        batch, tokens = tags.index(BATCH), tags.index(TOKENS)
-        at = tokens - (batch < tokens)
-        x = emit("flatten", (emit("movedim", (x, batch, at)), at, at + 1))
-        return self._grouped(emit("unsqueeze", (emit("index_select", (x, at, rows)), batch)), node, emit)
-
-    def _ungrouped(self, x: Node, node: Node, batch: int, emit: NodeBuilder) -> tuple[Node, Tags]:
-        """A value whose groups, if it has any, are taken apart, and its tags. batch: of how many texts, -1 for all."""
-        tags = self.layout.tags[node]
-        if GROUPS not in tags:
-            return x, tags
-        at = tags.index(GROUPS)
-        return emit("unflatten", (x, at, (batch, self._groups(node)))), (*tags[:at], BATCH, None, *tags[at + 1 :])
-
-    def _grouped(self, x: Node, node: Node, emit: NodeBuilder) -> Node:
-        tags = self.layout.tags[node]
-        return emit("flatten", (x, tags.index(GROUPS), tags.index(GROUPS) + 1)) if GROUPS in tags else x
-
-    def _choices(self, node: Node) -> int:
-        """How many experts a row has chosen, of a value with all choices."""
-        batch, tokens = self.layout.spaces[node].sizes
-        at = next(at for at, tag in enumerate(self.layout.tags[node]) if tag in (CHOICES, SORTED))
-        return int(shape_of(node)[at] / (batch * tokens))
-
-    def _groups(self, node: Node) -> int:
-        """How many groups a text has."""
-        return int(shape_of(node)[self.layout.tags[node].index(GROUPS)] / self.layout.spaces[node].sizes[0])
 
     # Exits
 

@@ -20,6 +20,7 @@ from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise
 from fxpasses.graph.refusals import Refused
 from fxpasses.passes.experts.rowwise_rules import ALONG
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed, whole_index
+from fxpasses.rows.products import PRODUCTS, tags_of_product
 from fxpasses.rows.routing import Routing, is_inside
 from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, TOKENS, Space, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes
@@ -72,6 +73,12 @@ class Rules:
             fits = self.tags.get(rows) == (ROWS, None) and self._rows_among(node) == 1
             if fits and is_tensor(bias) and len(shape_of(bias)) == 1:
                 return (ROWS, None)
+        if name in PRODUCTS:
+            product = tags_of_product(node, self.tags)
+            if product is None and self.near_misses and self._rows_among(node) > 1:  # why this is no attention
+                raise self.near_misses[0]
+            if product is not None:
+                return product
         if not tags:
             raise refused(node)
         if name in _KEEPING or (name == "dropout" and (self.may_drop or not _drops(call))):
@@ -118,8 +125,6 @@ class Rules:
     def _multiplied(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
         """Rules of products with weights, and of the loss of each row."""
         if self._rows_among(node) != 1:
-            if name == "matmul" and self.near_misses:  # why this is no attention
-                raise self.near_misses[0]
             return None
         if name == "cross_entropy" and tags == (ROWS, None):
             is_known = is_tensor(call.argument("target")) and call.argument("reduction", "mean") == "none"

@@ -11,7 +11,7 @@ as keys they are hidden from every query that is needed, and what they give as q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from fxpasses.passes.attention.products import Product, product_of
 from fxpasses.passes.attention.spelling import constant_of
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, HIDES, RowAttention
-from fxpasses.rows.nodes import refused
-from fxpasses.rows.rules import RESHAPES
+from fxpasses.rows.nodes import is_tensor, refused
+from fxpasses.rows.rules import RESHAPES, Rules
 from fxpasses.rows.spaces import BATCH, GROUPS, TOKENS, Tags
 
 # The dimension of scores whose elements are the tokens that a query attends to.
@@ -55,14 +55,12 @@ class Scores:
 class Unpacked:
     """The values of a graph that are computed on unpacked rows. states: of each, what is known.
 
-    is_metadata: whether only the batch determines a value. tags: of the values with rows. regrouped: gives those of a
-    reshape.
+    is_metadata: whether only the batch determines a value. rules: of the same layout.
     """
 
-    def __init__(
-        self, is_metadata: Callable[[Node], bool], tags: Mapping[Node, Tags], regrouped: Callable[[Node], Tags]
-    ) -> None:
-        self.is_metadata, self.tags, self.regrouped = is_metadata, tags, regrouped
+    def __init__(self, is_metadata: Callable[[Node], bool], rules: Rules) -> None:
+        self.is_metadata, self.tags, self.spaces = is_metadata, rules.tags, rules.spaces
+        self.regrouped = rules.regrouped
         self.states: dict[Node, Scores] = {}
 
     def scores(self, node: Node, name: str) -> Tags | None:
@@ -70,8 +68,7 @@ class Unpacked:
         given = [operand for operand in node.all_input_nodes if operand in self.states]
         if not given:
             return self._first(node)
-        states = {(self.states[operand].query, self.states[operand].key) for operand in given}
-        if len(states) > 1:
+        if not self._are_alike(given):
             raise refused(node, "combines the scores of two attentions")
         found = self._after(node, name, given)
         if found is None:
@@ -80,6 +77,13 @@ class Unpacked:
         if is_in_place(name):
             self.states[given[0]] = found[0]
         return tags
+
+    def _are_alike(self, given: list[Node]) -> bool:
+        """Whether values are scores of one attention, or of several among the same rows, not yet weights."""
+        states = [self.states[operand] for operand in given]
+        texts = {(self.spaces[state.query], self.spaces[state.key]) for state in states}
+        products = {(state.query, state.key) for state in states}
+        return len(products) == 1 or (len(texts) == 1 and not any(state.is_softmax or state.more for state in states))
 
     def result(self, node: Node) -> RowAttention | None:
         """The attention whose last product a node is; None for another node."""
@@ -101,6 +105,19 @@ class Unpacked:
         if sorted(tag for tag in result if tag) not in ([BATCH, TOKENS], [GROUPS, TOKENS]):
             raise refused(node, "gives rows in a way that is not known")
         return _attention(node, state.query, state.key, value, state.masks, result)
+
+    def reduced(self, node: Node) -> RowAttention | None:
+        """`scores.logsumexp(-1)`, a number for each query; None for another node."""
+        call, scores = OperatorCall.of(node), node.args[0] if node.args else None
+        if not isinstance(scores, Node) or scores not in self.states:
+            return None
+        if operator_of(node) not in ("amax", "logsumexp") or call.argument("keepdim"):
+            return None
+        state, tags, dims = self.states[scores], self.tags[scores], call.argument("dim")
+        dims = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
+        if dims not in ((-1,), (len(tags) - 1,)) or tags[-1] != KEYS or not state.masks or state.is_softmax:
+            return None
+        return _attention(node, state.query, state.key, state.key, state.masks, tags[:-1])
 
     def fused(self, node: Node) -> RowAttention | None:
         """A call of `scaled_dot_product_attention` whose mask hides keys and does more; None for another node."""
@@ -156,7 +173,11 @@ class Unpacked:
         if name == "getitem":
             return self._without_sinks(node, state, tags)
         if state.is_softmax:
-            return (state, tags) if name == "mul" and self._keeps(node, given, tags) else None
+            keeps = name == "mul" and self._keeps(node, given, tags)
+            return (state, tags) if keeps or self._fills_weights(node, name) else None
+        if name == "max" and len(node.args) == 2 and first is given[0] and is_tensor(node.args[1]):
+            least = constant_of(node.args[1])
+            return (state, tags) if least is not None and least <= HIDES else None
         if name in ("max", "amax") and argument(node, "keepdim", False) and argument(node, "dim") in (-1, 3):
             return (state, (*tags[:-1], None)) if state.masks else None
         masked = self._masked(node, name, given[0])
@@ -203,6 +224,11 @@ class Unpacked:
         if mask is None:
             return None
         return replace(state, masks=(*state.masks, mask)) if self._hides_in(mask, scores) else state
+
+    def _fills_weights(self, node: Node, name: str) -> bool:
+        """`weights.masked_fill(mask, 0)`."""
+        condition = argument(node, "mask") if name == "masked_fill" else None
+        return isinstance(condition, Node) and self.is_metadata(condition) and argument(node, "value") == 0
 
     def _hides_in(self, mask: Mask, scores: Node) -> bool:
         """Whether a mask is known to be one of texts; of scores [B * H, Tq, Tk], only one for all groups, [Tq, Tk]."""

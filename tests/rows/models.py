@@ -116,6 +116,21 @@ def alike_for_texts(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool,
     return torch.bmm(scores.softmax(-1), v).unflatten(0, (batch, heads))
 
 
+def of_two(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """As LiLT and xGLM: scores of two products, not less than the least; as CPM-Ant: weights that are filled."""
+    scores = torch.matmul(q, k.mT) + bias + torch.where(mask, 0.0, LEAST) + torch.matmul(q.sin(), k.cos().mT)
+    weights = torch.max(scores, torch.tensor(LEAST)).softmax(-1)
+    return torch.matmul(weights.masked_fill(~mask, 0), v)
+
+
+def with_scaled_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """As Granite, by the logarithm of the sum; and as LayoutLM, stabilized."""
+    scores = torch.matmul(q, k.mT) + torch.where(mask, 0.0, LEAST)
+    scale = (scores.logsumexp(-1) - bias[None, ..., 0]).sigmoid()
+    weights = ((scores / 4 - (scores / 4).amax(dim=(-1)).unsqueeze(-1)) * 4).softmax(-1)
+    return torch.matmul(weights, v) * scale.unsqueeze(-1)
+
+
 LEAST = torch.finfo(torch.float32).min
 ATTENTIONS: dict[str, Any] = {
     "fused": fused,
@@ -130,6 +145,8 @@ ATTENTIONS: dict[str, Any] = {
     "filled_in_place": filled_in_place,
     "by_groups": by_groups,
     "alike_for_texts": alike_for_texts,
+    "of_two": of_two,
+    "with_scaled_sinks": with_scaled_sinks,
 }
 
 

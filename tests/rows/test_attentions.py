@@ -11,11 +11,22 @@ from torch import Tensor
 
 from tests.rows.models import ATTENTIONS, LEAST, Model, Translation, batch
 from tests.rows.test_live_rows import BATCHES, check, loss, shifted_loss
+from tests.support import reports_of
 
 
 @pytest.mark.parametrize(
     "spelling",
-    ["capped", "biased", "with_sinks", "dropped", "filled_in_place", "by_groups", "alike_for_texts"],
+    [
+        "capped",
+        "biased",
+        "with_sinks",
+        "dropped",
+        "filled_in_place",
+        "by_groups",
+        "alike_for_texts",
+        "of_two",
+        "with_scaled_sinks",
+    ],
 )
 def test_attention_that_no_plan_computes(spelling: str) -> None:
     """It is computed on unpacked rows, so that a dropout draws eager mode's numbers."""
@@ -50,7 +61,22 @@ def over_queries(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bi
     return torch.matmul(scores.softmax(-2), v)
 
 
-@pytest.mark.parametrize("attention", [unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries])
+def summed_without_a_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT) + bias
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask) * scores.logsumexp(-1).unsqueeze(-1)
+
+
+def unmasked_beside(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """Of two scores that are multiplied, one is masked."""
+    weights = (torch.matmul(q, k.mT) + torch.where(mask, 0.0, LEAST)).softmax(-1)
+    return torch.matmul(weights * torch.matmul(q, k.sin().mT).softmax(-1), v)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries,
+     summed_without_a_mask, unmasked_beside],
+)  # fmt: skip
 def test_scores_in_which_dead_keys_are_seen(attention: Any) -> None:
     ATTENTIONS["seen"] = attention
     check(Model(loss, spelling="seen"), BATCHES[:2], taken=False)
@@ -100,6 +126,25 @@ def test_padding_is_no_row_of_zeros() -> None:
 
     ATTENTIONS["normed"] = normed
     check(Model(loss, attention="padding", spelling="normed"), [*BATCHES[:2], BATCHES[5]])
+
+
+class Caching(Model):
+    """Returns the keys of all tokens, as a cache keeps them, beside the loss."""
+
+    def forward(self, ids: Tensor, seen: Tensor, labels: Tensor) -> Any:
+        x, kept = self.embedding(ids), []
+        for layer in self.layers:
+            q, k, v = (part.transpose(1, 2) for part in layer.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen.bool()[:, None, None].expand(-1, 1, x.shape[1], -1)
+            )
+            x, kept = x + layer.out(y.transpose(1, 2).flatten(2)), [*kept, k]
+        return self.exit(self, x, seen, labels), kept[-1]
+
+
+def test_keys_that_are_needed_for_all_rows_as_well() -> None:
+    record = check(Caching(loss), BATCHES[:4], taken=False)
+    assert any(report.changed for report in reports_of(record, "live_rows"))
 
 
 class LateInteraction(Model):

@@ -195,6 +195,21 @@ def test_the_rows_are_counted() -> None:
     assert str(fxpasses.row_stats()) == ""
 
 
+def test_a_step_counts_its_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the guard, which the statistics of the step use; once for each of two graphs."""
+    step, counts = compiled(Model(loss), rows="auto"), choice.RowCounts.parts
+    given = [batch(*lengths) for lengths in ((12, 5, 7), (3, 9, 1), (12, 12, 11), (2, 2, 2))]
+    found = []
+    monkeypatch.setattr(choice.RowCounts, "parts", lambda *each: found.append(1) or counts(*each))
+    fxpasses.row_stats(reset=True)
+    asked = []
+    for each in given:
+        found.clear()
+        step(*each).backward()
+        asked.append(len(found))
+    assert asked[1] == 1 and asked[3] <= 2 and fxpasses.row_stats(reset=True).steps == 4
+
+
 def two_exits(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Any:
     """The second one needs other rows of the same values, and the first one's result."""
     pooled = x[:, 0].tanh()
@@ -246,6 +261,18 @@ def features_by_other_names(model: Model, x: Tensor, seen: Tensor, labels: Tenso
 
 def test_features_by_other_names() -> None:
     check(Model(features_by_other_names), BATCHES)
+
+
+def products_of_each_row(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """By weights of more dimensions, from either side, and of rows by what is their own."""
+    weights, parts = model.head.weight[:WIDTH].view(4, 4, WIDTH), x.unflatten(-1, (4, 4))
+    y = torch.einsum("hec,btc->bthe", weights, x) @ parts + torch.matmul(parts, weights[:, :, :4].sum(0))
+    z = torch.bmm(y.flatten(0, 1), parts.flatten(0, 1).mT).view(y.shape) + weights[0, :, :4] @ y
+    return loss(model, z.flatten(2), seen, labels)
+
+
+def test_products_of_each_row() -> None:
+    check(Model(products_of_each_row), BATCHES)
 
 
 def without_gradients_before_a_checkpoint(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
@@ -338,10 +365,20 @@ def test_what_takes_all_rows_leaves_the_rest_packed(
     assert any(report.changed for report in reports_of(record, "live_rows"))
 
 
+def products_over_tokens(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return loss(model, x @ (x.transpose(1, 2) @ x), seen, labels)
+
+
+def products_by_places(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """Each place has a weight of its own."""
+    weights = model.positions.weight[: x.shape[1], :4]
+    return loss(model, torch.einsum("btc,te->btec", x, weights).sum(2), seen, labels)
+
+
 @pytest.mark.parametrize(
     "exit",
     [with_logits, mean_of_all, running_sum, normed_over_tokens, moved_along, of_tokens_and_features, by_weights_of_all,
-     pairs_of_tokens, sorted_rows],
+     pairs_of_tokens, sorted_rows, products_over_tokens, products_by_places],
 )  # fmt: skip
 def test_rows_that_matter_are_computed(exit: Exit) -> None:
     check(Model(exit), BATCHES[:2], taken=False)
