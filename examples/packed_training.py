@@ -251,8 +251,7 @@ class Column:
         self.memory = PeakMemory(self.model.device)
         self.loss_of: Callable[..., torch.Tensor] = self.loss
         if self.ours:
-            rows = "auto" if arguments.padded else "all"
-            options: dict[str, Any] = {"fastpack.lowering": arguments.lowering, "fastpack.rows": rows}
+            options: dict[str, Any] = {"fastpack.lowering": arguments.lowering}
             if self.offloads:
                 # The model's activations are small: with the default limit all of them would be kept.
                 options |= {"fastpack.offload": "disk", "fastpack.offload.min_bytes": 0}

@@ -16,7 +16,7 @@ _CHOICES = {
     "capture": ("on", "off"),
     "experts": ("auto", "slices", "grouped", "off"),
     "attention": ("auto", "dense"),
-    "rows": ("all", "auto"),
+    "rows": ("auto", "all"),
     "topk": ("off", "split"),
     "fold": ("auto", "on", "off"),
     "generation": ("eager", "compiled"),
@@ -98,7 +98,7 @@ class Options:
     capture: str = "on"
     experts: str = "auto"
     attention: str = "auto"
-    rows: str = "all"
+    rows: str = "auto"
     topk: str = "off"
     fold: str = "auto"
     generation: str = "eager"
