@@ -8,6 +8,12 @@
     back[order] = arange(N * 2)                           [N * 2]         choices: where each one is among the sorted
     y = y[back].view(N, 2, 96).sum(1)                     [N, 96]         rows
 
+As `group_experts` writes a loop over experts:
+
+    ends = searchsorted(experts.sort()[0], arange(8), right=True)
+    y = weights[order // 2, order % 2, None] * y          [N * 2, 96]     sorted
+    out.index_add_(0, order // 2, y)                      [N, 96]         rows
+
 All values of a mixture are computed for the same rows: an order of choices is one of the choices that there are. What
 is sorted, and where the experts end, has to be of one routing, whose choices are what `topk` gives: where capacity is
 limited, or some choices count for no expert, a row's result depends on other rows.
@@ -26,9 +32,12 @@ from fxpasses.rows.spaces import CHOICES, EXPERTS, ROWS, SORTED, Space, Tags
 
 _INSIDE = frozenset({CHOICES, SORTED, EXPERTS})
 _SAME = CASTS | {"clone", "contiguous"}
-# What integers are: experts that rows have chosen; of each sorted choice, which choice it is, or of which row; of each
-# choice, where it is sorted; of each expert, how many have chosen it, and where its choices end.
-_CHOSEN, _ORDER, _ROWS, _PLACES, _COUNTS, _ENDS = "chosen", "order", "rows", "places", "counts", "ends"
+# What integers are: experts that rows have chosen; of each sorted choice, which choice it is, of which row, and which
+# of the row's; of each choice, where it is sorted; of each expert, how many chose it, and where its choices end.
+_CHOSEN, _ORDER, _ROWS, _SLOTS, _PLACES, _COUNTS, _ENDS = (
+    "chosen", "order", "rows", "slots", "places", "counts", "ends",
+)  # fmt: skip
+_GATHERS = frozenset({"getitem", "index_select", "fxpasses::gather_rows"})
 
 
 def is_inside(tags: Tags) -> bool:
@@ -48,7 +57,7 @@ class Routing:
     def rule(self, node: Node, name: str) -> Tags | None:
         """The tags of a node of a mixture; None for another node."""
         call = OperatorCall.of(node)
-        first: Any = call.argument("input", first_of(node))
+        first: Any = first_of(node) if name == "searchsorted" else call.argument("input", first_of(node))
         if not isinstance(first, Node):
             return None
         tags, kind = self.tags.get(first, ()), self._kinds.get(first)
@@ -63,18 +72,28 @@ class Routing:
             return self._known(node, _COUNTS, first, EXPERTS) if is_each else None
         if name == "cumsum" and kind == _COUNTS:
             return self._known(node, _ENDS, first, EXPERTS)
-        if name == "floor_divide" and kind == _ORDER:
+        if name == "searchsorted" and kind == _CHOSEN and tags == (SORTED,):
+            return self._known(node, _ENDS, first, EXPERTS) if _counts_up_to_each(node) else None
+        if name in ("floor_divide", "remainder") and kind == _ORDER:
             batch, tokens = self.spaces[first].sizes
             each = call.argument("other")
             is_row = type(each) is int and shape_of(first) == (batch * tokens * each,)
-            return self._known(node, _ROWS, first, SORTED) if is_row else None
+            return self._known(node, _ROWS if name == "floor_divide" else _SLOTS, first, SORTED) if is_row else None
         if name == "empty_like" and kind == _ORDER:
             self._memory[node] = first
-        if name in ("getitem", "index_select"):
+        if name in _GATHERS:
             return self._indexed(node, call, name, tags)
         if "grouped_mm" in name and len(node.args) > 1:
-            return self._grouped(node)
-        return None
+            return self._grouped(node, name)
+        return tags if name == "index_add" and self.adds(node) else None
+
+    def adds(self, node: Node) -> bool:
+        """Whether a node is `index_add(x, 0, rows, y)`, where y is sorted and each of it belongs to one of the rows."""
+        if len(node.args) != 4 or node.kwargs or not set(node.all_input_nodes) <= self.tags.keys():
+            return False
+        x, dim, rows, y = cast("tuple[Any, ...]", node.args)
+        fits = self.tags[x][:1] == (ROWS,) and self.tags[y] == (SORTED, *self.tags[x][1:])
+        return fits and dim == 0 and self._kinds.get(rows) == _ROWS and self._roots[rows] is self._roots[y]
 
     def note(self, node: Node, name: str, tags: Tags) -> None:
         """Called for each node with rows: what it is, if its operand is something. Raises `Refused`."""
@@ -120,9 +139,11 @@ class Routing:
 
     def _indexed(self, node: Node, call: OperatorCall, name: str, tags: Tags) -> Tags | None:
         first: Any = first_of(node)
-        index: Any = node.args[1] if name == "getitem" else call.argument("index")
+        index: Any = call.argument("index") if name == "index_select" else node.args[1]
         if isinstance(index, tuple) and len(index) == 1:
             (index,) = index
+        if isinstance(index, (tuple, list)) and len(index) > 1:
+            return self._of_each(node, tags, *index)
         if not isinstance(index, Node) or (name == "index_select" and call.argument("dim") != 0):
             return None
         kind, own = self._kinds.get(index), self.tags.get(index, ())
@@ -139,12 +160,32 @@ class Routing:
             self._roots[node] = self._roots[index]
         return (given, *tags[1:])
 
-    def _grouped(self, node: Node) -> Tags | None:
+    def _of_each(self, node: Node, tags: Tags, rows: Any, of_row: Any, *more: Any) -> Tags | None:
+        """`weights[rows, slots, None]`: a number of a row, for each sorted choice."""
+        kinds = self._kinds.get(rows), self._kinds.get(of_row)
+        is_sorted = all(self.tags.get(part) == (SORTED,) for part in (rows, of_row))
+        if tags != (ROWS, None) or not is_sorted or kinds not in ((_ROWS, _SLOTS), (_ROWS, _CHOSEN)):
+            return None
+        if self._roots[rows] is not self._roots[of_row] or any(part is not None for part in more):
+            return None
+        self._roots[node] = self._roots[rows]
+        return (SORTED, *more)
+
+    def _grouped(self, node: Node, name: str) -> Tags | None:
         x, weight, *more = cast("tuple[Any, ...]", node.args)
         ends: Any = node.kwargs.get("offs", more[0] if more else None)
         others = [part for part in node.all_input_nodes if part not in (x, ends)]
-        fits = self.tags.get(x) == (SORTED, None) and self._kinds.get(ends) == _ENDS and is_tensor(weight)
-        if not fits or len(shape_of(weight)) != 3 or self.tags.keys() & {*others}:
+        if self.tags.get(x) != (SORTED, None) or self._kinds.get(ends) != _ENDS or self.tags.keys() & {*others}:
             return None
-        is_one = self._roots[x] is self._roots[ends] and shape_of(weight)[:1] == shape_of(ends)
+        if name.startswith("fxpasses::") and (len(more) > 3 or node.kwargs):  # experts without a row get no gradient
+            return None
+        experts = len(weight) if isinstance(weight, (tuple, list)) else shape_of(weight)[0]
+        is_one = self._roots[x] is self._roots[ends] and shape_of(ends) == (experts,)
         return (SORTED, None) if is_one else None
+
+
+def _counts_up_to_each(node: Node) -> bool:
+    """Whether a node is `searchsorted(x, arange(n), right=True)`."""
+    numbers, more = node.args[1], {key: value for key, value in node.kwargs.items() if key != "out_int32"}
+    is_each = isinstance(numbers, Node) and operator_of(numbers) == "arange" and len(numbers.args) == 1
+    return is_each and len(node.args) == 2 and more == {"right": True}

@@ -62,7 +62,9 @@ class Rules:
             return self.writes.makes(node, first, tags)
         if self.writes.copies(node):
             return self._broadcast(node)
-        if is_in_place(name):
+        if name == "index_add_" and self.routing.adds(node):
+            return self.writes.in_place(node, name, lambda _: tags)
+        if is_in_place(name) and name != "index_add_":
             return self.writes.in_place(node, name, self._broadcast)
         if name in ("cat", "stack"):
             return self._joined(node, call, name)

@@ -74,11 +74,12 @@ class Writes:
         self.layout.fills[node] = memory
 
     def in_place(self, node: Node, name: str, broadcast: Callable[[Node], Tags]) -> Tags:
-        """`x += y`. broadcast: gives the tags of `x + y`. Raises `Refused`."""
+        """`x += y`. broadcast: gives the tags of `x + y`; of `index_add_` they are known. Raises `Refused`."""
         written = first_of(node)
         if not is_tensor(written):
             raise unfollowed(node, "writes to several tensors")
-        if not is_pointwise(name[:-1]) or written not in self.tags or node.kwargs.get("out") is not None:
+        by_rows = is_pointwise(name[:-1]) or name == "index_add_"
+        if not by_rows or written not in self.tags or node.kwargs.get("out") is not None:
             raise unfollowed(node, "writes to rows")
         written = self.layout.written.get(written, written)
         others = self._sharing(node, (*self.tags.keys() - {written, _tuple_of(written)}, *self.layout.exits))

@@ -100,3 +100,44 @@ def twice_with_a_write(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bo
 def test_what_is_unpacked_twice(attention: Any) -> None:
     ATTENTIONS["twice"] = attention
     check(Model(loss, spelling="twice"), BATCHES[:2])
+
+
+def added_in_place(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    z = y * 3
+    y += z
+    y.mul_(model.positions.weight[: x.shape[1]])
+    return loss(model, y + z, seen, labels)
+
+
+def written_through_a_view(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    y = x * 2
+    y[..., :4] *= 3
+    return loss(model, y, seen, labels)
+
+
+@pytest.mark.parametrize(("exit", "taken"), [(added_in_place, True), (written_through_a_view, False)])
+def test_writes_in_place(exit: Exit, taken: bool) -> None:
+    check(Model(exit), BATCHES[:3], taken)
+
+
+def test_memory_that_is_filled_by_parts() -> None:
+    """As multi-head latent attention writes keys: into new memory, by slices of the features."""
+
+    def filled_by_parts(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        memory = x.new_empty(x.shape[0], x.shape[1], 2 * WIDTH)
+        memory[..., :WIDTH] = x.tanh()
+        memory[..., WIDTH:] = x[..., :1]
+        return loss(model, memory[..., WIDTH // 2 : -WIDTH // 2], seen, labels) + memory[:, 0].sum()
+
+    check(Model(filled_by_parts), BATCHES[:3])
+
+
+def test_memory_that_is_read_before_it_is_written() -> None:
+    def read_first(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+        memory = x.new_zeros(x.shape)
+        before = memory + x
+        memory[..., :2] = x[..., 1:3]
+        return loss(model, before + memory, seen, labels)
+
+    check(Model(read_first), BATCHES[:3], taken=False)
