@@ -162,6 +162,8 @@ class Routing:
 
     def _of_each(self, node: Node, tags: Tags, rows: Any, of_row: Any, *more: Any) -> Tags | None:
         """`weights[rows, slots, None]`: a number of a row, for each sorted choice."""
+        if not isinstance(rows, Node) or not isinstance(of_row, Node):
+            return None
         kinds = self._kinds.get(rows), self._kinds.get(of_row)
         is_sorted = all(self.tags.get(part) == (SORTED,) for part in (rows, of_row))
         if tags != (ROWS, None) or not is_sorted or kinds not in ((_ROWS, _SLOTS), (_ROWS, _CHOSEN)):
