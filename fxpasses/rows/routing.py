@@ -85,7 +85,7 @@ class Routing:
             return self._indexed(node, call, name, tags)
         if "grouped_mm" in name and len(node.args) > 1:
             return self._grouped(node, name)
-        return tags if name == "index_add" and self.adds(node) else None
+        return None
 
     def adds(self, node: Node) -> bool:
         """Whether a node is `index_add(x, 0, rows, y)`, where y is sorted and each of it belongs to one of the rows."""

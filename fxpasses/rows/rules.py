@@ -23,7 +23,7 @@ from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollow
 from fxpasses.rows.products import PRODUCTS, tags_of_product
 from fxpasses.rows.routing import Routing, is_inside
 from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, TOKENS, Space, Tags
-from fxpasses.rows.writes import MAKES_MEMORY, Writes
+from fxpasses.rows.writes import MAKES_MEMORY, WRITTEN_BY_INDEX, Writes
 
 RESHAPES = frozenset({"flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"})
 _KEEPING = CASTS | {"clone"}
@@ -62,9 +62,9 @@ class Rules:
             return self.writes.makes(node, first, tags)
         if self.writes.copies(node):
             return self._broadcast(node)
-        if name == "index_add_" and self.routing.adds(node):
-            return self.writes.in_place(node, name, lambda _: tags)
-        if is_in_place(name) and name != "index_add_":
+        if name.rstrip("_") in WRITTEN_BY_INDEX and (self._scatters(call, tags) or self.routing.adds(node)):
+            return self.writes.in_place(node, name, lambda _: tags) if is_in_place(name) else tags
+        if is_in_place(name) and name[:-1] not in WRITTEN_BY_INDEX:
             return self.writes.in_place(node, name, self._broadcast)
         if name in ("cat", "stack"):
             return self._joined(node, call, name)
@@ -167,6 +167,21 @@ class Rules:
         if rows != own or known != tags:
             raise refused(node, "selects by other rows")
         return tags
+
+    def _scatters(self, call: OperatorCall, tags: Tags) -> bool:
+        """Whether a call is `x.scatter(-1, index, y)`, where index and y have a row for each of x, or y is a number."""
+        dim, index, source = call.argument("dim"), call.argument("index"), call.argument("src", call.argument("value"))
+        if call.name.startswith("index") or not call.has_only("input", "dim", "index", "src", "value"):
+            return False
+        if not tags or type(dim) is not int or tags[dim] is not None:
+            return False
+        rows = [size for size, tag in zip(shape_of(call.argument("input")), tags, strict=True) if tag]
+        for other in (index, source):
+            if isinstance(other, Node) and is_tensor(other):
+                own = self.tags.get(other, ())
+                if own != tags or [size for size, tag in zip(shape_of(other), own, strict=True) if tag] != rows:
+                    return False
+        return isinstance(index, Node)
 
     def _joined(self, node: Node, call: OperatorCall, name: str) -> Tags:
         parts = first_of(node)

@@ -136,7 +136,7 @@ class Unpacked:
 
     def _first(self, node: Node) -> Tags | None:
         """The tags of a product of queries and keys."""
-        product = product_of(node)
+        product = product_of(node) or self._added_to(node)
         if product is None or product.left not in self.tags or product.right not in self.tags:
             return None
         left, right = self._by_letters(product, product.left), self._by_letters(product, product.right)
@@ -152,6 +152,13 @@ class Unpacked:
             return None
         self.states[node] = Scores(query, key)
         return (*(own[letter] for letter in batch), TOKENS, KEYS)
+
+    def _added_to(self, node: Node) -> Product | None:
+        """The product of `torch.baddbmm(biases, q, k)`, where biases have no rows."""
+        operands = [argument(node, name) for name in ("input", "batch1", "batch2")]
+        if operator_of(node) != "baddbmm" or not all(map(is_tensor, operands)) or operands[0] in self.tags:
+            return None
+        return Product(node, operands[1], operands[2], "xij", "xjk", "xik")
 
     def _by_letters(self, product: Product, operand: Node) -> dict[str, str | None]:
         axes = product.left_axes if operand is product.left else product.right_axes
@@ -228,7 +235,7 @@ class Unpacked:
     def _fills_weights(self, node: Node, name: str) -> bool:
         """`weights.masked_fill(mask, 0)`."""
         condition = argument(node, "mask") if name == "masked_fill" else None
-        return isinstance(condition, Node) and self.is_metadata(condition) and argument(node, "value") == 0
+        return isinstance(condition, Node) and self.is_metadata(condition) and constant_of(argument(node, "value")) == 0
 
     def _hides_in(self, mask: Mask, scores: Node) -> bool:
         """Whether a mask is known to be one of texts; of scores [B * H, Tq, Tk], only one for all groups, [Tq, Tk]."""

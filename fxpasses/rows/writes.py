@@ -23,7 +23,9 @@ from fxpasses.rows.spaces import Tags
 if TYPE_CHECKING:
     from fxpasses.rows.layout import Layout
 
-MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "zeros_like", "ones_like"})
+MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "full_like", "zeros_like", "ones_like"})
+# Write where an index says; the rules say whether that is in the same row.
+WRITTEN_BY_INDEX = frozenset({"index_add", "scatter", "scatter_add"})
 _NEW_PARTS = frozenset({"max", "min", "sort", "topk"})  # give tuples whose parts share no memory
 
 
@@ -74,11 +76,12 @@ class Writes:
         self.layout.fills[node] = memory
 
     def in_place(self, node: Node, name: str, broadcast: Callable[[Node], Tags]) -> Tags:
-        """`x += y`. broadcast: gives the tags of `x + y`; of `index_add_` they are known. Raises `Refused`."""
+        """`x += y`. broadcast: gives the tags of `x + y`; where an index says the place, they
+        are known. Raises `Refused`."""
         written = first_of(node)
         if not is_tensor(written):
             raise unfollowed(node, "writes to several tensors")
-        by_rows = is_pointwise(name[:-1]) or name == "index_add_"
+        by_rows = is_pointwise(name[:-1]) or name[:-1] in WRITTEN_BY_INDEX
         if not by_rows or written not in self.tags or node.kwargs.get("out") is not None:
             raise unfollowed(node, "writes to rows")
         written = self.layout.written.get(written, written)

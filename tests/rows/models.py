@@ -100,7 +100,7 @@ def by_groups(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias:
     """As BLOOM and TrOCR: heads of all texts are one dimension."""
     batch, heads, *_ = q.shape
     q, k, v = (part.reshape(batch * heads, -1, part.shape[-1]).tanh() for part in (q, k, v))
-    scores = torch.bmm(q, k.transpose(1, 2))
+    scores = bias.repeat(batch, 1, 1).baddbmm(q, k.transpose(1, 2), beta=0.5, alpha=0.3)
     scores = scores.view(batch, heads, q.shape[1], k.shape[1]) + torch.where(mask, 0.0, LEAST)
     weights = (scores + bias).view(batch * heads, q.shape[1], k.shape[1]).softmax(-1)
     return torch.bmm(weights, v).view(batch, heads, q.shape[1], -1)

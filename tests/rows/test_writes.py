@@ -141,3 +141,27 @@ def test_memory_that_is_read_before_it_is_written() -> None:
         return loss(model, before + memory, seen, labels)
 
     check(Model(read_first), BATCHES[:3], taken=False)
+
+
+def marked_by_index(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """As a router limits its groups: the largest features of each row."""
+    largest = x.topk(3, -1).indices
+    kept = torch.zeros_like(x).scatter_(-1, largest, 1.0)
+    added = torch.full_like(x, 0.5).scatter_add(-1, largest, x.gather(-1, largest))
+    return loss(model, x * kept + added.scatter(2, largest[..., :1], x[..., :1]), seen, labels)
+
+
+def marked_for_other_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    return loss(model, x * torch.zeros_like(x).scatter(1, x.argsort(1)[:, :2], 1.0), seen, labels)
+
+
+def marked_in_some_rows(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
+    """The index has fewer rows than what it writes to."""
+    return loss(model, torch.zeros_like(x).scatter(-1, x.argsort(-1)[:, :2], 1.0) + x, seen, labels)
+
+
+@pytest.mark.parametrize(
+    ("exit", "taken"), [(marked_by_index, True), (marked_for_other_rows, False), (marked_in_some_rows, False)]
+)
+def test_features_that_are_written_by_index(exit: Exit, taken: bool) -> None:
+    check(Model(exit), BATCHES[:3], taken)
