@@ -246,6 +246,26 @@ def gathered_features(e, y):
 
 
 @step
+def products_with_oneself(e, y):
+    own = torch.matmul(y.unsqueeze(-1), y.sin().unsqueeze(-2)).softmax(-1)
+    return torch.matmul(y.unsqueeze(-2), e.weight(y) @ own).squeeze(-2)
+
+
+@step
+def by_weights_of_parts(e, y):
+    """Of more dimensions than rows have, by letters."""
+    weights = e.weight(y).unflatten(0, (2, -1))
+    axes = "btk"[: y.dim() - 1]
+    return torch.einsum(f"{axes}hc,hcd->{axes}d", y.unflatten(-1, (2, -1)), weights)
+
+
+@step
+def written_by_index(e, y):
+    largest = y.detach().topk(2, -1).indices
+    return y + torch.zeros_like(y).scatter_(-1, largest, 1.0).scatter_add(-1, largest[..., :1], y[..., :1])
+
+
+@step
 def largest_feature(e, y):
     return y - y.amax(-1, keepdim=True)
 
