@@ -64,7 +64,9 @@ class Rules:
             return self._broadcast(node)
         if name.rstrip("_") in WRITTEN_BY_INDEX and (self._scatters(call, tags) or self.routing.adds(node)):
             return self.writes.in_place(node, name, lambda _: tags) if is_in_place(name) else tags
-        if is_in_place(name) and name[:-1] not in WRITTEN_BY_INDEX:
+        if is_in_place(name) and name[:-1] in WRITTEN_BY_INDEX:
+            raise unfollowed(node, "writes to other rows")
+        if is_in_place(name):
             return self.writes.in_place(node, name, self._broadcast)
         if name in ("cat", "stack"):
             return self._joined(node, call, name)
