@@ -124,9 +124,10 @@ def _not_run(missing: dict[str, str]) -> str:
 
 def main() -> None:
     lines = results.read(Path(sys.argv[1])) if len(sys.argv) > 1 else results.read()
-    if not lines:
+    published = results.publish(lines)
+    if not published:
         raise SystemExit(f"no results in {results.FILE}: run `make zoo` first")
-    PAGE.write_text(page(results.publish(lines)))
+    PAGE.write_text(page(published))
 
 
 if __name__ == "__main__":
