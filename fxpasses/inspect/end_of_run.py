@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from fxpasses.containment import contained
 from fxpasses.report import Reason, Report
+from fxpasses.rows.stats import row_stats
 
 VARIABLE = "FXPASSES_SUMMARY"
 _WIDTH = 100
@@ -129,6 +130,8 @@ def _heading(history: History, ours: list[Graph]) -> Iterator[str]:
     seconds = sum(found.seconds for found in _compilations(ours))
     found = f"{_many(len(ours), 'graph')} of {_many(frames, 'frame')}"
     yield f"  {found}, {seconds:.0f} s to compile; the last at {last:.0f} s"
+    if rows := str(row_stats()):
+        yield f"  {rows}"
 
 
 def _frames(ours: list[Graph]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fxpasses.cuda_graphs import Capturability
 from fxpasses.report import Report
+from fxpasses.rows.stats import RowStats
 from fxpasses.runtime.attention.stats import AttentionStats
 
 SCHEMA = "fxpasses.record"
@@ -240,7 +241,8 @@ class Run:
     """The compilations of one process.
 
     started: UTC, ISO 8601. versions: of python, torch and fxpasses. attention: the counts of
-    `fxpasses.attention_stats()` during the record; empty if there are none, or in a record of a whole process.
+    `fxpasses.attention_stats()` during the record; empty if there are none, or in a record of a whole process. rows:
+    likewise those of `fxpasses.row_stats()`.
     """
 
     started: str = ""
@@ -249,12 +251,18 @@ class Run:
     rank: int | None = None
     pid: int = 0
     attention: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, float] = field(default_factory=dict)
     graphs: list[Graph] = field(default_factory=list)
 
     @property
     def attention_text(self) -> str:
         """The share of pairs and FLOPs that attention computed; "" if unknown."""
         return str(AttentionStats(**self.attention))
+
+    @property
+    def rows_text(self) -> str:
+        """The share of rows that were computed, and what the others are; "" if unknown."""
+        return str(RowStats(**self.rows))
 
 
 def short_name(target: str) -> str:

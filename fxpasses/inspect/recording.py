@@ -31,6 +31,7 @@ from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.inspect.rank import process_rank
 from fxpasses.once import warn_once
 from fxpasses.report import Report
+from fxpasses.rows.stats import row_stats
 from fxpasses.runtime.attention.stats import attention_stats
 from fxpasses.version import __version__
 
@@ -66,7 +67,7 @@ class Record(Run):
         for number, graph in enumerate(self.graphs):
             lines.append(f"graph {number}: {graph.nodes} nodes")
             lines += [f"  {line}" for report in graph.reports for line in str(report).splitlines()]
-        return "\n".join([*lines, *filter(None, [self.attention_text])]) or "no graph was compiled"
+        return "\n".join([*lines, *filter(None, [self.attention_text, self.rows_text])]) or "no graph was compiled"
 
 
 # Open records. Dynamo calls the backend from inside the user's step, so no argument can pass one on.
@@ -76,13 +77,15 @@ _open: list[Record] = []
 @contextlib.contextmanager
 def record() -> Iterator[Record]:
     """Collect a `Record` of every graph that the backend compiles inside the `with` block, in any thread."""
-    opened, before = new_record(), attention_stats()
+    opened, before, rows_before = new_record(), attention_stats(), row_stats()
     _open.append(opened)
     try:
         yield opened
     finally:
         computed = attention_stats().since(before)
         opened.attention = asdict(computed) if computed.calls else {}
+        rows = row_stats().since(rows_before)
+        opened.rows = {name: float(value) for name, value in asdict(rows).items()} if rows.steps else {}
         # By identity: two records with equal contents are equal.
         _open[:] = [other for other in _open if other is not opened]
 

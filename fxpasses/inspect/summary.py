@@ -19,7 +19,12 @@ from fxpasses.report import Report
 
 def summary(run: Run) -> dict[str, Any]:
     """The whole record; docs/inspect.md names the fields."""
-    return {**header(run), "attention": run.attention, "graphs": [_graph(graph) for graph in run.graphs]}
+    return {
+        **header(run),
+        "attention": run.attention,
+        "rows": run.rows,
+        "graphs": [_graph(graph) for graph in run.graphs],
+    }
 
 
 def header(run: Run) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _heading(run: Run, style: Style) -> str:
         return "no graph was compiled with the backend fastpack"
     count = f"{len(run.graphs)} graph{'s' * (len(run.graphs) != 1)}"
     heading = f"{style.bold(count)}{rank}" + style.faint(f"  {versions}" if versions else "")
-    return "\n".join(filter(None, [heading, run.attention_text]))
+    return "\n".join(filter(None, [heading, run.attention_text, run.rows_text]))
 
 
 def _overview(graphs: list[Graph], style: Style) -> str:

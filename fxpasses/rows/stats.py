@@ -16,9 +16,15 @@ class RowStats:
     nothing reads, which is padding, and documents without labels; what is neither are prompts, which others read.
     """
 
-    steps: int = 0
+    steps: float = 0
     live: float = 0.0
     dead: float = 0.0
+
+    def since(self, before: RowStats) -> RowStats:
+        """The counts after `before`; all of them if they were reset in between."""
+        if self.steps < before.steps:
+            return self
+        return RowStats(self.steps - before.steps, self.live - before.live, self.dead - before.dead)
 
     def __str__(self) -> str:
         """`rows: 41 % can reach the loss; 37 % padding, 22 % prompts`; "" if no graph counts its rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,12 +184,15 @@ def test_a_guard_outlives_a_batch_of_other_sizes() -> None:
         )
 
 
-def test_the_rows_are_counted() -> None:
+def test_the_rows_are_counted(tmp_path: Path) -> None:
     """Of 192 rows 96 are padding; 32, up to a multiple of 16, have labels."""
     fxpasses.row_stats(reset=True)
     model = Model(loss)
     model.positions = torch.nn.Embedding(48, WIDTH)
-    compiled(model, rows="auto")(*batch(32, 16, 32, 16, tokens=48, labelled=0.3)).backward()
+    with fxpasses.inspect.record() as record:
+        compiled(model, rows="auto")(*batch(32, 16, 32, 16, tokens=48, labelled=0.3)).backward()
+    record.save(tmp_path / "record")
+    assert fxpasses.inspect.load(tmp_path / "record").rows_text == record.rows_text == str(fxpasses.row_stats())
     found = fxpasses.row_stats(reset=True)
     assert found.steps == 1 and found.dead == 0.5 and 0.3 < found.live < 0.4
     assert str(found) == "rows: 38 % can reach the loss; 50 % padding, 12 % prompts"
