@@ -60,9 +60,9 @@ from transformers import AttentionInterface, DataCollatorWithFlattening, LlamaCo
 
 import fxpasses.inspect
 from fxpasses.data import bucket_lengths
-from fxpasses.rows.stats import RowStats
 from fxpasses.runtime.attention.stats import AttentionStats
 from fxpasses.runtime.offload.stats import OffloadStats
+from fxpasses.runtime.row_stats import RowStats
 
 SEQUENCES = 8  # entries of `lengths`, padded with zeros: `.tolist()` is unrolled, so another number is another graph
 # Of losses: sums are taken in another order, and some tens of steps of AdamW amplify the difference.

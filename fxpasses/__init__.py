@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from fxpasses.fastpack import fastpack_backend
     from fxpasses.integrations.inductor_hooks import inductor_options
     from fxpasses.integrations.trainer import FastpackCallback
-    from fxpasses.rows.stats import row_stats
     from fxpasses.runtime.attention.stats import attention_stats
     from fxpasses.runtime.idle_experts import skip_idle_experts
     from fxpasses.runtime.offload.stats import offload_stats
     from fxpasses.runtime.prefetching import prefetch
+    from fxpasses.runtime.row_stats import row_stats
 
 __all__ = [
     "AssumptionError",
@@ -54,7 +54,7 @@ _HOMES = {
     "inductor_options": "fxpasses.integrations.inductor_hooks",
     "offload_stats": "fxpasses.runtime.offload.stats",
     "prefetch": "fxpasses.runtime.prefetching",
-    "row_stats": "fxpasses.rows.stats",
+    "row_stats": "fxpasses.runtime.row_stats",
     "set_default_options": "fxpasses.default_options",
     "skip_idle_experts": "fxpasses.runtime.idle_experts",
 }

@@ -15,8 +15,8 @@ from typing import Any
 
 from fxpasses.cuda_graphs import Capturability
 from fxpasses.report import Report
-from fxpasses.rows.stats import RowStats
 from fxpasses.runtime.attention.stats import AttentionStats
+from fxpasses.runtime.row_stats import RowStats
 
 SCHEMA = "fxpasses.record"
 VERSION = 1

@@ -31,8 +31,8 @@ from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.inspect.rank import process_rank
 from fxpasses.once import warn_once
 from fxpasses.report import Report
-from fxpasses.rows.stats import row_stats
 from fxpasses.runtime.attention.stats import attention_stats
+from fxpasses.runtime.row_stats import row_stats
 from fxpasses.version import __version__
 
 if TYPE_CHECKING:
