@@ -43,14 +43,15 @@ class RowCounts:
     positions: tuple[int, ...]
     sources: tuple[str, ...]
     shares: tuple[float, ...]
-    _counted: list[Any] = field(default_factory=list)  # what a guard found, of which inputs
+    _counted: list[tuple[Any, tuple[float, float]]] = field(default_factory=list)  # inputs, and what a guard found
 
     def of_step(self, inputs: Sequence[Any]) -> tuple[float, float]:
         """`parts`, as the guard of this step has found them, if one did."""
-        inputs_before, found = self._counted.pop() if self._counted else ([], (0.0, 0.0))
-        pairs = zip(inputs_before, inputs, strict=False)
-        are_alike = len(inputs_before) == len(inputs) > 0 and all(before() is own for before, own in pairs)
-        return found if are_alike else self.parts(inputs)
+        counted, self._counted[:] = self._counted[:], []
+        for of, found in counted:
+            if all(own() is other for own, other in zip(of, inputs, strict=True)):
+                return found
+        return self.parts(inputs)
 
     def live(self, inputs: Sequence[Any]) -> float:
         """The part of the rows that is computed, each weighted by its products; infinite where they cannot be packed.

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor_config
 from torch.fx import GraphModule, Node
 
 from fxpasses.graph.building import NodeBuilder
@@ -59,7 +60,7 @@ class LiveRows:
         values = closure.values
         known = {node for node, value in values.items() if isinstance(value, Tensor)}
         try:
-            may_drop = context.options.lowering == "inductor" and not _has_eager_random_numbers()
+            may_drop = context.options.lowering == "inductor" and not inductor_config.fallback_random
             layout = find_layout(main, known.__contains__, may_drop, self.biases)
             if layout is None:
                 return report
@@ -91,12 +92,6 @@ def _simplify(main: Region, fake_mode: Any) -> None:
                 if simpler is not None:
                     node.replace_all_uses_with(simpler)
                     region.gm.graph.erase_node(node)
-
-
-def _has_eager_random_numbers() -> bool:
-    from torch._inductor import config  # imports slowly
-
-    return bool(config.fallback_random)
 
 
 def _is_empty(node: Node) -> bool:

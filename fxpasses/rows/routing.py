@@ -181,7 +181,12 @@ class Routing:
             return None
         if name.startswith("fxpasses::") and (len(more) > 3 or node.kwargs):  # experts without a row get no gradient
             return None
-        experts = len(weight) if isinstance(weight, (tuple, list)) else shape_of(weight)[0]
+        if isinstance(weight, (tuple, list)):
+            experts = len(weight)
+        elif is_tensor(weight) and len(shape_of(weight)) == 3:
+            experts = shape_of(weight)[0]
+        else:
+            return None
         is_one = self._roots[x] is self._roots[ends] and shape_of(ends) == (experts,)
         return (SORTED, None) if is_one else None
 

@@ -182,6 +182,8 @@ class Unpacked:
         if state.is_softmax:
             keeps = name == "mul" and self._keeps(node, given, tags)
             return (state, tags) if keeps or self._fills_weights(node, name) else None
+        if any(self.states[operand].is_softmax for operand in given):  # 0 where keys are hidden, which hides no score
+            return None
         if name == "max" and len(node.args) == 2 and first is given[0] and is_tensor(node.args[1]):
             least = constant_of(node.args[1])
             return (state, tags) if least is not None and least <= HIDES else None
@@ -196,7 +198,8 @@ class Unpacked:
             factor = constant_of(node.args[1]) if node.args[0] is given[0] and len(node.args) == 2 else None
             return (state, tags) if factor is not None and 1e-3 < factor < 1e3 and not node.kwargs else None
         adds = name in _ADDS and OperatorCall.of(node).has_only("input", "other")
-        if adds or (not state.masks and is_pointwise(name) and name != "where"):
+        is_masked = any(self.states[operand].masks for operand in given)
+        if adds or (not is_masked and is_pointwise(name) and name != "where"):
             return (self._joined(node, given), tags) if self._keeps(node, given, tags) else None
         return None
 

@@ -76,8 +76,7 @@ class Writes:
         self.layout.fills[node] = memory
 
     def in_place(self, node: Node, name: str, broadcast: Callable[[Node], Tags]) -> Tags:
-        """`x += y`. broadcast: gives the tags of `x + y`; where an index says the place, they
-        are known. Raises `Refused`."""
+        """`x += y`. broadcast: gives the tags of `x + y`. Raises `Refused`."""
         written = first_of(node)
         if not is_tensor(written):
             raise unfollowed(node, "writes to several tensors")

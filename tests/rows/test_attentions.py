@@ -72,10 +72,28 @@ def unmasked_beside(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool,
     return torch.matmul(weights * torch.matmul(q, k.sin().mT).softmax(-1), v)
 
 
+def larger_of_masked_and_not(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT)
+    return torch.matmul(torch.maximum(scores, scores + torch.where(mask, 0.0, LEAST)).softmax(-1), v)
+
+
+def weights_added_to_scores(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """A weight of 0 hides no score."""
+    scores = torch.matmul(q, k.mT)
+    weights = (scores + torch.where(mask, 0.0, LEAST)).softmax(-1)
+    return torch.matmul((scores + weights).softmax(-1), v)
+
+
+def weights_times_scores(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT)
+    weights = (scores + torch.where(mask, 0.0, LEAST)).softmax(-1)
+    return torch.matmul((scores * weights).softmax(-1), v)
+
+
 @pytest.mark.parametrize(
     "attention",
     [unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries,
-     summed_without_a_mask, unmasked_beside],
+     summed_without_a_mask, unmasked_beside, larger_of_masked_and_not, weights_added_to_scores, weights_times_scores],
 )  # fmt: skip
 def test_scores_in_which_dead_keys_are_seen(attention: Any) -> None:
     ATTENTIONS["seen"] = attention

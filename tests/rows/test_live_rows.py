@@ -454,7 +454,8 @@ def test_counting_that_fails_leaves_the_rows_packed(monkeypatch: pytest.MonkeyPa
     def fails(*_: Any) -> Any:
         raise ZeroDivisionError("a defect")
 
-    for owner, attribute in ((choice, "row_counts"), (choice, "guard"), (choice.RowCounts, "live")):
+    counts = choice.RowCounts
+    for owner, attribute in ((choice, "row_counts"), (choice, "guard"), (counts, "live"), (counts, "of_step")):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             once._given.clear()
