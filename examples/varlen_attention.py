@@ -84,7 +84,8 @@ def flash_attn_varlen_func(
     if softcap:
         raise ValueError(f"softcap is {softcap}: PyTorch's varlen_attn has none; install flash-attn")
     window = (window_size[0], 0 if causal else window_size[1])
-    shared = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # torch 2.11 does not know the argument
+    # PyTorch 2.11 shares heads of keys unasked, and does not know the argument.
+    shared = {"enable_gqa": True} if q.shape[1] != k.shape[1] and torch.__version__ >= "2.12" else {}
     return varlen_attn(*batch, scale=scale, window_size=window, **shared)
 
 

@@ -116,8 +116,12 @@ def method(owner: str, *names: str, imported_by: tuple[str, ...] = ()) -> Site:
 
 
 def opcodes(name: str, *parts: str) -> Site:
-    """An instruction of Python's bytecode, or all whose names contain one of `parts`, in all dispatch tables."""
-    wanted = [at for at, found in enumerate(dis.opname) if found == name or any(part in found for part in parts)]
+    """An instruction of Python's bytecode, or all whose names contain one of `parts`, in all dispatch tables.
+
+    From Python 3.12 on, most have a twin that stands in code which a debugger watches; Dynamo traces none of these.
+    """
+    names = [(at, found) for at, found in enumerate(dis.opname) if not found.startswith("INSTRUMENTED_")]
+    wanted = [at for at, found in names if found == name or any(part in found for part in parts)]
 
     def places() -> Iterator[Place]:
         for translator in with_subclasses(resolve(TRANSLATOR)):

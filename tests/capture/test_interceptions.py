@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import warnings
 from typing import Any
 
@@ -60,6 +61,15 @@ def test_the_handlers_of_a_place_have_an_order() -> None:
 
 def test_this_torch_has_every_place() -> None:
     assert [row.missing for row in interceptions.table() if row.missing] == []
+
+
+def test_instructions_that_only_a_debugger_sees_are_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 and later have them, and Dynamo an entry that fails for each."""
+    names = [*dis.opname]
+    names[dis.opmap["NOP"]] = "INSTRUMENTED_POP_JUMP_IF_TRUE"
+    monkeypatch.setattr(dis, "opname", names)
+    site = interceptions.opcodes("conditional jump", "IF_TRUE", "IF_FALSE")
+    assert dis.opmap["NOP"] not in {opcode for _, opcode in site.places()}
 
 
 def test_a_missing_name_switches_off_its_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
