@@ -50,6 +50,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--limit", type=float, metavar="SECONDS", help="time for a contender to compile and see every batch"
     )
+    run.add_argument(
+        "--lock", type=Path, metavar="FILE", help="runs with one FILE compile side by side, and time in turns"
+    )
     folder: dict[str, Any] = {
         "type": Path,
         "default": results.FOLDER,
@@ -84,7 +87,7 @@ def show_cases() -> None:
 
 def run(given: argparse.Namespace) -> None:
     settings = (Settings.quick if given.quick else Settings)(given.device, given.threads)
-    chosen = {"limit_s": given.limit, "rounds": given.rounds, "processes": given.processes}
+    chosen = {"limit_s": given.limit, "rounds": given.rounds, "processes": given.processes, "lock": given.lock}
     settings = dataclasses.replace(settings, **{key: value for key, value in chosen.items() if value})
     for name in given.cases or CASES:
         case = among(only(load(name), given.only), given.contender)

@@ -14,9 +14,10 @@ fails or takes too long has an entry that says so.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Settings:
     """rounds: at most, over all processes. round_s: how long a contender is timed in each. group_s: for all rounds.
 
     limit_s: for a contender to build, compile and see every batch once. processes: of each contender, one after the
-    other; the first has empty compile caches.
+    other; the first has empty compile caches. lock: a file that runs on the same device share.
     """
 
     device: str
@@ -44,6 +45,7 @@ class Settings:
     group_s: float = 240.0
     limit_s: float = 900.0
     processes: int = 2
+    lock: Path | None = None
 
     @classmethod
     def quick(cls, device: str, threads: int) -> Settings:
@@ -86,21 +88,33 @@ class Group:
             caches = {name: Path(folder) / str(number) for number, name in enumerate(order)}
             for process in range(self.processes):
                 try:
-                    for name in order:
-                        if process > 0 or self._takes_part(name):
-                            self._prepare(name, caches[name], "cold" if process == 0 else "warm")
-                    self._rounds(process)
-                    order = list(self.peers)
-                    if process == self.processes - 1:
-                        self._compare()
-                        self._look()
-                        self._explain_losses()
+                    with self._others(fcntl.LOCK_SH):
+                        for name in order:
+                            if process > 0 or self._takes_part(name):
+                                self._prepare(name, caches[name], "cold" if process == 0 else "warm")
+                    with self._others(fcntl.LOCK_EX):
+                        self._rounds(process)
+                        order = list(self.peers)
+                        if process == self.processes - 1:
+                            self._compare()
+                            self._look()
+                            self._explain_losses()
                 finally:
                     for name in list(self.peers):
                         self.peers.pop(name).close()
         for entry in self.entries.values():
             if entry["outcome"] == "measured":
                 self._record(entry)
+
+    @contextlib.contextmanager
+    def _others(self, lock: int) -> Iterator[None]:
+        """Runs that share `settings.lock` compile beside each other, and time one after the other."""
+        if self.settings.lock is None:
+            yield
+            return
+        with self.settings.lock.open("a") as file:
+            fcntl.flock(file, lock)
+            yield
 
     # One contender
 

@@ -16,7 +16,7 @@ _CHOICES = {
     "capture": ("on", "off"),
     "experts": ("auto", "slices", "grouped", "off"),
     "attention": ("auto", "dense"),
-    "rows": ("auto", "all"),
+    "rows": ("auto", "live", "all"),
     "topk": ("off", "split"),
     "fold": ("auto", "on", "off"),
     "generation": ("eager", "compiled"),
@@ -82,11 +82,12 @@ class Options:
     are rewritten: "slices" reads the tokens of all experts at once, "grouped" runs the loop as one program if that is
     proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
     pairs that the batch's mask allows, "dense" leaves attention alone. rows: "auto" computes only the tokens that can
-    reach the loss, "all" computes all. topk: "split" takes the top-k of long rows in two stages, where another one of
-    equal values may win; "off" does not. fold: "auto" compiles a layer that stands four times or more once, if Inductor
-    compiles it; "on" already a layer that stands twice, under any lowering; "off" does nothing. generation: "eager"
-    runs transformers' `generate` uncompiled in a model in training mode, and where its frame has 4 graphs, so that it
-    does not use up Dynamo's graphs; "compiled" treats it as any other call.
+    reach the loss, on the CPU; "live" does so on CUDA devices as well, "all" computes all. topk: "split" takes the
+    top-k of long rows in two stages, where another one of equal values may win; "off" does not. fold: "auto" compiles a
+    layer that stands four times or more once, if Inductor compiles it; "on" already a layer that stands twice, under
+    any lowering; "off" does nothing. generation: "eager" runs transformers' `generate` uncompiled in a model in
+    training mode, and where its frame has 4 graphs, so that it does not use up Dynamo's graphs; "compiled" treats it as
+    any other call.
     offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow; for
     debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
     Inductor; an option because `torch.compile` does not take `mode` and `options` together. inductor: every option
@@ -112,6 +113,15 @@ class Options:
     def folds(self) -> bool:
         """Whether `fold` asks for anything under the lowering."""
         return self.fold == "on" or (self.fold == "auto" and self.lowering == "inductor")
+
+    @property
+    def takes_whole_graphs(self) -> bool:
+        """Whether Inductor will record CUDA graphs, or freeze parameters into the code."""
+        from torch._inductor import config, list_mode_options
+
+        given = {**(list_mode_options(self.mode) if self.mode else {}), **self.inductor}
+        given = {str(key).replace("-", "_"): value for key, value in given.items()}
+        return bool(given.get("triton.cudagraphs", config.triton.cudagraphs) or given.get("freezing", config.freezing))
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:

@@ -13,6 +13,7 @@ ALL_ROWS, BY_HAND, BY_HAND_OURS = "fastpack, all rows", "by hand, Inductor", "by
 BATCHES, ROWS = 4, 8
 LABELLED = 0.4  # the part of each text that has labels, where its prompt has none
 SIZES = {"hidden": 512, "layers": 6, "heads": 8, "vocabulary": 32000}
+WIDE = {"hidden": 2048, "layers": 8, "heads": 16, "vocabulary": 32000}  # on a GPU, which the others leave idle
 SMALL = {"hidden": 128, "layers": 2, "heads": 4, "vocabulary": 4000}
 # Of the model of transformers: its class, and what its configuration takes besides the sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -158,8 +159,9 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     shapes = [("Llama", dead, 384) for dead in (both, "padding", "prompts", "nothing")]
     shapes += [("Llama", both, 1024), ("Qwen3", both, 384), ("DPO", both, 384)]
     shapes += [(model, "padding", 384) for model in ("BERT", "reward", "embedding", "BART")]
+    sizes = WIDE if device == "cuda" else SIZES
     found = [
-        {"model": model, "dead": dead, "tokens": tokens, **SIZES, "dtype": dtype} for model, dead, tokens in shapes
+        {"model": model, "dead": dead, "tokens": tokens, **sizes, "dtype": dtype} for model, dead, tokens in shapes
     ]
     return [group | ({"vocabulary": 128000} if group["model"] == "Qwen3" else {}) for group in found]
 

@@ -82,6 +82,7 @@ class _Builder:
         operands: list[Any] = [operand for check in self.checks for operand in (check.left, check.right)]
         checked = [operand for operand in operands if isinstance(operand, Ref)]
         self.refs = list(dict.fromkeys([*(extra.ref for extra in draft.wanted), *checked]))
+        self.measured = set(self.refs) - {extra.ref for extra in draft.wanted if extra.dimension is None} - set(checked)
         self.everything = slice_of(draft.table, self.refs)
         self.exact = _exact_entries(draft.table, self.everything)
         self.on_device = any(_device(self.table.entries[n]) not in (None, "cpu") for n in self.everything)
@@ -144,7 +145,9 @@ class _Builder:
         return elements_saved(self.table, refs, self._is_import, on_host)
 
     def _belongs_to_host(self, ref: Ref) -> bool:
-        return _content(ref) in self.exact and _device(self.table.entries[ref.number]) in (None, "cpu")
+        """Whether the host computes the value: of one on a device, if only its sizes are wanted."""
+        is_on_host = _device(self.table.entries[ref.number]) in (None, "cpu")
+        return _content(ref) in self.exact and (is_on_host or ref in self.measured)
 
     def _is_import(self, entry: Entry) -> bool:
         """Whether the device part imports the value from the host, because computing it would wait for the device."""
@@ -152,7 +155,7 @@ class _Builder:
             return False
         if entry.kind == "item":
             return entry.base is None and self.table.entries[entry.operands[0].number].read
-        return entry.read and not isinstance(entry.fake, (tuple, list))
+        return (entry.read or operator_of(entry.node) in _ASKING) and not isinstance(entry.fake, (tuple, list))
 
     def _imports(self, device_wanted: list[Ref]) -> list[Ref]:
         if not device_wanted:
@@ -197,16 +200,31 @@ def _check_of(table: ValueTable, assertion: Assertion) -> Check:
 _UNSTABLE = frozenset({"argsort", "kthvalue", "median", "mode", "msort", "nanmedian", "sort", "topk"})
 
 
+# Of floating-point values, those that are rounded as IEEE 754 says. A kernel may fuse two of them, and round once.
+_ROUNDED_ALIKE = frozenset(
+    {"add", "expand", "full", "full_like", "getitem", "masked_fill", "mul", "new_full", "ones", "reshape", "rsub",
+     "sub", "to", "type", "unsqueeze", "view", "where", "zeros", "zeros_like"}
+)  # fmt: skip
+_ASKS_WHETHER_HIDDEN = "fxpasses::visible_pairs"  # 0 or the least value, between which no rounding leads
+# What asks its operands for numbers, so that on a device each call would wait.
+_ASKING = frozenset({_ASKS_WHETHER_HIDDEN, "fxpasses::attended_rows", "fxpasses::rows_attended_from"})
+
+
 def _exact_entries(table: ValueTable, numbers: Iterable[int]) -> set[int]:
-    """Entries that all devices compute exactly: integers and bools that depend on integers and bools alone."""
+    """Entries that all devices compute exactly: integers and bools that depend on integers and bools alone, or on
+    whether a mask of such is 0 or hides."""
     exact: set[int] = set()
+    nearly: set[int] = set()
     for number in numbers:
         entry = table.entries[number]
-        operands = map(_content, entry.operands)
-        stable = operator_of(entry.node) not in _UNSTABLE and not entry.autocast
-        integral = entry.kind == "look" or _is_integral(entry.fake)
-        if stable and integral and all(operand in exact for operand in operands):
+        name, operands = operator_of(entry.node), {*map(_content, entry.operands)}
+        is_integral = entry.kind == "look" or _is_integral(entry.fake)
+        if name in _UNSTABLE or entry.autocast or not operands <= exact | nearly:
+            continue
+        if is_integral and (operands <= exact or name == _ASKS_WHETHER_HIDDEN):
             exact.add(number)
+        elif name in _ROUNDED_ALIKE:
+            nearly.add(number)
     return exact
 
 

@@ -171,18 +171,8 @@ def _check_options(options: Options) -> None:
     moves = options.offload.tier != "off" and "offload_activations" in options.passes
     if moves and options.offload.device_budget is not None:
         raise Refused(Reason.BUDGETED, f"fastpack.offload.device_budget is {options.offload.device_budget}")
-    if _replayed(options):
+    if options.takes_whole_graphs:
         raise Refused(Reason.WHOLE_GRAPH)
-
-
-def _replayed(options: Options) -> bool:
-    """Whether Inductor will record CUDA graphs, or freeze parameters into the code."""
-    from torch._inductor import list_mode_options
-
-    inductor = torch._inductor.config
-    given = {**(list_mode_options(options.mode) if options.mode else {}), **options.inductor}
-    given = {str(key).replace("-", "_"): value for key, value in given.items()}
-    return bool(given.get("triton.cudagraphs", inductor.triton.cudagraphs) or given.get("freezing", inductor.freezing))
 
 
 def _is_heavy(gm: GraphModule, segment: Segment) -> bool:

@@ -189,7 +189,7 @@ class _Analysis:
             return None
         if call.argument("max_norm") is not None or call.argument("scale_grad_by_freq") or call.argument("sparse"):
             return None  # what becomes of the table depends on how often it is looked up
-        if ids.meta["example_value"].device.type != "cpu":
+        if ids.meta["example_value"].device.type not in ("cpu", "cuda"):
             raise Refused(Reason.NOT_ON_CPU, f"`{ids.name}`", node)
         return self.known.of_ids(ids)
 

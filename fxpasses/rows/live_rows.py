@@ -31,10 +31,11 @@ from fxpasses.graph.mask_indices import index_by_positions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.values import Tensor
+from fxpasses.options import Options
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 from fxpasses.rows import choice
-from fxpasses.rows.layout import find_layout
+from fxpasses.rows.layout import Layout, find_layout
 from fxpasses.rows.rewrite import Rewrite
 
 
@@ -64,6 +65,7 @@ class LiveRows:
             layout = find_layout(main, known.__contains__, may_drop, self.biases)
             if layout is None:
                 return report
+            _check_devices(layout, context.options)
             for node, whole in layout.takes_all.items():
                 report.refusals.append(whole.why.of(node))
             rewrite = Rewrite(main, layout, values, context.fake_mode)
@@ -80,6 +82,18 @@ class LiveRows:
         report.summary = f"only rows that can reach the loss, in {sets} set{'s' * (sets > 1)}"
         report.changes = [report.summary]
         return report
+
+
+def _check_devices(layout: Layout, options: Options) -> None:
+    """Raise `Refused` for tokens on a device where packing them is not asked for, or would be recorded."""
+    for space in layout.spaces.values():
+        ids = space.root.ids
+        if ids is not None and ids.meta["example_value"].device.type != "cpu":
+            if options.rows != "live":
+                device = ids.meta["example_value"].device
+                raise Refused(Reason.NOT_MEASURED, f'on {device} only with "fastpack.rows": "live"', ids)
+            if options.takes_whole_graphs:  # and record one for each number of rows
+                raise Refused(Reason.WHOLE_GRAPH, "", ids)
 
 
 def _simplify(main: Region, fake_mode: Any) -> None:

@@ -2,14 +2,14 @@
 
 | operator | result |
 |---|---|
-| `live_rows(live, share)` | the rows of a set, in order |
+| `live_rows(live, share, multiple)` | the rows of a set, in order |
 | `visible_pairs(mask, hides, exact)` | an additive mask as a bool one |
 | `earlier_pairs(like, tokens)` | the mask of attention that is causal and has none |
 | `attended_rows(seed, masks, batch, exact)` | the rows that a set sees over any number of layers |
 | `rows_attended_from(live, mask, batch, exact)` | the rows of another text that a set sees |
 | `plan_of_rows(mask, queries, keys, batch, heads)` | the plan of attention between the rows of two sets |
 
-They run on the host, on the CPU's copy of the batch.
+Sets are found on the host, from the CPU's copy of the batch; a plan is made on the device that attends.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fxpasses.runtime.attention import cuda
 from fxpasses.runtime.attention import plan as plans
 
 # Sets are padded to a multiple of this, with row 0, which nothing reads there: so none is empty, nor of one row, which
-# would be broadcast.
-MULTIPLE = 16
+# would be broadcast. FlexAttention asks whether there are fewer than 128 queries, which nobody knows while compiling.
+MULTIPLES = {"cpu": 16, "cuda": cuda.BLOCK}
 _PAIRS = 1 << 22  # of a mask, that are looked at together
 _MOST_PAIRS = 1 << 28  # of a mask that is made: 256 MiB
 
 
 @custom_op("fxpasses::live_rows", mutates_args=())
-def live_rows(live: Tensor, share: float) -> Tensor:
-    """The positions, int64 [N], of the True elements of bool [B * T], in order; -1 up to a multiple of 16.
+def live_rows(live: Tensor, share: float, multiple: int) -> Tensor:
+    """The positions, int64 [N], of the True elements of bool [B * T], in order; -1 up to a `multiple`.
 
     share: the part of the step's products that is computed for these rows, for who counts them.
     """
     found = live.nonzero().view(-1)
-    padding = -len(found) % MULTIPLE if len(found) else MULTIPLE
+    padding = -len(found) % multiple if len(found) else multiple
     return torch.nn.functional.pad(found, (0, padding), value=-1)
 
 
@@ -92,7 +93,7 @@ def rows_attended_from(live: Tensor, mask: Tensor, batch: int, exact: bool) -> T
     mask: bool [B or 1, H or 1, Tq, Tk]. batch: B. exact: as for `attended_rows`.
     """
     queries = live.view(batch, -1)
-    seen = torch.zeros(batch, mask.shape[-1], dtype=torch.bool)
+    seen = live.new_zeros(batch, mask.shape[-1])
     _check_blind(queries, mask, exact)
     for b in range(batch):
         seen[b] = _seen_by(queries[b], mask[min(b, len(mask) - 1)])
@@ -108,17 +109,22 @@ def _seen_by(live: Tensor, mask: Tensor) -> Tensor:
     """bool [Tk]: the keys that some live query of one sequence sees. live: bool [Tq]. mask: bool [H or 1, Tq, Tk]."""
     if mask.stride(1) == 0:  # one row stands for all
         return mask[:, 0].any(0) & live.any()
-    heads, queries, keys = mask.shape
+    heads, _, keys = mask.shape
     step = max(1, _PAIRS // (heads * keys))
-    parts = [slice(start, start + step) for start in range(0, queries, step)]
-    seen = [(mask[:, rows] & live[rows, None]).flatten(0, 1).any(0) for rows in parts]
-    return torch.stack(seen).any(0)
+    parts = live.nonzero().view(-1).split(step)
+    seen = [_any(mask[:, rows].flatten(0, 1), 0) for rows in parts]
+    return _any(torch.stack(seen), 0)
+
+
+def _any(flags: Tensor, dim: int) -> Tensor:
+    """`flags.any(dim)` of bools, for which PyTorch's own takes fifty times as long on a CPU."""
+    return flags.view(torch.uint8).amax(dim).view(torch.bool) if flags.shape[dim] else flags.any(dim)
 
 
 def _check_blind(live: Tensor, mask: Tensor, exact: bool) -> None:
     """Raise `NotPacked` if a live query, bool [B, Tq], sees nothing where a plan is not exact."""
     if not exact:
-        sees = (mask[:, :, :1] if mask.stride(2) == 0 else mask).any(-1).all(1)
+        sees = _any(mask[:, :, :1] if mask.stride(2) == 0 else mask, -1).all(1)
         if bool((live & ~sees).any()):
             raise NotPacked("a row that is needed attends to nothing")
 
@@ -131,6 +137,14 @@ def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads:
     share one head of the mask. No mask of all pairs is made. Padding sees the last key: a program may divide by what it
     gets.
     """
+    shape = (1, mask.shape[1], len(queries), len(keys))
+    if mask.device.type == "cpu":
+        return plans.plan_in_blocks(_pairs_by_sequence(mask, queries, keys, batch), shape, heads)
+    return cuda.plan_in_blocks(_pairs(mask, queries, keys), shape)
+
+
+def _pairs_by_sequence(mask: Tensor, queries: Tensor, keys: Tensor, batch: int) -> plans.Rows:
+    """Which keys some queries see, bool [1, H, stop - start, Nk]; looks at pairs of one sequence alone."""
     own_heads, q_tokens, k_tokens = mask.shape[1:]
     q_ends = _ends(queries, batch, q_tokens)
     k_ends = _ends(keys, batch, k_tokens)
@@ -146,7 +160,23 @@ def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads:
                 found[0, :, q0 - start : q1 - start, k0:k1] = own[:, :, keys[k0:k1] - b * k_tokens]
         return found
 
-    return plans.plan_in_blocks(block, (1, own_heads, len(queries), len(keys)), heads)
+    return block
+
+
+def _pairs(mask: Tensor, queries: Tensor, keys: Tensor) -> plans.Rows:
+    """The same on a device, where asking which pairs are of one sequence would wait."""
+    (b, q_tokens, k_tokens), own = (mask.shape[0], *mask.shape[2:]), mask.movedim(1, -1)
+    k_sequence, k_token, is_last = keys // k_tokens, keys % k_tokens, torch.arange(len(keys), device=keys.device)
+    is_last = is_last == len(keys) - 1
+
+    def block(start: int, stop: int) -> Tensor:
+        rows = queries[start:stop, None]
+        sequence = rows // q_tokens
+        seen = own[sequence.clamp(0, b - 1), rows % q_tokens, k_token]
+        seen = seen & ((sequence == k_sequence) & (rows >= 0))[..., None]
+        return (seen | ((rows < 0) & is_last)[..., None]).movedim(-1, 0)[None]
+
+    return block
 
 
 def _ends(rows: Tensor, batch: int, tokens: int) -> list[int]:
@@ -158,8 +188,8 @@ def _ends(rows: Tensor, batch: int, tokens: int) -> list[int]:
 
 
 @live_rows.register_fake
-def _(live: Tensor, share: float) -> Tensor:
-    return live.new_empty(torch.library.get_ctx().new_dynamic_size(min=MULTIPLE), dtype=torch.int64)
+def _(live: Tensor, share: float, multiple: int) -> Tensor:
+    return live.new_empty(torch.library.get_ctx().new_dynamic_size(min=multiple), dtype=torch.int64)
 
 
 @visible_pairs.register_fake
@@ -184,5 +214,7 @@ def _(live: Tensor, mask: Tensor, batch: int, exact: bool) -> Tensor:
 
 @plan_of_rows.register_fake
 def _(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads: int) -> Tensor:
-    size = plans.plan_size(1, mask.shape[1], queries.shape[0], keys.shape[0], in_blocks=True)
-    return mask.new_empty(size, dtype=torch.int32)
+    sizes = mask.shape[1], queries.shape[0], keys.shape[0]
+    if mask.device.type == "cpu":
+        return mask.new_empty(plans.plan_size(1, *sizes, in_blocks=True), dtype=torch.int32)
+    return mask.new_empty(1, sizes[0], cuda.plan_size_in_blocks(*sizes[1:]), dtype=torch.int32)

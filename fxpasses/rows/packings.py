@@ -19,12 +19,12 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import argument
 from fxpasses.passes.attention.match import Mask
-from fxpasses.rows import operators  # noqa: F401  registers the operators
 from fxpasses.rows.attentions import HIDES, RowAttention
 from fxpasses.rows.demand import RowSet, closed
 from fxpasses.rows.exits import Exit
 from fxpasses.rows.layout import Layout
 from fxpasses.rows.nodes import refused
+from fxpasses.rows.operators import MULTIPLES
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space
 
 ops = torch.ops.fxpasses
@@ -73,7 +73,7 @@ class Packings:
     def packing(self, rows: RowSet, share: float, fake_mode: Any) -> Packing:
         """The packing of a set of a whole space. share: of the step's products, those computed for it."""
         emit, live = self.emit, self._live(rows)
-        slots = emit(ops.live_rows.default, (live, share))
+        slots = emit(ops.live_rows.default, (live, share, MULTIPLES[device_of(live).type]))
         found = slots.meta["example_value"]
         slots.meta["unbacked_bindings"] = compute_unbacked_bindings(fake_mode.shape_env, found)
         place = emit("clamp", (emit("sub", (emit("cumsum", (live, 0)), 1)),), {"min": 0})

@@ -7,7 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.compilers import nop
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
 
+from fxpasses.rows.operators import _pairs, _pairs_by_sequence, live_rows
 from fxpasses.runtime.attention import cuda, operators
 from fxpasses.runtime.attention.flash import Attention
 from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
@@ -29,9 +31,24 @@ def test_block_masks_of_devices(mask):
         assert torch.equal(block_mask.to_dense().bool(), split.any(-1).any(-2))
         full = split.all(-1).all(-2)
         assert torch.equal(block_mask.full_kv_num_blocks.long(), full.sum(-1))
+        assert torch.equal(block_mask.full_q_num_blocks.long(), full.sum(-2))
+        from_rows = BlockMask.from_kv_blocks(*block_mask.as_tuple()[2:6], size, seq_lengths=(rows, columns))
+        tables = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+        assert all(torch.equal(getattr(block_mask, table), getattr(from_rows, table)) for table in tables)
         assert plan.shape[-1] == cuda.table_size(rows, columns)
     in_blocks = cuda.plan_in_blocks(lambda start, stop: mask[:, :, start:stop], tuple(mask.shape))
     assert torch.equal(in_blocks[..., : plan.shape[-1]], plan)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (1, 1), (1, 3), (3, 1)], ids=str)
+def test_pairs_of_rows_on_a_device_are_those_on_the_host(sizes):
+    """Of masks for each sequence and head, and for all; sequences without a row, and padding."""
+    mask = torch.rand(*sizes, 40, 56) < 0.5
+    queries, keys = (live_rows((torch.rand(3, tokens) < 0.4).index_fill(0, torch.tensor(1), False).view(-1), 1.0, 16)
+                     for tokens in (40, 56))  # fmt: skip
+    on_device, on_host = _pairs(mask, queries, keys), _pairs_by_sequence(mask, queries, keys, 3)
+    for start, stop in ((0, len(queries)), (5, 11), (len(queries) - 3, len(queries))):
+        assert torch.equal(on_device(start, stop), on_host(start, stop))
 
 
 @pytest.mark.parametrize("form", ["bool", "least", "values", "blocks"])

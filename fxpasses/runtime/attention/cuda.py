@@ -1,19 +1,22 @@
 """FlexAttention on CUDA devices, with a `BlockMask` that the device computes from the mask, without a host read.
 
-A plan on a device is int32 [B, H, words]: the four tables of a `BlockMask` by rows, in blocks of 128 x 128 (the number
-of partial blocks in each row of blocks and their columns, and the same for full blocks); in a plan made in blocks, the
-mask's bits follow. FlexAttention enters the graph as PyTorch's own operator, and Inductor writes its kernels. Tests
-compare it with the mask on the CPU, and compile its kernels for sm_90; it has not run on a device. Private names:
-checked on torch 2.11 to 2.15.
+A plan on a device is int32 [B, H, words]: the eight tables of a `BlockMask`, in blocks of 128 x 128 (the number of
+partial blocks in each row of blocks and their columns, the same for full blocks, and both by columns, for gradients);
+in a plan made in blocks, the mask's bits follow. FlexAttention enters the graph as PyTorch's own operator, and Inductor
+writes its kernels. Private names: checked on torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fxpasses.runtime.attention import plan as plans
 from fxpasses.runtime.attention.flash import Attention
@@ -25,7 +28,13 @@ _BITS = 32
 
 def table_size(rows: int, columns: int) -> int:
     """Words of a plan without bits, for each element and head; takes symbolic sizes."""
-    return 2 * _blocks(rows) * (1 + _blocks(columns))
+    q, k = _blocks(rows), _blocks(columns)
+    return 2 * (q + k) + 4 * q * k
+
+
+def plan_size_in_blocks(rows: int, columns: int) -> int:
+    """Words of a plan with bits, likewise."""
+    return table_size(rows, columns) + rows * _words(columns)
 
 
 def plan_of(mask: torch.Tensor) -> torch.Tensor:
@@ -47,18 +56,15 @@ def plan_in_blocks(rows: plans.Rows, shape: tuple[int, int, int, int]) -> torch.
 
 
 def block_mask(plan: torch.Tensor, rows: int, columns: int, mask_mod: Callable[..., torch.Tensor]) -> Any:
-    """The `BlockMask` of a plan for attention of `rows` queries and `columns` keys."""
+    """The `BlockMask` of a plan for attention of `rows` queries and `columns` keys. plan: without bits."""
     from torch.nn.attention.flex_attention import BlockMask
 
     q, k = _blocks(rows), _blocks(columns)
-    counts, indices, full_counts, full_indices = plan[..., : table_size(rows, columns)].split([q, q * k] * 2, -1)
-    tables = (
-        counts.contiguous(),
-        indices.unflatten(-1, (q, k)).contiguous(),
-        full_counts.contiguous(),
-        full_indices.unflatten(-1, (q, k)).contiguous(),
-    )
-    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(rows, columns))
+    shapes: list[Any] = [(q,), (q, k)] * 2 + [(k,), (k, q)] * 2
+    parts = zip(plan.split([math.prod(shape) for shape in shapes], -1), shapes, strict=True)
+    tables = (part.unflatten(-1, shape).contiguous() for part, shape in parts)
+    arguments: Any = ((rows, columns), *tables, (BLOCK, BLOCK), mask_mod)
+    return BlockMask(*arguments)
 
 
 def attend(attention: Attention, plan: torch.Tensor) -> torch.Tensor:
@@ -71,7 +77,9 @@ def attend(attention: Attention, plan: torch.Tensor) -> torch.Tensor:
     b, h = plan.shape[0] > 1, plan.shape[1] > 1
     allows: Callable[..., torch.Tensor]
     if mask is None:
-        buffer = plan[..., table_size(rows, columns) :].unflatten(-1, (rows, (columns + _BITS - 1) // _BITS))
+        words = _words(columns)
+        plan, bits = plan.split([table_size(rows, columns), rows * words], -1)
+        buffer = bits.unflatten(-1, (rows, words))
         allows = _bit_allows
     else:
         buffer = mask
@@ -89,7 +97,14 @@ def attend(attention: Attention, plan: torch.Tensor) -> torch.Tensor:
     scored = () if mask is None or mask.dtype == torch.bool else (buffer,)
     blocks = block_mask(plan, rows, columns, mask_mod).as_tuple()
     options: Any = _apply_kernel_options(query, key, value, True, None, None)
-    return flex_attention(query, key, value, score_mod, blocks, attention.factor, options, scored, (buffer,))[0]
+    leaves = (query, key, value)
+    is_traced = get_proxy_mode() is not None or any(type(leaf) is not FakeTensor for leaf in leaves)
+    # On fake tensors alone its gradients cannot be traced: a mask that is captured is of another fake mode.
+    with contextlib.nullcontext() if is_traced else torch.no_grad():
+        out = flex_attention(query, key, value, score_mod, blocks, attention.factor, options, scored, (buffer,))[0]
+    if is_traced:
+        return out
+    return out.requires_grad_(torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves))
 
 
 def _place(b: bool, h: bool) -> Callable[..., tuple[Any, ...]]:
@@ -132,8 +147,8 @@ def _summary(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tables(some: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
-    parts = []
-    for kind in (some & ~every, every):
+    partial, parts = some & ~every, []
+    for kind in (partial, every, partial.mT, every.mT):
         parts.append(kind.sum(-1))
         parts.append(torch.argsort(kind.to(torch.int32), dim=-1, descending=True, stable=True).flatten(2))
     return torch.cat(parts, -1).to(torch.int32)
@@ -141,3 +156,7 @@ def _tables(some: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
 
 def _blocks(size: int) -> int:
     return (size + BLOCK - 1) // BLOCK
+
+
+def _words(columns: int) -> int:
+    return (columns + _BITS - 1) // _BITS
