@@ -26,7 +26,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -34,10 +33,25 @@ import torch
 import torch._dynamo  # which imports the module that follows, and must be there first
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpasses.broken_kernels import building_anew
 from fxpasses.lowering_by_operator import Boxed, backward_by_operator
 from fxpasses.output_strides import TracedStrides
+
+
+def _changes(gm: GraphModule, is_backward: bool) -> dict[str, Any]:
+    """What is to be set in Inductor's configuration while it compiles a graph of AOTAutograd."""
+    from torch._inductor import config
+
+    found: dict[str, Any] = {}
+    if is_backward and hasattr(config, "do_not_emit_runtime_assertions"):  # torch 2.11 lacks it
+        found["do_not_emit_runtime_assertions"] = True
+    # Torch 2.11 computes it from sizes, and fails at those that are not known; any from 16 to 128 is right.
+    if torch.__version__ < "2.12" and config.triton.mix_order_reduction_split_size is None:
+        if any(free_unbacked_symbols(node.meta.get("val")) for node in gm.graph.nodes):
+            found["triton.mix_order_reduction_split_size"] = 64
+    return found
 
 
 class BackwardFailed(BaseException):
@@ -62,9 +76,8 @@ class Containment:
 
         is_backward = options.get("is_backward")
         strides = None if is_backward else TracedStrides(gm, inputs)
-        asserts: Any = inductor_config.patch(do_not_emit_runtime_assertions=True) if is_backward else nullcontext()
         try:
-            with asserts:
+            with inductor_config.patch(_changes(gm, bool(is_backward))):
                 compiled = compile_fx_inner(gm, inputs, **options)
         except Exception as error:
             if is_backward and self.compiling:
