@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,16 @@ from bench.peer import PeerFailed
 from bench.results import Entry, spread
 
 SETTINGS = Settings("cpu", threads=1, rounds=6, round_s=0.0, group_s=1e9)
+
+
+def can_lock(file: Path, lock: int) -> bool:
+    """Whether another run could take the lock now."""
+    with file.open("a") as other:
+        try:
+            fcntl.flock(other, lock | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 class Pretender:
@@ -72,6 +84,20 @@ def case(*names: str) -> Case:
     ]
     groups = lambda device, quick: [{"size": 1}, {"size": 2}]  # noqa: E731
     return Case("toys", "Toys", groups, contenders, baseline=names[0], expected="")
+
+
+def test_runs_that_share_a_device_compile_side_by_side_and_time_alone(tmp_path: Path) -> None:
+    lock, seen = tmp_path / "lock", []
+
+    class Watched(Pretender):
+        def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+            seen.append((verb, can_lock(lock, fcntl.LOCK_SH), can_lock(lock, fcntl.LOCK_EX)))
+            return super().ask(verb, limit_s, **arguments)
+
+    settings = dataclasses.replace(SETTINGS, lock=lock)
+    Group(case("eager", "ours"), {"size": 1}, settings, [].append, start=Watched).measure(["eager", "ours"])
+    beside = {verb: (shared, alone) for verb, shared, alone in seen}
+    assert beside["prepare"] == (True, False) and beside["time"] == (False, False) and can_lock(lock, fcntl.LOCK_EX)
 
 
 def measured(*names: str) -> dict[str, Entry]:
