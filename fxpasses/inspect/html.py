@@ -42,6 +42,7 @@ def page_data(run: Run) -> dict[str, Any]:
     """The page's data, with every node once."""
     return {
         **header(run),
+        "said": [text for text in (run.attention_text, run.rows_text) if text],
         "kinds": [{"key": kind.name.lower(), "name": kind.value, "mark": MARKS[kind]} for kind in Kind],
         "graphs": [_graph(graph) for graph in run.graphs],
     }

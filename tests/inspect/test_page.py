@@ -224,6 +224,23 @@ def test_transfers_are_written_and_read(tmp_path):
     assert ["moved off the device and back", "0 B", "12.0 MiB", ""] in data["rows"]
 
 
+def padded() -> Run:
+    run = recorded()
+    run.rows = {"steps": 2.0, "live": 0.76, "dead": 1.0}
+    return run
+
+
+def test_what_was_computed_of_the_batches_is_said():
+    assert page_data(padded())["said"] == ["rows: 38 % can reach the loss; 50 % padding, 12 % prompts"]
+
+
+@pytest.mark.slow
+def test_the_overview_says_what_was_computed_of_the_batches(opened):
+    browser = opened(padded())
+    press(browser, "o")
+    assert text_of(browser, ".said") == "rows: 38 % can reach the loss; 50 % padding, 12 % prompts"
+
+
 @pytest.mark.slow
 def test_what_is_kept_and_transferred_is_drawn(opened):
     browser = opened(with_transfers())

@@ -37,6 +37,7 @@ function overview(record, open) {
   const versions = Object.entries(record.versions).map(([name, version]) => `${name} ${version}`).join(", ");
   return el("div", {class: "scroll"},
     el("h1", {}, `${record.graphs.length} compiled graph${record.graphs.length === 1 ? "" : "s"}`),
+    record.said.map((text) => el("p", {class: "said"}, text)),
     el("p", {class: "faint"}, [record.program, versions, record.started, record.rank === null || record.rank === undefined ? "" : `rank ${record.rank}`].filter(Boolean).join(" · ")),
     rows.length ? tableOf(["graph", "from", "what the passes did", "host reads a step", "once a batch", "operators", "left alone"], rows, [3, 4, 5, 6], "wide")
       : el("p", {}, "Nothing was compiled with the backend fastpack."));
