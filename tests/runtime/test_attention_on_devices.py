@@ -105,3 +105,14 @@ def test_the_plan_of_a_mask_in_blocks_is_made_by_the_way_of_its_device():
     rows = lambda start, stop: mask[:, :, start:stop]  # noqa: E731
     on_cuda = operators.plan_in_blocks(rows, tuple(mask.shape), device="cuda")
     assert torch.equal(on_cuda, cuda.plan_in_blocks(rows, tuple(mask.shape)))
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "message"), [(8, torch.float32, "16 features"), (16, torch.float64, "no kernel")]
+)
+def test_what_has_no_kernel_is_refused(features, dtype, message):
+    """So that it stays as it was, instead of failing when Inductor compiles it."""
+    mask = causal(160)[None, None]
+    query = torch.randn(1, 2, 160, features, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        cuda.attend(Attention(query, query, query, mask, None), cuda.plan_of(mask))

@@ -23,6 +23,8 @@ from fxpasses.runtime.attention.flash import Attention
 from fxpasses.runtime.attention.intervals import ruled_out
 
 BLOCK = 128
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LEAST_FEATURES = 16
 _BITS = 32
 
 
@@ -68,11 +70,18 @@ def block_mask(plan: torch.Tensor, rows: int, columns: int, mask_mod: Callable[.
 
 
 def attend(attention: Attention, plan: torch.Tensor) -> torch.Tensor:
-    """`operators.sparse_attention` by FlexAttention's operator. The mask has 4 dimensions. Differentiable."""
+    """`operators.sparse_attention` by FlexAttention's operator. The mask has 4 dimensions. Differentiable.
+
+    Raises `ValueError` for what Inductor has no kernel for: other dtypes than `DTYPES`, heads of less than 16 features.
+    """
     from torch._higher_order_ops.flex_attention import flex_attention
     from torch.nn.attention.flex_attention import _apply_kernel_options
 
     query, key, value, mask, *_ = attention
+    if query.dtype not in DTYPES:
+        raise ValueError(f"FlexAttention has no kernel for {query.dtype}")
+    if (features := min(query.shape[-1], value.shape[-1])) < LEAST_FEATURES:
+        raise ValueError(f"FlexAttention takes heads of {LEAST_FEATURES} features or more, and these have {features}")
     rows, columns = query.shape[-2], key.shape[-2]
     b, h = plan.shape[0] > 1, plan.shape[1] > 1
     allows: Callable[..., torch.Tensor]
