@@ -47,9 +47,12 @@ class NotPacked(Exception):
 def visible_pairs(mask: Tensor, hides: float, exact: bool) -> Tensor:
     """An additive mask, of any shape, as bool: False where it is `hides` or less.
 
-    exact: raise `NotPacked` where a value is neither that nor 0, such as a bias of the distance.
+    exact: raise `NotPacked` where a value is neither that nor 0, such as a bias of the distance; else only where one is
+    so large that it could undo what another hides.
     """
     visible = ~(mask <= hides)
+    if not exact and bool((mask > -hides / 1e10).any()):
+        raise NotPacked("an additive mask has values that undo another's")
     if exact and not torch.equal(visible, mask == 0):  # NaN, too, is neither
         raise NotPacked("an additive mask has values besides 0 and the least")
     return visible

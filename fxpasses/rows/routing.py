@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch.fx import Node
 
 from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
@@ -37,6 +38,7 @@ _SAME = CASTS | {"clone", "contiguous"}
 _CHOSEN, _ORDER, _ROWS, _SLOTS, _PLACES, _COUNTS, _ENDS = (
     "chosen", "order", "rows", "slots", "places", "counts", "ends",
 )  # fmt: skip
+_WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)
 _GATHERS = frozenset({"getitem", "index_select", "fxpasses::gather_rows"})
 
 
@@ -70,7 +72,7 @@ class Routing:
             bins = call.argument("bins")
             is_each = type(bins) is int and call.argument("min", 0) == 0 and call.argument("max", 0) == bins - 1
             return self._known(node, _COUNTS, first, EXPERTS) if is_each else None
-        if name == "cumsum" and kind == _COUNTS:
+        if name == "cumsum" and kind == _COUNTS and _counts_exactly(node):
             return self._known(node, _ENDS, first, EXPERTS)
         if name == "searchsorted" and kind == _CHOSEN and tags == (SORTED,):
             return self._known(node, _ENDS, first, EXPERTS) if _counts_up_to_each(node) else None
@@ -105,7 +107,8 @@ class Routing:
             self._kinds[node], self._roots[node] = _CHOSEN, node
         if first in self._kinds and node not in self._kinds:
             reshapes = self._kinds[first] == _CHOSEN and name in ("flatten", "reshape", "view")
-            if reshapes or (name in _SAME and (is_integer or self._kinds[first] in (_CHOSEN, _COUNTS, _ENDS))):
+            is_number = is_integer or self._kinds[first] in (_CHOSEN, _COUNTS, _ENDS)
+            if reshapes or (name in _SAME and is_number and _counts_exactly(node)):
                 self._kinds[node], self._roots[node] = self._kinds[first], self._roots[first]
         if EXPERTS in tags and node not in self._kinds:
             raise refused(node, "computes with numbers of choices")
@@ -116,6 +119,10 @@ class Routing:
             if not roots:
                 raise refused(node, "is sorted in a way that is not known")
             (self._roots[node],) = roots
+
+    def known(self) -> list[Node]:
+        """The integers of which it is known what they are, as long as nobody writes to them."""
+        return [*self._kinds, *self._memory]
 
     def inverts(self, node: Node) -> bool:
         """Whether a node is `back[order] = arange(N * k)`, in new memory."""
@@ -196,3 +203,8 @@ def _counts_up_to_each(node: Node) -> bool:
     numbers, more = node.args[1], {key: value for key, value in node.kwargs.items() if key != "out_int32"}
     is_each = isinstance(numbers, Node) and operator_of(numbers) == "arange" and len(numbers.args) == 1
     return is_each and len(node.args) == 2 and more == {"right": True}
+
+
+def _counts_exactly(node: Node) -> bool:
+    """Whether the numbers of all choices fit into the dtype of a value."""
+    return is_tensor(node) and node.meta["example_value"].dtype in _WIDE

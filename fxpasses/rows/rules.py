@@ -55,6 +55,8 @@ class Rules:
         tags = self.tags.get(first, ()) if isinstance(first, Node) else ()
         if call.argument("inplace"):
             raise unfollowed(node, "writes to rows")
+        if is_in_place(name):
+            self.writes.keeps(node, self.routing.known())
         routed = self.routing.rule(node, name)
         if routed is not None:
             return routed

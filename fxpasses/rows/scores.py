@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_in_place, is_pointwise, operator_of
 from fxpasses.graph.refusals import Refused
@@ -25,7 +26,7 @@ from fxpasses.passes.attention.products import Product, product_of
 from fxpasses.passes.attention.spelling import constant_of
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, HIDES, RowAttention
-from fxpasses.rows.nodes import is_tensor, refused
+from fxpasses.rows.nodes import first_of, is_tensor, refused
 from fxpasses.rows.rules import RESHAPES, Rules
 from fxpasses.rows.spaces import BATCH, GROUPS, TOKENS, Tags
 
@@ -35,6 +36,14 @@ _ADDS = frozenset({"add", "add_", "sub"})
 _KEEPING = CASTS | {"clone", "contiguous"}
 _USUAL = (0, 1, 2, 3)
 _CARRIES = _KEEPING | {"expand"}
+_ROWS = (BATCH, None, TOKENS, None)
+_MODERATE = 1e6  # of a constant from which a bias of the batch is computed, as a bias of distances is
+# Operators that make nothing large of what is not.
+_MODEST = RESHAPES | _CARRIES | {
+    "abs", "add", "arange", "clamp", "cumsum", "eq", "full", "full_like", "ge", "getitem", "gt", "le", "logical_and",
+    "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "new_full", "new_ones",
+    "new_zeros", "ones", "ones_like", "sub", "transpose", "tril", "triu", "unsqueeze", "where", "zeros", "zeros_like",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Scores:
     """What is known of a value [B, H, T, keys, or more].
 
     query, key: the operands of the product. masks: what hides keys in it. is_softmax: whether it is 0 where they hide.
-    more: of the last dimension, elements beside keys, at its end.
+    more: of the last dimension, elements beside keys, at its end. factor: that hidden scores were multiplied by.
     """
 
     query: Node
@@ -50,6 +59,7 @@ class Scores:
     masks: tuple[Mask, ...] = ()
     is_softmax: bool = False
     more: int = 0
+    factor: float = 1.0
 
 
 class Unpacked:
@@ -127,9 +137,12 @@ class Unpacked:
             return None
         masks = (Mask(mask),) if self._is_bool_metadata(mask) else tuple(self._hiding(mask))
         query, key, value = (call.argument(name) for name in ("query", "key", "value"))
-        if not masks or call.argument("is_causal"):
+        if not masks or call.argument("is_causal") or any(self.tags.get(part) != _ROWS for part in (query, key, value)):
             return None
-        return _attention(node, query, key, value, masks, (BATCH, None, TOKENS, None))
+        if len(masks) > 1 or masks[0].node is not mask:
+            if not self._adds_little(mask, (*_ROWS[:-1], KEYS)):
+                return None
+        return _attention(node, query, key, value, masks, _ROWS)
 
     def _is_bool_metadata(self, mask: Node) -> bool:
         return self.is_metadata(mask) and mask.meta["example_value"].dtype is torch.bool
@@ -168,13 +181,15 @@ class Unpacked:
         state, tags = self.states[given[0]], self.tags[given[0]]
         first = node.args[0] if node.args else None
         if name in _KEEPING:
-            return state, tags
+            return (state, tags) if node.meta["example_value"].is_floating_point() else None
         if name in RESHAPES and len(given) == 1 and not state.more:
             return state, self.regrouped(node)
         if name == "softmax" and first is given[0] and argument(node, "dim") in (-1, len(tags) - 1):
+            if tags[-1] != KEYS:
+                return None
             return (replace(state, is_softmax=True), tags) if state.masks and not state.is_softmax else None
-        if name == "dropout" and not argument(node, "inplace", False):
-            return state, tags
+        if name == "dropout" and not argument(node, "inplace", False):  # of a score that is hidden it makes 0
+            return (state, tags) if state.is_softmax or not state.masks else None
         if name == "cat":
             return self._with_sinks(node, given)
         if name == "getitem":
@@ -188,25 +203,77 @@ class Unpacked:
             least = constant_of(node.args[1])
             return (state, tags) if least is not None and least <= HIDES else None
         if name in ("max", "amax") and argument(node, "keepdim", False) and argument(node, "dim") in (-1, 3):
-            return (state, (*tags[:-1], None)) if state.masks else None
+            is_of_keys = tags[-1] == KEYS and state.masks
+            return (replace(state, masks=()), (*tags[:-1], None)) if is_of_keys else None  # which hides nothing itself
         masked = self._masked(node, name, given[0])
         if masked is not None:
-            return masked, tags
+            return (masked, tags) if node.meta["example_value"].dim() == len(tags) else None
         if name == "sub" and not self._subtracts_little(node):
             return None
         if state.masks and name in ("div", "mul"):  # what hides a score still hides it
             factor = constant_of(node.args[1]) if node.args[0] is given[0] and len(node.args) == 2 else None
-            return (state, tags) if factor is not None and 1e-3 < factor < 1e3 and not node.kwargs else None
+            if factor is None or factor <= 0 or node.kwargs:
+                return None
+            factor = state.factor * (factor if name == "mul" else 1 / factor)
+            return (replace(state, factor=factor), tags) if 1e-3 < factor < 1e3 else None
         adds = name in _ADDS and OperatorCall.of(node).has_only("input", "other")
-        is_masked = any(self.states[operand].masks for operand in given)
-        if adds or (not is_masked and is_pointwise(name) and name != "where"):
+        masked_scores = [operand for operand in given if self.states[operand].masks]
+        if masked_scores and not self._adds_to_masked(node, masked_scores[0]):
+            return None
+        if adds or (not masked_scores and is_pointwise(name) and name != "where"):
             return (self._joined(node, given), tags) if self._keeps(node, given, tags) else None
         return None
+
+    def _adds_to_masked(self, node: Node, scores: Node) -> bool:
+        """Whether the other operands of a sum leave hidden what is hidden."""
+        others = [operand for operand in node.all_input_nodes if operand not in self.states]
+        return all(self._adds_little(operand, self.tags[scores]) for operand in others)
+
+    def _adds_little(self, node: Node, tags: Tags, steps: int = 8) -> bool:
+        """Whether a summand is a mask, which is looked at for each batch, or far from what hides a score.
+
+        Activations and parameters are taken for that. tags: of the scores.
+        """
+        name, first = operator_of(node), first_of(node)
+        if self._is_modest(node):
+            return True
+        if self.is_metadata(node):
+            return any(self._hides_in(mask, tags) for mask in self._hiding(node))
+        if steps and self._fills(node, name) is not None:
+            kept = [part for part in node.all_input_nodes if not self.is_metadata(part)]
+            return all(self._adds_little(part, tags, steps - 1) for part in kept)
+        adds = name in ("add", "add_") and OperatorCall.of(node).has_only("input", "other")
+        if steps and (adds or (name in _CARRIES and isinstance(first, Node))):
+            parts = node.all_input_nodes if adds else [first]
+            return all(self._adds_little(part, tags, steps - 1) for part in parts)
+        return False
+
+    def _is_modest(self, node: Node) -> bool:
+        """Whether a value is computed from no large constant, as far as only the batch determines it."""
+        waiting, seen = [node], {node}
+        while waiting:
+            part = waiting.pop()
+            example = part.meta.get("example_value")
+            is_exact = isinstance(example, torch.Tensor) and not example.is_floating_point()
+            if is_exact or not isinstance(example, torch.Tensor):
+                continue
+            if part.op.startswith("call") and (operator_of(part) in _MODEST or operator_of(part) in _ADDS):
+                numbers = [value for value in _leaves(part) if isinstance(value, (int, float))]
+                if any(not abs(value) <= _MODERATE for value in numbers):
+                    return False
+                inputs = [each for each in part.all_input_nodes if each not in seen]
+                seen.update(inputs)
+                waiting.extend(inputs)
+            elif self.is_metadata(part):
+                return False
+        return True
 
     def _subtracts_little(self, node: Node) -> bool:
         """`scores - x`, where x hides nothing: a number for each query, or what has no rows."""
         first, second = node.args[0], node.args[1]
-        return first in self.states and not (isinstance(second, Node) and KEYS in self.tags.get(second, ()))
+        if first not in self.states or not isinstance(second, Node):
+            return first in self.states
+        return KEYS not in self.tags.get(second, ()) and (second in self.states or self._is_modest(second))
 
     def _joined(self, node: Node, given: list[Node]) -> Scores:
         """Of a sum: what hides keys in any of its parts hides them."""
@@ -214,7 +281,7 @@ class Unpacked:
         masks = [mask for operand in given for mask in self.states[operand].masks]
         if operator_of(node) in ("add", "add_"):
             found = [mask for operand in others for mask in self._hiding(operand)]
-            masks += [mask for mask in found if self._hides_in(mask, given[0])]
+            masks += [mask for mask in found if self._hides_in(mask, self.tags[given[0]])]
         first = max((self.states[operand] for operand in given), key=lambda state: state.more)
         return replace(first, masks=tuple(dict.fromkeys(masks)))
 
@@ -233,16 +300,24 @@ class Unpacked:
         mask, state = self._fills(node, name), self.states[scores]
         if mask is None:
             return None
-        return replace(state, masks=(*state.masks, mask)) if self._hides_in(mask, scores) else state
+        return replace(state, masks=(*state.masks, mask)) if self._hides_in(mask, self.tags[scores]) else state
 
     def _fills_weights(self, node: Node, name: str) -> bool:
         """`weights.masked_fill(mask, 0)`."""
         condition = argument(node, "mask") if name == "masked_fill" else None
         return isinstance(condition, Node) and self.is_metadata(condition) and constant_of(argument(node, "value")) == 0
 
-    def _hides_in(self, mask: Mask, scores: Node) -> bool:
-        """Whether a mask is known to be one of texts; of scores [B * H, Tq, Tk], only one for all groups, [Tq, Tk]."""
-        return GROUPS not in self.tags[scores] or mask.node.meta["example_value"].dim() == 2
+    def _hides_in(self, mask: Mask, tags: Tags) -> bool:
+        """Whether a mask is known to be one of texts, and of keys, in scores with these tags.
+
+        Of scores [B * H, Tq, Tk], only one for all groups is, [Tq, Tk]; of [H, B, Tq, Tk], none that differs along H.
+        """
+        sizes = mask.node.meta["example_value"].shape
+        if tags[-2:] != (TOKENS, KEYS) or len(sizes) > 4:
+            return False
+        if GROUPS in tags:
+            return len(sizes) == 2
+        return len(sizes) < 4 or tags[0] == BATCH or (type(sizes[0]) is int and sizes[0] == 1)
 
     def _fills(self, node: Node, name: str) -> Mask | None:
         """What a node replaces by a number that hides a score; None for another node."""
@@ -271,7 +346,7 @@ class Unpacked:
                 yield Mask(node)
         elif (mask := self._fills(node, operator_of(node))) is not None:
             yield mask
-        elif operator_of(node) in ("add", "add_"):
+        elif operator_of(node) in ("add", "add_") and OperatorCall.of(node).has_only("input", "other"):
             for operand in node.all_input_nodes:
                 yield from self._hiding(operand, steps - 1)
         elif operator_of(node) in _CARRIES:
@@ -300,3 +375,7 @@ class Unpacked:
 def _attention(node: Node, query: Node, key: Node, value: Node, masks: tuple[Mask, ...], tags: Tags) -> RowAttention:
     first, second, third = (Operand(part, _USUAL) for part in (query, key, value))
     return RowAttention(node, first, second, third, masks, None, _USUAL, is_unpacked=True, tags=tags)
+
+
+def _leaves(node: Node) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if not isinstance(leaf, bool)]

@@ -101,6 +101,12 @@ class Writes:
             if is_tensor(operand) and self._sharing(operand, self.tags):
                 raise unfollowed(node, "writes to rows by another name")
 
+    def keeps(self, node: Node, values: Iterable[Node]) -> None:
+        """Raise `Refused` if a node that writes in place writes to one of these values."""
+        written = first_of(node)
+        if is_tensor(written) and self._sharing(written, values):
+            raise unfollowed(node, "writes to what says where rows are")
+
     def _sharing(self, node: Node, values: Iterable[Node]) -> set[Node]:
         memory = self._memory_of(node)
         return {other for other in values if memory & self._memory_of(other)}

@@ -90,9 +90,74 @@ def weights_times_scores(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: 
     return torch.matmul((scores * weights).softmax(-1), v)
 
 
+def without_the_largest_of_masked(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """The largest of the masked scores hides none of those that are not."""
+    scores = torch.matmul(q, k.mT)
+    return torch.matmul((scores - scores.masked_fill(~mask, LEAST).amax(-1, keepdim=True)).softmax(-1), v)
+
+
+def mask_that_is_taken_back(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    hides = torch.where(mask, 0.0, LEAST)
+    return torch.matmul((torch.matmul(q, k.mT).tanh() + hides - hides).softmax(-1), v)
+
+
+def dropped_before(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT).tanh() + torch.where(mask, 0.0, LEAST)
+    return torch.matmul(F.dropout(scores, 0.5).softmax(-1), v)
+
+
+def divided_often(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT).tanh() + torch.where(mask, 0.0, LEAST)
+    for _ in range(13):
+        scores = scores / 999
+    return torch.matmul(scores.softmax(-1), v)
+
+
+def mask_times_nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    hides = torch.add(bias, torch.where(mask, 0.0, LEAST), alpha=0.0)
+    return torch.matmul((torch.matmul(q, k.mT).tanh() + hides).softmax(-1), v)
+
+
+def softmax_over_one(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT).tanh() + torch.where(mask, 0.0, LEAST)
+    return torch.matmul(scores.unflatten(-1, (-1, 1)).softmax(-1).flatten(-2), v)
+
+
+def scores_as_bools(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT).tanh() + torch.where(mask, 0.0, LEAST)
+    return torch.matmul(scores.bool().softmax(-1, dtype=v.dtype), v)
+
+
+@pytest.mark.parametrize("spelling", ["mask_that_is_added_back"])
+def test_a_mask_that_another_undoes(spelling: str) -> None:
+    """What the batch's masks hold is seen in each batch, and the one that undoes another is found there."""
+
+    def mask_that_is_added_back(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.mT).tanh() + torch.where(mask, 0.0, LEAST) + torch.where(mask, 0.0, -LEAST)
+        return torch.matmul(scores.softmax(-1), v)
+
+    ATTENTIONS[spelling] = mask_that_is_added_back
+    check(Model(loss, spelling=spelling), BATCHES[:2], taken=False)
+
+
+def test_a_mask_of_each_head_where_heads_come_first() -> None:
+    """As many heads as texts: what differs along the heads is no mask of the texts."""
+
+    def heads_first(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+        tokens, heads = q.shape[2], q.shape[1]
+        own = torch.stack([torch.ones(tokens, tokens).tril().bool(), *[torch.eye(tokens).bool()] * (heads - 1)])
+        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+        scores = torch.matmul(q, k.mT).tanh().masked_fill(~own[:, None], LEAST)
+        return torch.matmul(scores.softmax(-1), v).transpose(0, 1)
+
+    ATTENTIONS["heads_first"] = heads_first
+    check(Model(loss, spelling="heads_first"), BATCHES[:2], taken=False)
+
+
 @pytest.mark.parametrize(
     "attention",
-    [unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries,
+    [without_the_largest_of_masked, mask_that_is_taken_back, dropped_before, divided_often, mask_times_nothing,
+     softmax_over_one, scores_as_bools, unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries,
      summed_without_a_mask, unmasked_beside, larger_of_masked_and_not, weights_added_to_scores, weights_times_scores],
 )  # fmt: skip
 def test_scores_in_which_dead_keys_are_seen(attention: Any) -> None:

@@ -37,7 +37,10 @@ class Mixture(Model):
         rows = x.view(-1, WIDTH)
         weights, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
         weights /= weights.sum(-1, keepdim=True)
-        experts, order = chosen.reshape(-1).sort(descending=self.decoy == "descending")
+        flat = chosen.reshape(-1).clone()
+        if self.decoy == "uncounted":
+            flat.masked_fill_(weights.detach().reshape(-1) < 0.4, -1)
+        experts, order = flat.sort(descending=self.decoy == "descending")
         counts = torch.histc(experts.float(), bins=4, min=0, max=3)
         if self.decoy == "moved":
             counts = counts.roll(1)
@@ -45,10 +48,17 @@ class Mixture(Model):
             counts = torch.histc(self.router(rows.sin()).topk(2)[1].reshape(-1).float(), bins=4, min=0, max=3)
         elif self.decoy == "changed":
             order = order.flip(0)
-        y = grouped_mm(rows[order // 2], self.up, offs=counts.cumsum(0, dtype=torch.int32))
+        elif self.decoy == "bools":
+            counts = counts.bool()
+        own = order // 2
+        if self.decoy == "of one row":
+            own.mul_(0)
+        y = grouped_mm(rows[own], self.up, offs=counts.cumsum(0, dtype=torch.int32))
         y = (y + self.bias[experts]) * weights.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0])
+        if self.decoy == "first places":
+            back.clamp_(max=1)
         return x + y[back].view(*rows.shape[:1], 2, WIDTH).sum(1).view(x.shape), counts
 
 
@@ -58,7 +68,10 @@ def test_mixtures(exit: Exit, dynamic: bool | None) -> None:
     check(Mixture(exit), BATCHES[:4], dynamic=dynamic)
 
 
-@pytest.mark.parametrize("decoy", ["descending", "moved", "of another", "changed"])
+@pytest.mark.parametrize(
+    "decoy",
+    ["descending", "moved", "of another", "changed", "uncounted", "bools", "of one row", "first places"],
+)
 def test_mixtures_in_which_rows_depend_on_others(decoy: str) -> None:
     check(Mixture(loss, decoy=decoy), BATCHES[:2], taken=False)
 
