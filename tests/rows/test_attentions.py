@@ -151,7 +151,7 @@ def test_a_mask_of_each_head_where_heads_come_first() -> None:
         return torch.matmul(scores.softmax(-1), v).transpose(0, 1)
 
     ATTENTIONS["heads_first"] = heads_first
-    check(Model(loss, spelling="heads_first"), BATCHES[:2], taken=False)
+    check(Model(loss, spelling="heads_first"), [batch(12, 7), batch(3, 12)], taken=False)
 
 
 @pytest.mark.parametrize(
