@@ -128,6 +128,12 @@ def scores_as_bools(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool,
     return torch.matmul(scores.bool().softmax(-1, dtype=v.dtype), v)
 
 
+def mask_of_more_dimensions(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, bias: Tensor) -> Tensor:
+    """Each text under the masks of all."""
+    scores = torch.matmul(q[:, 0], k[:, 0].mT).tanh().masked_fill(~mask, LEAST)
+    return torch.matmul(scores.softmax(-1), v[:, :1]).mean(1, keepdim=True).expand_as(q)
+
+
 @pytest.mark.parametrize("spelling", ["mask_that_is_added_back"])
 def test_a_mask_that_another_undoes(spelling: str) -> None:
     """What the batch's masks hold is seen in each batch, and the one that undoes another is found there."""
@@ -157,7 +163,8 @@ def test_a_mask_of_each_head_where_heads_come_first() -> None:
 @pytest.mark.parametrize(
     "attention",
     [without_the_largest_of_masked, mask_that_is_taken_back, dropped_before, divided_often, mask_times_nothing,
-     softmax_over_one, scores_as_bools, unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries,
+     softmax_over_one, scores_as_bools, mask_of_more_dimensions,
+     unmasked, masked_too_little, capped_after_the_mask, subtracted, over_queries,
      summed_without_a_mask, unmasked_beside, larger_of_masked_and_not, weights_added_to_scores, weights_times_scores],
 )  # fmt: skip
 def test_scores_in_which_dead_keys_are_seen(attention: Any) -> None:
