@@ -133,16 +133,6 @@ def fresh_dynamo_and_seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def default_device() -> Iterator[None]:
-    """FXPASSES_TEST_DEVICE=cuda makes tensors there, where a test names no device."""
-    if device := os.environ.get("FXPASSES_TEST_DEVICE"):
-        with torch.device(device):
-            yield
-    else:
-        yield
-
-
 @pytest.fixture
 def capture_flags() -> Iterator[None]:
     """Dynamo's capture flags are on, as they are in a process that has used the backend."""

@@ -1,6 +1,6 @@
 """On a CUDA device, under Inductor: every pass against eager mode there, on models of transformers.
 
-`tests/device` has the same programs on a simulated device; here are the kernels that only a real one runs.
+`tests/device` runs programs on a simulated device; here are the kernels that only a real one runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def model_of(kind: str, dtype: torch.dtype, checkpointed: bool = False, **more: 
 
 
 def padded(seed: int, left: bool = False, prompts: bool = True) -> Batch:
-    """Rows of other lengths in each batch; without padding for seed 7."""
+    """Rows of other lengths in each batch; the first half of each is a prompt, without labels."""
     random = torch.Generator().manual_seed(seed)
     place = torch.arange(TOKENS).expand(ROWS, -1)
     lengths = torch.randint(TOKENS // 6, TOKENS, (ROWS, 1), generator=random)

@@ -51,7 +51,7 @@ def visible_pairs(mask: Tensor, hides: float, exact: bool) -> Tensor:
     so large that it could undo what another hides.
     """
     visible = ~(mask <= hides)
-    if not exact and bool((mask > -hides / 1e10).any()):
+    if not exact and mask.numel() and bool(mask.amax() > -hides / 1e10):
         raise NotPacked("an additive mask has values that undo another's")
     if exact and not torch.equal(visible, mask == 0):  # NaN, too, is neither
         raise NotPacked("an additive mask has values besides 0 and the least")
