@@ -46,6 +46,22 @@ class Region:
     def placeholders(self) -> list[Node]:
         return self.gm.graph.find_nodes(op="placeholder")
 
+    def add_placeholder(self, name: str, example: Any) -> Node:
+        """A new input, the last one. name: a suggestion.
+
+        Its name in the signature is its own: FX begins the code with `name = target` where they differ, which would
+        overwrite an input that is called `name` in the signature.
+        """
+        before = self.placeholders()
+        with self.gm.graph.inserting_after(before[-1]):
+            node = self.gm.graph.placeholder(name)
+            while any(node.name == other.target for other in before):
+                self.gm.graph.erase_node(node)
+                node = self.gm.graph.placeholder(f"{node.name}_given")
+        node.target = node.name
+        node.meta = {"example_value": example}
+        return node
+
     def erase(self, node: Node) -> None:
         """Erase a node that nobody uses; the operand that a body's placeholder stands for leaves the call."""
         if self.call is not None and node.op == "placeholder":

@@ -405,10 +405,7 @@ def _last_row(value: Value) -> int | None:
 
 
 def _append_placeholder(region: Region, name: str, fake: Any, entry: Entry) -> Node:
-    last = region.placeholders()[-1]
-    with region.gm.graph.inserting_after(last):
-        node = region.gm.graph.placeholder(name)
-    node.meta = {"example_value": fake}
+    node = region.add_placeholder(name, fake)
     if entry.node.meta.get("stack_trace"):
         node.meta["stack_trace"] = entry.node.meta["stack_trace"]
     return node

@@ -29,8 +29,8 @@ from fxpasses.report import Reason
 from fxpasses.rows.spaces import BATCH, TOKENS, Tags
 
 ATTENTION = "scaled_dot_product_attention"
-# What is added to a score to hide it: beside any score it is infinite.
-HIDES = -1e30
+HIDES = -1e30  # at most, of what is added to a score to hide it: beside any score it is infinite
+MODERATE = 1e6  # at most, of a constant that scores are multiplied by, or that a bias is computed from
 _USUAL = (0, 1, 2, 3)
 
 
@@ -110,6 +110,8 @@ def _of(found: Attention) -> RowAttention:
         raise Refused(Reason.NOT_BY_ROWS, "attention is not by heads", found.node)
     if fill is not None and fill > HIDES:
         raise Refused(Reason.SCORES_CHANGED, f"{fill:g} does not hide a score for certain", found.node)
+    if abs(found.scale) > MODERATE:
+        raise Refused(Reason.SCORES_CHANGED, f"a score may exceed a mask after a scale of {found.scale:g}", found.node)
     if found.node.meta["example_value"].dtype is torch.float16:
         raise Refused(Reason.SCORES_CHANGED, "the least float16 does not hide a score", found.node)
     inside = {node for node in found.inside if node is not found.node}

@@ -266,8 +266,12 @@ class _Analysis:
 
     def _is_planned(self, found: RowAttention) -> bool:
         """Whether a plan gives what attention that is written out gives; others are computed as they are written."""
+        dtype = found.node.meta["example_value"].dtype
         dtypes = {part.node.meta["example_value"].dtype for part in found.operands}
-        return dtypes == {found.node.meta["example_value"].dtype} and not self._has_bias(found.masks[0].node)
+        inside = (node.meta.get("example_value") for node in found.inside)
+        own = [x.dtype.itemsize for x in inside if isinstance(x, Tensor) and x.is_floating_point()]
+        is_exact = all(size >= dtype.itemsize for size in own)  # no softmax in a narrower dtype
+        return dtypes == {dtype} and is_exact and not self._has_bias(found.masks[0].node)
 
     def _has_bias(self, mask: Node) -> bool:
         return self.biases and mask.meta["example_value"].is_floating_point()

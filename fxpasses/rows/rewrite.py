@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
+from fxpasses.graph.aliases import is_written
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import argument, is_in_place, operator_of
 from fxpasses.graph.modes import autocast_regions
@@ -165,7 +166,7 @@ class Rewrite:
             operand = region.operands[node]
             assert isinstance(operand, Node)
             return self._outside(operand)
-        if any(is_in_place(operator_of(user)) for user in node.users) or not isinstance(self.closure[node], Tensor):
+        if is_written(region.gm, node.meta["example_value"]) or not isinstance(self.closure[node], Tensor):
             raise refused(node, "is made in a checkpoint")
         if node not in self._made:
             copied = self.main.gm.graph.node_copy(node, self._outside)
@@ -202,9 +203,7 @@ class Rewrite:
         if (region, outer) not in self._made:
             assert region.parent is not None and region.call is not None
             given = self._inside(region.parent, outer)
-            with region.gm.graph.inserting_after(region.placeholders()[-1]):
-                node = region.gm.graph.placeholder(outer.name)
-            node.meta = {"example_value": given.meta["example_value"]}
+            node = region.add_placeholder(outer.name, given.meta["example_value"])
             region.call.args = (*region.call.args, given)
             region.operands[node] = given
             self._made[region, outer] = node

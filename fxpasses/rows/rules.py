@@ -133,7 +133,8 @@ class Rules:
         if self._rows_among(node) != 1:
             return None
         if name == "cross_entropy" and tags == (ROWS, None):
-            is_known = is_tensor(call.argument("target")) and call.argument("reduction", "mean") == "none"
+            target = call.argument("target")
+            is_known = is_tensor(target) and len(shape_of(target)) == 1 and call.argument("reduction", "mean") == "none"
             return (ROWS,) if is_known else None
         if name in ("linear", "matmul") and tags[-1] is None:
             return self._product(node, call, name, tags)

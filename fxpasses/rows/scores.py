@@ -25,7 +25,7 @@ from fxpasses.passes.attention.match import Mask, Operand
 from fxpasses.passes.attention.products import Product, product_of
 from fxpasses.passes.attention.spelling import constant_of
 from fxpasses.report import Reason
-from fxpasses.rows.attentions import ATTENTION, HIDES, RowAttention
+from fxpasses.rows.attentions import ATTENTION, HIDES, MODERATE, RowAttention
 from fxpasses.rows.nodes import first_of, is_tensor, refused
 from fxpasses.rows.rules import RESHAPES, Rules
 from fxpasses.rows.spaces import BATCH, GROUPS, TOKENS, Tags
@@ -37,7 +37,7 @@ _KEEPING = CASTS | {"clone", "contiguous"}
 _USUAL = (0, 1, 2, 3)
 _CARRIES = _KEEPING | {"expand"}
 _ROWS = (BATCH, None, TOKENS, None)
-_MODERATE = 1e6  # of a constant from which a bias of the batch is computed, as a bias of distances is
+_UNBOUNDED = frozenset({"cosh", "exp", "exp2", "expm1", "reciprocal", "sinh", "where"})  # makes more than a mask hides
 # Operators that make nothing large of what is not.
 _MODEST = RESHAPES | _CARRIES | _ADDS | {
     "abs", "arange", "clamp", "cumsum", "eq", "full", "full_like", "ge", "getitem", "gt", "le", "logical_and",
@@ -52,6 +52,7 @@ class Scores:
 
     query, key: the operands of the product. masks: what hides keys in it. is_softmax: whether it is 0 where they hide.
     more: of the last dimension, elements beside keys, at its end. factor: that hidden scores were multiplied by.
+    of_greatest: what hides keys where the greatest score was taken that these were computed with.
     """
 
     query: Node
@@ -60,6 +61,12 @@ class Scores:
     is_softmax: bool = False
     more: int = 0
     factor: float = 1.0
+    of_greatest: tuple[Mask, ...] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether no score was read that is hidden in the end, be it as the greatest."""
+        return bool(self.masks) and (self.of_greatest is None or set(self.masks) <= set(self.of_greatest))
 
 
 class Unpacked:
@@ -102,7 +109,7 @@ class Unpacked:
             return None
         weights = product.left if product.left in self.states else product.right
         state, value = self.states[weights], product.right if weights is product.left else product.left
-        if not state.is_softmax or state.more or value not in self.tags:
+        if not state.is_softmax or not state.is_known or state.more or value not in self.tags:
             raise refused(node, "multiplies scores that no mask hides")
         own, tags = self._by_letters(product, weights), self._by_letters(product, value)
         summed = [letter for letter, tag in own.items() if tag == KEYS]
@@ -125,7 +132,7 @@ class Unpacked:
             return None
         state, tags, dims = self.states[scores], self.tags[scores], call.argument("dim")
         dims = tuple(dims) if isinstance(dims, (tuple, list)) else (dims,)
-        if dims not in ((-1,), (len(tags) - 1,)) or tags[-1] != KEYS or not state.masks or state.is_softmax:
+        if dims not in ((-1,), (len(tags) - 1,)) or tags[-1] != KEYS or not state.is_known or state.is_softmax:
             return None
         return _attention(node, state.query, state.key, state.key, state.masks, tags[:-1])
 
@@ -202,9 +209,10 @@ class Unpacked:
         if name == "max" and len(node.args) == 2 and first is given[0] and is_tensor(node.args[1]):
             least = constant_of(node.args[1])
             return (state, tags) if least is not None and least <= HIDES else None
-        if name in ("max", "amax") and argument(node, "keepdim", False) and argument(node, "dim") in (-1, 3):
-            is_of_keys = tags[-1] == KEYS and state.masks
-            return (replace(state, masks=()), (*tags[:-1], None)) if is_of_keys else None  # which hides nothing itself
+        if name in ("max", "amax") and argument(node, "keepdim", False):
+            is_of_keys = argument(node, "dim") in (-1, len(tags) - 1) and tags[-1] == KEYS and state.masks
+            found = replace(state, masks=(), of_greatest=state.masks)  # which hides nothing itself
+            return (found, (*tags[:-1], None)) if is_of_keys else None
         masked = self._masked(node, name, given[0])
         if masked is not None:
             return (masked, tags) if node.meta["example_value"].dim() == len(tags) else None
@@ -217,15 +225,18 @@ class Unpacked:
             factor = state.factor * (factor if name == "mul" else 1 / factor)
             return (replace(state, factor=factor), tags) if 1e-3 < factor < 1e3 else None
         adds = name in _ADDS and OperatorCall.of(node).has_only("input", "other")
-        masked_scores = [operand for operand in given if self.states[operand].masks]
-        if masked_scores and not self._adds_to_masked(node, masked_scores[0]):
+        is_masked = any(self.states[operand].masks for operand in given)
+        if (is_masked or adds) and not self._adds_to_scores(node, given[0]):
             return None
-        if adds or (not masked_scores and is_pointwise(name) and name != "where"):
+        if adds or (not is_masked and is_pointwise(name) and name not in _UNBOUNDED and self._is_moderate(node)):
             return (self._joined(node, given), tags) if self._keeps(node, given, tags) else None
         return None
 
-    def _adds_to_masked(self, node: Node, scores: Node) -> bool:
-        """Whether the other operands of a sum leave hidden what is hidden."""
+    def _is_moderate(self, node: Node) -> bool:
+        return all(not isinstance(value, (int, float)) or abs(value) <= MODERATE for value in _leaves(node))
+
+    def _adds_to_scores(self, node: Node, scores: Node) -> bool:
+        """Whether the other operands of a sum leave hidden what is hidden, be it later."""
         others = [operand for operand in node.all_input_nodes if operand not in self.states]
         return all(self._adds_little(operand, self.tags[scores]) for operand in others)
 
@@ -250,7 +261,7 @@ class Unpacked:
 
     def _is_modest(self, node: Node) -> bool:
         """Whether a value is computed from no large constant, as far as only the batch determines it."""
-        waiting, seen = [node], {node}
+        waiting, seen, product = [node], {node}, 1.0
         while waiting:
             part = waiting.pop()
             example = part.meta.get("example_value")
@@ -258,15 +269,23 @@ class Unpacked:
             if is_exact or not isinstance(example, torch.Tensor):
                 continue
             if part.op.startswith("call") and operator_of(part) in _MODEST:
-                numbers = [value for value in _leaves(part) if isinstance(value, (int, float))]
-                if any(not abs(value) <= _MODERATE for value in numbers):
+                for value in _leaves(part):
+                    product *= max(1.0, abs(value)) if isinstance(value, (int, float)) else 1.0
+                if not product <= MODERATE:
                     return False
                 inputs = [each for each in part.all_input_nodes if each not in seen]
                 seen.update(inputs)
                 waiting.extend(inputs)
-            elif self.is_metadata(part):
+            elif self.is_metadata(part) or self._is_buffer(part):
                 return False
         return True
+
+    def _is_buffer(self, node: Node) -> bool:
+        """Whether a value is given to the graph, and neither a parameter nor an activation: it may be a mask."""
+        example = node.meta["example_value"]
+        trains = isinstance(example, torch.nn.Parameter) or example.requires_grad
+        is_one = all(type(size) is int and size == 1 for size in example.shape)
+        return node.op in ("placeholder", "get_attr") and not (trains or is_one or node in self.tags)
 
     def _subtracts_little(self, node: Node) -> bool:
         """`scores - x`, where x hides nothing: a number for each query, or what has no rows."""
@@ -282,8 +301,11 @@ class Unpacked:
         if operator_of(node) in ("add", "add_"):
             found = [mask for operand in others for mask in self._hiding(operand)]
             masks += [mask for mask in found if self._hides_in(mask, self.tags[given[0]])]
-        first = max((self.states[operand] for operand in given), key=lambda state: state.more)
-        return replace(first, masks=tuple(dict.fromkeys(masks)))
+        states = [self.states[operand] for operand in given]
+        first = max(states, key=lambda state: state.more)
+        greatest = {state.of_greatest for state in states} - {None}
+        of_greatest = next(iter(greatest)) if len(greatest) == 1 else () if greatest else None
+        return replace(first, masks=tuple(dict.fromkeys(masks)), of_greatest=of_greatest)
 
     def _keeps(self, node: Node, given: list[Node], tags: Tags) -> bool:
         """Whether the result of an elementwise operator has the dimensions of the scores among its operands."""
@@ -317,7 +339,7 @@ class Unpacked:
             return False
         if GROUPS in tags:
             return len(sizes) == 2
-        return len(sizes) < 4 or tags[0] == BATCH or (type(sizes[0]) is int and sizes[0] == 1)
+        return len(sizes) < 4 or tags[-4:-3] == (BATCH,) or (type(sizes[0]) is int and sizes[0] == 1)
 
     def _fills(self, node: Node, name: str) -> Mask | None:
         """What a node replaces by a number that hides a score; None for another node."""

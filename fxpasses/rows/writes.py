@@ -57,7 +57,8 @@ class Writes:
     def copies(self, node: Node) -> bool:
         """Whether a node is `copy_` into new memory, or into a view of it."""
         into = first_of(node)
-        if operator_of(node) != "copy_" or self._new.get(into) not in (into, first_of(into)):
+        memory = self._new.get(into)
+        if operator_of(node) != "copy_" or memory is None or memory not in (into, first_of(into)):
             return False
         self.layout.fills[node] = self._new[into]
         return True
