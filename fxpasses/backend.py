@@ -29,6 +29,7 @@ from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.speculation import BRANCHES
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
+from fxpasses.loss.chunk_loss import ChunkLoss
 from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
 from fxpasses.lowering_recovery import recovering, unasserted
@@ -61,6 +62,7 @@ PASSES: Mapping[str, Callable[[], Pass]] = {
     "hoist_writes": HoistWrites,
     "group_experts": GroupExperts,
     "live_rows": LiveRows,
+    "chunk_loss": ChunkLoss,
     "sparsify_attention": SparsifyAttention,
     "hoist_metadata": HoistMetadata,
     "omit_masks": OmitMasks,

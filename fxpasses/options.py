@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "fastpack."
-PASSES = ("hoist_writes", "group_experts", "live_rows", "sparsify_attention", "hoist_metadata", "omit_masks",
-          "coalesce_reads", "split_topk", "fold_layers", "offload_activations")  # fmt: skip
+PASSES = ("hoist_writes", "group_experts", "live_rows", "chunk_loss", "sparsify_attention", "hoist_metadata",
+          "omit_masks", "coalesce_reads", "split_topk", "fold_layers", "offload_activations")  # fmt: skip
 _CHOICES = {
     "lowering": ("inductor", "aot_eager", "eager"),
     "capture": ("on", "off"),
     "experts": ("auto", "slices", "grouped", "off"),
     "attention": ("auto", "dense"),
     "rows": ("auto", "live", "all"),
+    "loss": ("auto", "chunks", "full"),
     "topk": ("off", "split"),
     "fold": ("auto", "on", "off"),
     "generation": ("eager", "compiled"),
@@ -82,7 +83,9 @@ class Options:
     are rewritten: "slices" reads the tokens of all experts at once, "grouped" runs the loop as one program if that is
     proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
     pairs that the batch's mask allows, "dense" leaves attention alone. rows: "auto" computes only the tokens that can
-    reach the loss, on the CPU; "live" does so on CUDA devices as well, "all" computes all. topk: "split" takes the
+    reach the loss, on the CPU; "live" does so on CUDA devices as well, "all" computes all. loss: "auto"
+    computes a loss in chunks of rows, so that its logits never stand in full, on the CPU; "chunks" does so on CUDA
+    devices as well, "full" does not. topk: "split" takes the
     top-k of long rows in two stages, where another one of equal values may win; "off" does not. fold: "auto" compiles a
     layer that stands four times or more once, if Inductor compiles it; "on" already a layer that stands twice, under
     any lowering; "off" does nothing. generation: "eager" runs transformers' `generate` uncompiled in a model in
@@ -100,6 +103,7 @@ class Options:
     experts: str = "auto"
     attention: str = "auto"
     rows: str = "auto"
+    loss: str = "auto"
     topk: str = "off"
     fold: str = "auto"
     generation: str = "eager"

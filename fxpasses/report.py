@@ -42,6 +42,7 @@ class Reason(enum.Enum):
     REPLAYED = "CUDA graphs replay the step, and a replay would not wait for copies"
     UNSUPPORTED_VALUE = "its kind of value cannot be an input of a graph"
     NOT_BY_ROWS = "its rows are not known to be computed one by one"
+    READ_IN_FULL = "it is read in full"
     MASK_NEEDED = "not only plans and attention by plans use it"
     NOT_BOOL = "it is not a bool mask"
     NOT_ON_CPU = "it, or one of its operands, is not on the CPU"

@@ -17,6 +17,7 @@ def test_defaults():
             "hoist_writes",
             "group_experts",
             "live_rows",
+            "chunk_loss",
             "sparsify_attention",
             "hoist_metadata",
             "omit_masks",

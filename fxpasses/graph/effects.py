@@ -52,8 +52,10 @@ _OWN = frozenset(
         "fxpasses::attention_plan",
         "fxpasses::earlier_pairs",
         "fxpasses::live_rows",
+        "fxpasses::loss_in_chunks",
         "fxpasses::plan_of_rows",
         "fxpasses::rows_attended_from",
+        "fxpasses::values_of_rows",
         "fxpasses::visible_pairs",
     }
 )

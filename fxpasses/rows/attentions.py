@@ -110,7 +110,7 @@ def _of(found: Attention) -> RowAttention:
         raise Refused(Reason.NOT_BY_ROWS, "attention is not by heads", found.node)
     if fill is not None and fill > HIDES:
         raise Refused(Reason.SCORES_CHANGED, f"{fill:g} does not hide a score for certain", found.node)
-    if abs(found.scale) > MODERATE:
+    if found.scale is not None and abs(found.scale) > MODERATE:
         raise Refused(Reason.SCORES_CHANGED, f"a score may exceed a mask after a scale of {found.scale:g}", found.node)
     if found.node.meta["example_value"].dtype is torch.float16:
         raise Refused(Reason.SCORES_CHANGED, "the least float16 does not hide a score", found.node)

@@ -4,7 +4,8 @@ Selective checkpointing counts the operators of a layer's forward pass, and expe
 layer. By then the batch's results exist, and fewer operators run.
 
 Private names, checked on torch 2.11 and 2.13: `torch._C._len_torch_dispatch_stack`, `torch._C._get_dispatch_mode`,
-`torch._C._TorchDispatchModeKey` and `torch.utils._python_dispatch._disable_current_modes`.
+`torch._C._TorchDispatchModeKey` and `torch.utils._python_dispatch._disable_current_modes`; and
+`torch._C._ForceDispatchKeyGuard` with the functions for its two sets.
 """
 
 from __future__ import annotations
@@ -25,3 +26,11 @@ def unseen() -> contextlib.AbstractContextManager[object]:
 def _a_compiler_traces() -> bool:
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def with_autograd() -> contextlib.AbstractContextManager[object]:
+    """Autograd as outside of operators, inside one, where PyTorch leaves it out."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(include, exclude)

@@ -37,7 +37,7 @@ def test_the_structured_trace_holds_our_artefacts(tmp_path):
     assert found == {
         "fxpasses_record": ("json", 0),
         "fxpasses_0_captured": ("string", 0),
-        "fxpasses_5_hoist_metadata": ("string", 0),
+        "fxpasses_6_hoist_metadata": ("string", 0),
         "fxpasses_report": ("string", 0),
     }
 
@@ -59,7 +59,7 @@ def test_tlparse_shows_our_artefacts(tmp_path):
         [str(TLPARSE), "--no-browser", "-o", str(tmp_path / "out"), str(log)], check=True, capture_output=True
     )
     shown = (tmp_path / "out" / "index.html").read_text()
-    for artefact in ("fxpasses_record", "fxpasses_0_captured", "fxpasses_5_hoist_metadata", "fxpasses_report"):
+    for artefact in ("fxpasses_record", "fxpasses_0_captured", "fxpasses_6_hoist_metadata", "fxpasses_report"):
         [file] = (tmp_path / "out").glob(f"*/{artefact}_*")
         assert str(file.relative_to(tmp_path / "out")) in shown
     assert "3 host reads became 1" in next((tmp_path / "out").glob("*/fxpasses_report_*")).read_text()

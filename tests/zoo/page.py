@@ -13,6 +13,7 @@ from tabulate import tabulate
 from tests.zoo import results
 from tests.zoo.architectures import MAPPINGS, architectures
 from tests.zoo.exceptions import REASONS
+from tests.zoo.loss import section as chunked_losses
 from tests.zoo.results import Run
 from tests.zoo.rows import section as live_rows
 
@@ -36,7 +37,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     used = {f"{name} {line[name]}": None for line in lines for name in ("torch", "transformers") if name in line}
     versions = " and ".join(used)
     parts = [HEAD.format(versions=versions), _summary(found, missing), _worse(found), _several(found)]
-    parts += [live_rows(), _one_graph(found), _not_run(missing)]
+    parts += [live_rows(), chunked_losses(), _one_graph(found), _not_run(missing)]
     return "\n".join(filter(None, parts))
 
 

@@ -1,4 +1,4 @@
-"""Which architectures have only their live rows computed: `python -m tests.zoo.rows [TASK or NAME ...]`.
+"""Which architectures have only their live rows computed, and losses in chunks: `python -m tests.zoo.rows [NAME ...]`.
 
 Each architecture trains on a batch that is padded left and one that is padded right, of whose texts the last 40 % have
 labels; the loss alone is returned. taken: "yes", if nothing takes all rows but the loss; "in part", if what comes after
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fxpasses.inspect
 from fxpasses.rows import choice
-from tests.zoo import media, tiny
+from tests.zoo import loss, media, tiny
 from tests.zoo.architectures import Architecture, architectures
 from tests.zoo.batches import IGNORED
 
@@ -66,11 +66,11 @@ def batches(task: str, model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def loss_of(model: nn.Module) -> Any:
-    def loss(**batch: Any) -> Tensor:
+    def step(**batch: Any) -> Tensor:
         found: Tensor = model(**batch).loss
         return found
 
-    return loss
+    return step
 
 
 def measure(architecture: Architecture) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def measure(architecture: Architecture) -> dict[str, Any]:
     model, given = in_eager_mode(architecture)
     torch._dynamo.reset()
     compiled, worst = torch.compile(loss_of(model), backend="fastpack", options=OPTIONS), 0.0
-    with fxpasses.inspect.record() as record, mock.patch.object(choice, "MOST_LIVE", 10.0):
+    with fxpasses.inspect.record() as record, mock.patch.object(choice, "MOST_LIVE", 10.0), loss.of_any_size():
         for batch in given:
             expected, actual = (list(results(step, batch, model)) for step in (loss_of(model), compiled))
             worst = max([worst, *(differs(*pair) for pair in zip(expected, actual, strict=True))])
@@ -87,6 +87,7 @@ def measure(architecture: Architecture) -> dict[str, Any]:
     packed = any(report.changed for report in reports)
     taken = "no" if not packed else "in part" if refusals else "yes"
     found = {"taken": taken, "difference": worst, "dtype": str(model.dtype).removeprefix("torch.")}
+    found["loss"] = loss.taken(record)
     if taken == "yes":
         return found
     return {**found, "why": refusals[0].text or refusals[0].reason.value if refusals else "no loss of rows in a graph"}

@@ -1,0 +1,403 @@
+"""Writes a region of logits as a program of rows, and its call in the graph."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+import fxpasses.loss.operators  # noqa: F401 - defines the operators
+from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.building import NodeBuilder
+from fxpasses.graph.calls import CASTS, VIEWS, OperatorCall, is_pointwise, operator_of
+from fxpasses.graph.modes import Regions, autocast_regions, modes
+from fxpasses.graph.reachability import reached
+from fxpasses.graph.refusals import Refused
+from fxpasses.graph.regions import Region as MainGraph
+from fxpasses.loss.forms import Form, refused
+from fxpasses.loss.region import LossRegion, Product
+from fxpasses.loss.row_program import Result, RowProgram, register
+from fxpasses.loss.tail import Tail, Weights, find_tail
+from fxpasses.report import Reason
+from fxpasses.rows.nodes import is_tensor, shape_of
+
+ops = torch.ops.fxpasses
+_PURE = frozenset({"all", "any", "clone", "flatten", "gather", "index_select", "mean", "pad", "sum"})
+
+
+class Rewrite:
+    """Of one region. inductor: see `RowProgram`."""
+
+    def __init__(self, main: MainGraph, region: LossRegion, fake_mode: Any, inductor: Mapping[str, Any] | None) -> None:
+        self.main, self.region, self.fake_mode, self.inductor = main, region, fake_mode, inductor
+        self.graph = main.gm.graph
+        self.order = {node: at for at, node in enumerate(self.graph.nodes)}
+        self.leaving = region.leaving
+        is_trained = any(map(_requires_grad, self.leaving))
+        self.carries: Callable[[Node], bool] = _requires_grad if is_trained else _is_floating
+        self.trained = [node for node in self.leaving if self.carries(node)]
+        self.tail = find_tail(self.trained, self.carries)
+
+    def run(self) -> None:
+        """Rewrite the graph; raises `Refused` where an operand is not there in time."""
+        tail = self.tail
+        inside = {*self.region.nodes, *self.region.sizes, *(tail.nodes if tail else ())}
+        read = [node for node in self.leaving if any(user not in inside for user in node.users)]
+        ends = [*read, *([tail.loss] if tail else [])]
+        users = [user for node in ends for user in node.users if user not in inside]
+        place = min(users, key=self.order.__getitem__)
+        self.inside, self.place = inside, place
+        self.emit = NodeBuilder(
+            self.graph, self.fake_mode, self.leaving[0], autocast=autocast_regions(self.graph)[place]
+        )
+        with self.emit.before(place), self._gradients():
+            self._write(tail, read)
+        self._erase(inside)
+
+    @contextlib.contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """At a place where the program switches gradients off, switch them on for what is written there."""
+        mode = modes(self.graph).get(self.place)
+        if mode is None or not mode.changed:
+            yield
+            return
+        enabled = torch.is_grad_enabled()
+        self.graph.call_function(torch._C._set_grad_enabled, (enabled,))
+        yield
+        self.graph.call_function(torch._C._set_grad_enabled, (not enabled,))
+
+    def _write(self, tail: Tail | None, read: list[Node]) -> None:
+        emit = self.emit
+        self.known_sizes: list[Node] = [product.x for product in self.region.products]
+        self.xs = xs = [self._rows_of(product) for product in self.region.products]
+        self.known_sizes += xs
+        ws = [self._weight_of(product) for product in self.region.products]
+        body = _Body(self, xs)
+        program, rows, shared = body.run()
+        xs, ws = body.of_products(xs), body.of_products(ws)
+        key = register(program)
+        if tail is None:
+            results = emit(ops.values_of_rows.default, (key, xs, ws, rows, shared))
+            values = list(range(len(self.leaving)))
+        else:
+            cotangents = self._cotangents(tail)
+            results = emit(ops.loss_of_rows.default, (key, xs, ws, rows, shared, cotangents, bool(read)))
+            loss = emit(operator.getitem, (results, 0))
+            dtype = tail.loss.meta["example_value"].dtype
+            if loss.meta["example_value"].dtype != dtype:
+                loss = emit("to", (loss, dtype))
+            tail.loss.replace_all_uses_with(loss)
+            values = list(range(1, 1 + len(self.leaving)))
+        for at, node in zip(values, self.leaving, strict=True):
+            if node in read:
+                value = emit(operator.getitem, (results, at))
+                self._replace(node, self._as_before(value, node))
+        for node, product in self.region.sizes.items():
+            self._replace_size(node, product)
+
+    def _replace(self, node: Node, value: Node) -> None:
+        node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in self.inside)
+
+    def _as_before(self, value: Node, node: Node) -> Node:
+        form = self.region.forms[node]
+        assert isinstance(form, Form)
+        return value if form.lead == 1 else self.emit("reshape", (value, self.sizes(node, form)))
+
+    def _replace_size(self, node: Node, product: Product) -> None:
+        asked, form = OperatorCall.of(node).argument("input", node.args[0]), self.region.forms
+        own = form[asked]
+        assert isinstance(own, Form)
+        axis = OperatorCall.of(node).argument("dim") % own.ndim
+        with self.graph.inserting_before(node):
+            if axis == own.lead:
+                known: Any = own.columns
+            elif own.lead == len(shape_of(product.x)) - 1:
+                known = self.emit.size(product.x, axis)
+            else:
+                sizes = [self.emit.size(product.x, at) for at in range(len(shape_of(product.x)) - 1)]
+                known = functools.reduce(lambda one, other: self.emit(operator.mul, (one, other)), sizes)
+        for user in list(node.users):
+            user.args, user.kwargs = torch.fx.map_arg(
+                (user.args, user.kwargs), lambda operand: known if operand is node else operand
+            )
+
+    # Operands
+
+    def there(self, node: Node) -> Node:
+        """A node of the graph, which comes before the program's place: it is moved there, if it may be."""
+        if node in self.order and self.order[node] >= self.order[self.place]:
+            self._move(node)
+        return node
+
+    def _move(self, node: Node) -> None:
+        """Compute a node, and what it needs, at the program's place already."""
+        first = self.order[self.place]
+        needed = reached([node], lambda each: [x for x in each.all_input_nodes if self.order.get(x, -1) >= first])
+        between = [each for each in self.graph.nodes if first <= self.order.get(each, -1) <= self.order[node]]
+        is_pure = all(_is_pure(operator_of(each)) and is_tensor(each) and not _requires_grad(each) for each in needed)
+        if not is_pure or any(each in self.inside for each in needed) or any(map(written_operands, between)):
+            raise refused(node, "is computed after a loss that it is read for")
+        for each in sorted(needed, key=self.order.__getitem__):
+            self.place.prepend(each)
+            self.order[each] = first - 1
+
+    def size(self, size: Any) -> int | Node:
+        """A size, read from a value that has it."""
+        if getattr(size, "is_Integer", False):
+            return int(size)
+        for node in self.known_sizes:
+            for axis, own in enumerate(shape_of(node)):
+                if own == size:
+                    return self.emit.size(node, axis)
+        raise Refused(Reason.UNKNOWN_SIZE, f"{size}")
+
+    def sizes(self, node: Node, form: Form) -> tuple[int | Node, ...]:
+        """The sizes of a value. One number may have several names, as long as nobody has compared them."""
+        x = self.region.products[0].x
+        if form.lead == 1:
+            rows = [self.emit.size(self.xs[0], 0)]
+        elif form.chosen is None and form.lead == len(shape_of(x)) - 1:
+            rows = [self.emit.size(x, axis) for axis in range(form.lead)]
+        else:
+            rows = [self.size(size) for size in shape_of(node)[: form.lead]]
+        return (*rows, *form.sizes)
+
+    def _rows_of(self, product: Product) -> Node:
+        """x [N, H] of a product, of the chosen rows."""
+        x, emit = self._cast(self.there(product.x), product), self.emit
+        form = self.region.forms[self.leaving[0]]
+        chosen = form.chosen if isinstance(form, Form) else None
+        features = shape_of(x)[-1]
+        if not features.is_Integer:
+            raise refused(product.node, "has features whose number depends on the batch")
+        if chosen is not None:
+            if len(shape_of(x)) - 1 != chosen.lead:
+                if chosen.lead != 1:
+                    raise refused(product.node, "has rows in other dimensions")
+                x = self._flat(x, len(shape_of(x)) - 1)
+            for node in chosen.operands:
+                self.there(node)
+            x = emit(operator.getitem, (x, chosen.index))
+        return self._flat(x, len(shape_of(x)) - 1)
+
+    def _flat(self, x: Node, lead: int) -> Node:
+        """A value whose rows are in `lead` dimensions, with them in one."""
+        return x if lead == 1 else self.emit("flatten", (x, 0, lead - 1))
+
+    def _weight_of(self, product: Product) -> Node:
+        weight = self._cast(self.there(product.weight), product)
+        return weight if product.transposed else self.emit("t", (weight,))
+
+    def _cast(self, x: Node, product: Product) -> Node:
+        """As autocast does; and without a gradient where the product has none."""
+        dtype = product.node.meta["example_value"].dtype
+        if _requires_grad(x) and not _requires_grad(product.node):
+            x = self.emit("detach", (x,))
+        return x if x.meta["example_value"].dtype == dtype else self.emit("to", (x, dtype))
+
+    def operand(self, node: Node, form: Form) -> tuple[Node, bool]:
+        """An operand that is broadcast to values of a form: [N, ...] if it has rows; and whether it has."""
+        node = self.there(node)
+        shape, emit = shape_of(node), self.emit
+        shape = (1,) * (form.ndim - len(shape)) + shape
+        rows, rest = shape[: form.lead], shape[form.lead :]
+        if any(not size.is_Integer for size in map(_sympified, rest)):
+            raise refused(node, "has columns whose number depends on the batch")
+        rest = tuple(map(int, rest))
+        if all(size == 1 for size in rows):
+            return (node if len(shape_of(node)) <= len(rest) else emit("reshape", (node, rest))), False
+        if any(size == 1 for size in rows):
+            example = next(x for x in self.region.nodes if self.region.forms[x] == form)
+            node = emit("expand", (node, (*self.sizes(example, replace(form, columns=None)), *rest)))
+        return self._flat(node, form.lead), True
+
+    def _cotangents(self, tail: Tail) -> list[Node]:
+        """What each row of the trained results counts, [N] or [N, k]."""
+        for node in tail.nodes:
+            for operand in node.all_input_nodes:
+                if operand not in tail.nodes and operand not in self.trained:
+                    self.there(operand)
+        found, weights = [], Weights(tail, self.trained, self.emit, self.size, self.xs[0]).run()
+        for node, weight in zip(self.trained, weights, strict=True):
+            dtype, form = node.meta["example_value"].dtype, self.region.forms[node]
+            assert isinstance(form, Form)
+            if not isinstance(weight, Node):
+                sizes = (self.emit.size(self.xs[0], 0), *form.sizes)
+                found.append(self.emit("new_full", (self.xs[0], sizes, weight), {"dtype": dtype}))
+                continue
+            if weight.meta["example_value"].dtype != dtype:
+                weight = self.emit("to", (weight, dtype))
+            if shape_of(weight) != shape_of(node):
+                weight = self.emit("expand", (weight, self.sizes(node, form)))
+            found.append(self._flat(weight, form.lead))
+        return found
+
+    def _erase(self, inside: set[Node]) -> None:
+        for node in sorted(inside, key=self.order.__getitem__, reverse=True):
+            if not node.users:
+                self.graph.erase_node(node)
+
+
+class _Body:
+    """Writes the program of a region; a `Writer`."""
+
+    def __init__(self, rewrite: Rewrite, xs: Sequence[Node]) -> None:
+        self.rewrite, self.region, self.xs = rewrite, rewrite.region, xs
+        self.graph = Graph()
+        self.products: list[Node] = []
+        self.rows: dict[Node, Node] = {}  # placeholders, by the operand that they stand for
+        self.shared: dict[Node, Node] = {}
+        self.values: dict[Node, Node] = {}
+        self.autocast: list[tuple[tuple[Any, ...], Node]] = []
+
+    def run(self) -> tuple[RowProgram, list[Node], list[Node]]:
+        """The program, and its operands with rows and without."""
+        region, leaving = self.region, self.rewrite.leaving
+        for product, x in zip(region.products, self.xs, strict=True):
+            example = product.node.meta["example_value"]
+            with self.rewrite.fake_mode:
+                logits = torch.empty(
+                    x.meta["example_value"].shape[0], example.shape[-1], dtype=example.dtype, device=example.device
+                )
+            self.products.append(self._placeholder(f"logits_{len(self.products)}", logits))
+            self.values[product.node] = self.products[-1]
+        around = autocast_regions(self.rewrite.graph)
+        for product in region.products:
+            if product.bias is not None:
+                self._enter(around[product.node], product.node)
+                form = region.forms[product.node]
+                assert isinstance(form, Form)
+                bias = self.operand(product.bias, form)
+                if bias.meta["example_value"].dtype != product.node.meta["example_value"].dtype:
+                    bias = self.emit("to", (bias, product.node.meta["example_value"].dtype))
+                self._note(product.node, self.emit("add", (self.values[product.node], bias)))
+        for step in region.steps:
+            self._enter(step.autocast, step.node)
+            self._note(step.node, step.rule.write(self))
+        self._enter((), leaving[0])
+        results = [self.values[node] for node in leaving]
+        self.graph.output(tuple(results))
+        self._order()
+        flows = self.flows = self._trained(results)
+        body = GraphModule({}, self.graph, class_name="Rows")
+        trained = self.rewrite.trained
+        found = tuple(self._result(value, node, node in trained) for value, node in zip(results, leaving, strict=True))
+        program = RowProgram(body, len(self.products), len(self.rows), len(self.shared), found, self.rewrite.inductor)
+        return program, self._given(self.rows.items(), flows), self._given(self.shared.items(), flows)
+
+    def of_products(self, operands: Sequence[Node]) -> list[Node]:
+        """The operands of products, as those of the program."""
+        return self._given(zip(operands, self.products, strict=True), self.flows)
+
+    def _result(self, value: Node, node: Node, differentiable: bool) -> Result:
+        example, form = value.meta["example_value"], self.region.forms[node]
+        assert isinstance(form, Form)
+        if example.dtype != node.meta["example_value"].dtype or tuple(example.shape[1:]) != form.sizes:
+            raise refused(node, "is not what it was, row by row")
+        return Result(form.sizes, example.dtype, differentiable)
+
+    def _note(self, node: Node, value: Node) -> None:
+        self.values[node] = self.emit("detach", (value,)) if self._stops_gradients(node) else value
+
+    def _stops_gradients(self, node: Node) -> bool:
+        is_stopped = is_tensor(node) and _is_floating(node) and not _requires_grad(node)
+        return is_stopped and any(map(_requires_grad, node.all_input_nodes))
+
+    def _trained(self, results: Sequence[Node]) -> set[Node]:
+        """The nodes through which gradients of the trained results flow."""
+
+        def operands(node: Node) -> list[Node]:
+            return [] if node.target == "detach" else node.all_input_nodes
+
+        trained = [
+            value for value, node in zip(results, self.rewrite.leaving, strict=True) if node in self.rewrite.trained
+        ]
+        return set(reached(trained, operands))
+
+    def _given(self, operands: Iterable[tuple[Node, Node]], trained: set[Node]) -> list[Node]:
+        """The operands for some placeholders: detached where eager mode gives them no gradient, as 0 would be one."""
+        return [
+            operand
+            if placeholder in trained or not _requires_grad(operand)
+            else self.rewrite.emit("detach", (operand,))
+            for operand, placeholder in operands
+        ]
+
+    # Writer
+
+    def value(self, node: Node) -> Node:
+        return self.values[node]
+
+    def operand(self, node: Node, form: Form) -> Node:
+        if form.chosen is None and self.region.forms[self.rewrite.leaving[0]].chosen is not None:  # type: ignore[union-attr]
+            found, has_rows = self.rewrite.operand(node, form)
+            if has_rows:
+                raise refused(node, "has rows of which a part is chosen later")
+        else:
+            found, has_rows = self.rewrite.operand(node, form)
+        kind = self.rows if has_rows else self.shared
+        if found not in kind:
+            name = f"{'row' if has_rows else 'shared'}_{len(kind)}"
+            kind[found] = self._placeholder(name, found.meta["example_value"])
+        return kind[found]
+
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
+        return self.builder(target, args, kwargs)
+
+    def _placeholder(self, name: str, example: Any) -> Node:
+        node = self.graph.placeholder(name)
+        node.meta["example_value"] = example
+        return node
+
+    def _enter(self, regions: Regions, origin: Node) -> None:
+        """Be in the given autocast regions."""
+        shared = 0
+        while shared < min(len(regions), len(self.autocast)) and self.autocast[shared][0] == regions[shared]:
+            shared += 1
+        while len(self.autocast) > shared:
+            self.graph.call_function(_exit_autocast, (self.autocast.pop()[1],))
+        for arguments in regions[shared:]:
+            self.autocast.append((arguments, self.graph.call_function(_enter_autocast, arguments)))
+        self.builder = NodeBuilder(self.graph, self.rewrite.fake_mode, origin, autocast=regions)
+
+    def _order(self) -> None:
+        """Placeholders first: products, operands with rows, those without."""
+        first = next(iter(self.graph.nodes))
+        for node in reversed([*self.products, *self.rows.values(), *self.shared.values()]):
+            if node is not first:
+                first.prepend(node)
+                first = node
+
+
+def _sympified(size: Any) -> Any:
+    import sympy
+
+    return sympy.sympify(size)
+
+
+def _is_pure(name: str) -> bool:
+    return is_pointwise(name) or name in CASTS | VIEWS | _PURE
+
+
+def _requires_grad(node: Node) -> bool:
+    """Whether a gradient may flow through a node: through the output, and through what has no known result."""
+    return _any_tensor(node, lambda tensor: tensor.requires_grad)
+
+
+def _is_floating(node: Node) -> bool:
+    return _any_tensor(node, torch.Tensor.is_floating_point)
+
+
+def _any_tensor(node: Node, holds: Callable[[torch.Tensor], bool]) -> bool:
+    example = node.meta.get("example_value")
+    if node.op == "output" or (example is None and node.op.startswith("call")):
+        return True
+    return any(isinstance(leaf, torch.Tensor) and holds(leaf) for leaf in pytree.tree_leaves(example))

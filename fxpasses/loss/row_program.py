@@ -1,0 +1,216 @@
+"""What a step computes of each row of its logits: a program of rows, as data.
+
+    def body(logits, target):                     logits: [n, V], target: [n]
+        return cross_entropy(logits.float(), target, reduction="none"), logits.argmax(-1)
+
+Each row of the results depends on the same row of the operands alone, so the program may run on any rows at a time.
+With its gradients it is one function, in which the gradient of the logits overwrites them:
+
+    def step(logits, target, cotangent):
+        losses, best = body(logits, target)
+        total = (losses * cotangent).sum()
+        logits.copy_(d total / d logits)
+        return total, best
+
+A program compiles for any number of rows, once, when it first runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fxpasses.containment import say
+from fxpasses.runtime.dispatch_modes import unseen, with_autograd
+
+_ROWS = 48  # while tracing: any number that is no usual size
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result of a program: [n, *sizes] of a dtype. differentiable: whether a gradient may flow through it."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one run computes. values: whether it returns the results; else it returns only their weighted sum.
+
+    gradients: for each operand of the body, whether its gradient is computed.
+    """
+
+    values: bool
+    gradients: tuple[bool, ...]
+
+
+@dataclass(eq=False)
+class RowProgram:
+    """body: a graph that takes products [n, V], operands with rows [n, ...] and operands without, in this order, and
+    returns a tuple of results [n, ...].
+
+    products, rows, shared: how many operands of each kind. results: what it returns. inductor: the options for Inductor
+    that compiles it, or None to run it operator by operator.
+    """
+
+    body: GraphModule
+    products: int
+    rows: int
+    shared: int
+    results: tuple[Result, ...]
+    inductor: Mapping[str, Any] | None = None
+    _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def key(self) -> str:
+        """A fingerprint: programs with equal keys compute the same."""
+        text = [self.body.code, self.products, self.rows, self.shared, self.results, self.inductor]
+        return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
+
+    @property
+    def trained(self) -> list[int]:
+        """The positions of the results through which gradients flow."""
+        return [at for at, result in enumerate(self.results) if result.differentiable]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """In which trained results are added: float32 or wider."""
+        wide = torch.float32
+        for at in self.trained:
+            wide = torch.promote_types(wide, self.results[at].dtype)
+        return wide
+
+    def __call__(self, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wanted: Wanted) -> list[Tensor]:
+        """Run on some rows.
+
+        operands: the body's. cotangents: for each trained result, what it is multiplied by, of its size; none for the
+        results alone. All are contiguous. Returns the sum of trained results times cotangents, in float32 or wider, if
+        there are cotangents; the results, if wanted; and the wanted gradients of that sum but those of products, which
+        overwrite the products.
+        """
+        inputs = [*operands, *cotangents]
+        key = (
+            wanted,
+            tuple((x.dtype, x.shape[x.dim() and self._has_rows(at) :], x.device) for at, x in enumerate(inputs)),
+        )
+        run = self._compiled.get(key)
+        if run is None:
+            with self._lock:
+                run = self._compiled.get(key) or self._compile(inputs, wanted)
+                self._compiled[key] = run
+        return run(*inputs)
+
+    def _has_rows(self, at: int) -> bool:
+        return not self.products + self.rows <= at < self.products + self.rows + self.shared
+
+    def _compile(self, inputs: Sequence[Tensor], wanted: Wanted) -> Callable[..., Any]:
+        with unseen(), with_autograd(), torch.inference_mode(False), torch.no_grad():
+            fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+            fakes = self._fakes(inputs, fake_mode)
+            with fake_mode:  # as well for the numbers in the program, of which some become tensors
+                step = make_fx(self._step(wanted), tracing_mode="real")(*fakes)
+            if self.inductor is None:
+                return step
+            try:
+                with tracing(TracingContext(fake_mode)):
+                    compiled: Any = compile_fx(step, fakes, config_patches=dict(self.inductor) | _FIXED)
+                    return _in_inference(compiled)
+            except Exception as error:
+                say("compiling the loss of some rows", error, "It runs operator by operator.")
+                return step
+
+    def _fakes(self, inputs: Sequence[Tensor], fake_mode: FakeTensorMode) -> list[Tensor]:
+        """Inputs whose number of rows is one symbol."""
+        sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (inputs[0].dim() - 1)]
+        with torch.no_grad():
+            first = torch.empty(_ROWS, *inputs[0].shape[1:], dtype=inputs[0].dtype, device="meta")
+        count = fake_mode.from_tensor(first, symbolic_context=StatelessSymbolicContext(sizes)).shape[0]
+        fakes = []
+        with fake_mode:
+            for at, x in enumerate(inputs):
+                rows = [count] if self._has_rows(at) else []
+                fakes.append(torch.empty((*rows, *x.shape[len(rows) :]), dtype=x.dtype, device=x.device))
+        return fakes
+
+    def _step(self, wanted: Wanted) -> Callable[..., Any]:
+        count = self.products + self.rows + self.shared
+
+        def step(*inputs: Tensor) -> list[Tensor]:
+            operands, cotangents = inputs[:count], inputs[count:]
+            leaves = [x.detach().requires_grad_(need) for x, need in zip(operands, wanted.gradients, strict=True)]
+            with torch.enable_grad() if any(wanted.gradients) else torch.no_grad():
+                results = self.body(*leaves)
+            trained = [results[at].detach() for at in self.trained]
+            found = [weighted_sum(trained, cotangents)] if cotangents else []
+            if wanted.values:
+                found += [result.detach() for result in results]
+            if not any(wanted.gradients):
+                return found
+            needing = [leaf for leaf in leaves if leaf.requires_grad]
+            outputs = [(results[at], c) for at, c in zip(self.trained, cotangents, strict=True)]
+            outputs = [(result, c.to(result.dtype)) for result, c in outputs if result.requires_grad]
+            gradients = iter(
+                torch.autograd.grad(
+                    [result for result, _ in outputs], needing, [c for _, c in outputs], materialize_grads=True
+                )
+            )
+            for at, operand in enumerate(operands):
+                if wanted.gradients[at]:
+                    gradient = next(gradients)
+                    if at < self.products:
+                        operand.copy_(gradient)
+                    else:
+                        found.append(gradient)
+            return found
+
+        return step
+
+
+def _in_inference(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*inputs: Tensor) -> Any:
+        with torch.no_grad():
+            return compiled(*inputs)
+
+    return run
+
+
+def weighted_sum(results: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensor:
+    """The sum of results times cotangents, in float32 or wider; what is not finite counts nothing times 0."""
+    sums = []
+    for result, cotangent in zip(results, cotangents, strict=True):
+        wide = torch.promote_types(torch.float32, result.dtype)
+        product = result.to(wide) * cotangent.to(wide)
+        sums.append(product.masked_fill(cotangent == 0, 0).sum())
+    return functools.reduce(torch.add, sums)
+
+
+# Inside a step whose own graph may be recorded, or frozen.
+_FIXED = {"triton.cudagraphs": False, "freezing": False}
+
+# Operators of a graph take plain data alone, so they find the programs of this process here, by key.
+_programs: dict[str, RowProgram] = {}
+
+
+def register(program: RowProgram) -> str:
+    """The key by which operators find a program."""
+    return _programs.setdefault(program.key, program).key
+
+
+def registered(key: str) -> RowProgram:
+    return _programs[key]
