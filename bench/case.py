@@ -17,6 +17,7 @@ CASES = (
     "packed_metadata",
     "packed_attention",
     "live_rows",
+    "loss_head",
     "flash_path",
     "experts",
     "offload",

@@ -46,11 +46,6 @@ class ChunkLoss:
         products = candidates(gm.graph)
         if not products or context.options.loss == "full":
             return report
-        if any(_enters_transform(node) for node in gm.graph.nodes):
-            report.refusals = [
-                Refused(Reason.HIGHER_ORDER, "the graph has function transforms").of(node) for node in products
-            ]
-            return report
         spell_out(
             main,
             context.fake_mode,
@@ -69,7 +64,11 @@ class ChunkLoss:
                 context.check_may_change(first)
                 sizes = [batch_sizes_of(product.node.meta["example_value"]) for product in region.products]
                 inductor = dict(context.options.inductor) if context.options.lowering == "inductor" else None
-                Rewrite(main, region, context.fake_mode, inductor).run()
+                rewrite = Rewrite(main, region, context.fake_mode, inductor)
+                if rewrite.makes_logits_twice and context.options.loss != "chunks":
+                    text = 'backward would compute logits again: only with "fastpack.loss": "chunks"'
+                    raise Refused(Reason.NO_GAIN, text, first)
+                rewrite.run()
             except Refused as refused:
                 if not _is_of_features(region):
                     report.refusals.append(refused.of(first))
@@ -96,7 +95,3 @@ def _is_of_features(region: LossRegion) -> bool:
     return region.trouble is not None and not any(
         form.columns is None or form.columns < 64 for node, form in region.forms.items() if not isinstance(form, tuple)
     )
-
-
-def _enters_transform(node: Node) -> bool:
-    return getattr(node.target, "__name__", "").endswith("increment_nesting")

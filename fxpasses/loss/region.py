@@ -83,9 +83,22 @@ class LossRegion:
 
 
 def candidates(graph: torch.fx.Graph) -> dict[Node, Product]:
-    """The products of rows and a weight that are large enough."""
-    found = ((node, _product(node)) for node in graph.nodes)
+    """The products of rows and a weight that are large enough, and outside of function transforms."""
+    inside = transformed(graph)
+    found = ((node, _product(node)) for node in graph.nodes if node not in inside)
     return {node: product for node, product in found if product is not None and _is_large(node)}
+
+
+def transformed(graph: torch.fx.Graph) -> set[Node]:
+    """The nodes inside of function transforms, such as vmap."""
+    found, levels = set(), 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name.endswith(("increment_nesting", "decrement_nesting")):
+            levels += 1 if name.endswith("increment_nesting") else -1
+        elif levels:
+            found.add(node)
+    return found
 
 
 def find_regions(main: Graph, products: Mapping[Node, Product]) -> list[LossRegion]:

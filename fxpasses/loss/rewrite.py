@@ -23,7 +23,7 @@ from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region as MainGraph
 from fxpasses.loss.forms import Form, refused
-from fxpasses.loss.region import LossRegion, Product
+from fxpasses.loss.region import LossRegion, Product, transformed
 from fxpasses.loss.row_program import Result, RowProgram, register
 from fxpasses.loss.tail import Tail, Weights, find_tail
 from fxpasses.report import Reason
@@ -46,6 +46,11 @@ class Rewrite:
         self.trained = [node for node in self.leaving if self.carries(node)]
         self.tail = find_tail(self.trained, self.carries)
 
+    @property
+    def makes_logits_twice(self) -> bool:
+        """Whether what the losses of rows count is known in backward alone."""
+        return self.tail is None and any(map(_requires_grad, self.trained))
+
     def run(self) -> None:
         """Rewrite the graph; raises `Refused` where an operand is not there in time."""
         tail = self.tail
@@ -54,6 +59,8 @@ class Rewrite:
         ends = [*read, *([tail.loss] if tail else [])]
         users = [user for node in ends for user in node.users if user not in inside]
         place = min(users, key=self.order.__getitem__)
+        if place in transformed(self.graph):
+            raise refused(place, "reads a loss inside of a function transform")
         self.inside, self.place = inside, place
         self.emit = NodeBuilder(
             self.graph, self.fake_mode, self.leaving[0], autocast=autocast_regions(self.graph)[place]

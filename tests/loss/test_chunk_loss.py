@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(loss: Loss, taken: bool = True, lowering: str = "eager", batches: Any = BATCHES) -> Any:
     torch.manual_seed(0)
     model = Head(loss).double()
-    record = assert_same(model, batches, lowering, 1e-9)
+    record = assert_same(model, batches, lowering, 1e-9, loss="chunks")
     reports = reports_of(record, "chunk_loss")
     assert any(report.changed for report in reports) is taken, reports
     assert taken is not any(report.refusals for report in reports), reports
@@ -129,7 +129,7 @@ def test_logits_never_stand(loss: Loss) -> None:
 def _rewritten(model: Head, *inputs: Any) -> GraphModule:
     gm = captured(model, *inputs)
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    return run_passes([ChunkLoss()], gm, examples, Options(strict=True, lowering="eager")).gm
+    return run_passes([ChunkLoss()], gm, examples, Options(strict=True, lowering="eager", loss="chunks")).gm
 
 
 def _inputs(gm: GraphModule, model: Head, *inputs: Any) -> Iterator[Any]:
@@ -206,7 +206,7 @@ def test_gradients_of_gradients() -> None:
     for loss in (heads.mean, heads.log_probabilities):
         model = Head(loss).double()
         found = []
-        for run in (model, compiled(model)):
+        for run in (model, compiled(model, loss="chunks")):
             first = torch.autograd.grad(run(*BATCHES[0]), [model.head.weight], create_graph=True)
             found.append(torch.autograd.grad(first[0].square().sum(), list(model.head.parameters())))
         torch.testing.assert_close(found[1], found[0])
@@ -273,6 +273,13 @@ def test_the_option_and_the_report() -> None:
     record = assert_same(Head(heads.logits_returned), BATCHES[:1])
     (refusal,) = reports_of(record, "chunk_loss")[0].refusals
     assert refusal.reason is Reason.READ_IN_FULL and refusal.text == "`logits` is returned"
+
+
+def test_logits_are_computed_twice_on_request() -> None:
+    """Where the way from losses to the loss is not linear, backward needs them again, which takes a third more."""
+    record = assert_same(Head(heads.log_probabilities), BATCHES[:1])
+    (refusal,) = reports_of(record, "chunk_loss")[0].refusals
+    assert refusal.reason is Reason.NO_GAIN and "chunks" in refusal.text
 
 
 def test_a_program_as_it_is_written_gives_what_its_chunks_give() -> None:

@@ -32,7 +32,7 @@ FILE = Path(__file__).parent / "rows.jsonl"
 TASKS = ("causal", "masked", "classification", "seq2seq")
 LABELLED = 0.4
 DTYPES = (torch.float64, torch.float32)
-OPTIONS = {"fastpack.lowering": "aot_eager", "fastpack.rows": "auto"}
+OPTIONS = {"fastpack.lowering": "aot_eager", "fastpack.rows": "auto", "fastpack.loss": "chunks"}
 
 
 HEAD = """## Live rows
