@@ -29,6 +29,7 @@ from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.speculation import BRANCHES
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
+from fxpasses.loss import lazy_outputs
 from fxpasses.loss.chunk_loss import ChunkLoss
 from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
@@ -89,7 +90,10 @@ def fastpack_backend(
     settings = replace(settings, passes=overrides.passes(settings.passes, known=ALL_PASSES))
     trace = tracing.running()
     try:
-        return _compiled(gm, example_inputs, settings, trace)
+        outputs = _left_out(gm, settings, trace)
+        if isinstance(outputs, lazy_outputs.LeftOut):
+            return outputs.wrap(_compiled(outputs.gm, example_inputs, settings, trace, outputs.report))
+        return _compiled(gm, example_inputs, settings, trace, outputs)
     except _RETRACED:
         raise
     except Exception as error:  # of no pass and no lowering: what is needed for right results may be missing
@@ -102,13 +106,25 @@ def fastpack_backend(
         return uncompiled(gm)
 
 
-def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Options, trace: Trace) -> Callable[..., Any]:
+def _left_out(gm: GraphModule, settings: Options, trace: Trace) -> lazy_outputs.LeftOut | Report | None:
+    """The graph without outputs that are computed when they are read, or a report of why they stay."""
+    if settings.outputs == "lazy":
+        with contained("leaving out what a program returns", "It is computed in each step.", settings.strict):
+            return lazy_outputs.leave_out(gm, trace.code, tracing.is_whole(trace, gm))
+    return None
+
+
+def _compiled(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Options, trace: Trace, before: Report | None = None
+) -> Callable[..., Any]:
+    """before: the report of what was done to the graph already."""
     strict = settings.strict
     observer = inspect.observe(gm, example_inputs, settings)
     assumed = tracing.report(trace)
     captured = Result(gm, list(example_inputs))
-    if assumed is not None:
-        observer.after_pass(assumed, captured, "")
+    for report in (assumed, before):
+        if report is not None:
+            observer.after_pass(report, captured, "")
     gm.meta[BRANCHES] = trace.speculated()
     gm.meta[WHOLE_PROGRAM] = False
     with contained("finding out whether a graph is the whole program", strict=strict):

@@ -18,6 +18,7 @@ _CHOICES = {
     "attention": ("auto", "dense"),
     "rows": ("auto", "live", "all"),
     "loss": ("auto", "chunks", "full"),
+    "outputs": ("exact", "lazy"),
     "topk": ("off", "split"),
     "fold": ("auto", "on", "off"),
     "generation": ("eager", "compiled"),
@@ -85,12 +86,13 @@ class Options:
     pairs that the batch's mask allows, "dense" leaves attention alone. rows: "auto" computes only the tokens that can
     reach the loss, on the CPU; "live" does so on CUDA devices as well, "all" computes all. loss: "auto" computes a loss
     in chunks of rows, so that its logits never stand in full, on the CPU, where that takes no more time; "chunks" does
-    so on CUDA devices as well, and where backward has to make the logits again; "full" does not. topk: "split" takes
-    the top-k of long rows in two stages, where another one of equal values may win; "off" does not. fold: "auto"
-    compiles a layer that stands four times or more once, if Inductor compiles it; "on" already a layer that stands
-    twice, under any lowering; "off" does nothing. generation: "eager" runs transformers' `generate` uncompiled in a
-    model in training mode, and where its frame has 4 graphs, so that it does not use up Dynamo's graphs; "compiled"
-    treats it as any other call.
+    so on CUDA devices as well, and where backward has to make the logits again; "full" does not. outputs: "lazy"
+    returns logits beside a loss as tensors that are computed when something reads them; "exact" computes what is
+    returned. topk: "split" takes the top-k of long rows in two stages, where another one of equal values may win; "off"
+    does not. fold: "auto" compiles a layer that stands four times or more once, if Inductor compiles it; "on" already a
+    layer that stands twice, under any lowering; "off" does nothing. generation: "eager" runs transformers' `generate`
+    uncompiled in a model in training mode, and where its frame has 4 graphs, so that it does not use up Dynamo's
+    graphs; "compiled" treats it as any other call.
     offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow; for
     debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
     Inductor; an option because `torch.compile` does not take `mode` and `options` together. inductor: every option
@@ -104,6 +106,7 @@ class Options:
     attention: str = "auto"
     rows: str = "auto"
     loss: str = "auto"
+    outputs: str = "exact"
     topk: str = "off"
     fold: str = "auto"
     generation: str = "eager"

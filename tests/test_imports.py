@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "passes": {"graph", "runtime", "pipeline"},
     "capture": {"graph", "runtime", "ddp_buckets"},
     "rows": {"graph", "runtime", "passes", "capture", "pipeline"},
-    "loss": {"graph", "runtime", "rows", "pipeline"},
+    "loss": {"graph", "runtime", "rows", "capture", "pipeline"},
     "inspect": {"graph", "runtime", "capture", "pipeline", "ddp_buckets"},
 }
 # Plain data, errors and words: they import one another alone.

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from fxpasses import default_options
 from fxpasses.compiling import backend_of
 from fxpasses.containment import contained
 from fxpasses.data import bucket_lengths
 from fxpasses.once import warn_once
 from fxpasses.runtime.prefetching import keep_host_copies
 
+_OUTPUTS = "fastpack.outputs"
 # Ends of sequences in a batch, as flash attention takes them: `DataCollatorWithFlattening(return_flash_attn_kwargs)`.
 _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
@@ -27,11 +29,12 @@ _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 class FastpackCallback(TrainerCallback):
     """Compiles `trainer.model` in place when training begins, after PEFT has wrapped it and accelerate prepared it.
 
-    options, mode, dynamic: as in `fxpasses.compile`. buckets: pads the `lengths` of a batch with zeros, and its
-    `cu_seq_lens_q` and `cu_seq_lens_k` with their last element, to one of these numbers of sequences: True for the
-    powers of two (see `fxpasses.data.bucket_lengths`); a sequence of length zero has no tokens. host_copies: integer
-    tensors of a batch that move to a device stay known to the host, so that prologues copy nothing back; batches have
-    to be dicts. Raises `ValueError` for wrong options, here.
+    options, mode, dynamic: as in `fxpasses.compile`, but that outputs are lazy unless they, or the defaults, say
+    otherwise: in training nothing reads the logits that models return beside their loss. buckets: pads the `lengths` of
+    a batch with zeros, and its `cu_seq_lens_q` and `cu_seq_lens_k` with their last element, to one of these numbers of
+    sequences: True for the powers of two (see `fxpasses.data.bucket_lengths`); a sequence of length zero has no tokens.
+    host_copies: integer tensors of a batch that move to a device stay known to the host, so that prologues copy nothing
+    back; batches have to be dicts. Raises `ValueError` for wrong options, here.
 
     In place means that checkpoints, `save_pretrained` and `generate` see the model that they know. Under FSDP2 each
     sharded block is compiled, as in docs/sharding.md, and the root is not. A Trainer that compiles by itself
@@ -47,7 +50,10 @@ class FastpackCallback(TrainerCallback):
         buckets: bool | Sequence[int] = False,
         host_copies: bool = True,
     ) -> None:
-        self.backend = backend_of(mode, options)
+        given = dict(options or {})
+        if default_options.get(_OUTPUTS) is None:
+            given.setdefault(_OUTPUTS, "lazy")
+        self.backend = backend_of(mode, given)
         self.dynamic = dynamic
         self.buckets: Sequence[int] | bool | None = None if buckets is True else buckets
         self.host_copies = host_copies

@@ -118,6 +118,8 @@ def rule(node: Node, forms: Mapping[Node, Any]) -> Rule:
         raise refused(node, "is of all rows at once")
     if name == "kl_div" or (is_pointwise(name) and (name != "where" or len(node.args) == 3)) or _is_of_two(node, name):
         return _pointwise(node, own, forms)
+    if name == "expand_as":
+        return _expanded(node, call, forms)
     if own != [first] and name not in ("gather", *_OF_CLASSES):
         raise refused(node, "is not known to work row by row")
     form = forms[first]
@@ -172,6 +174,15 @@ def _pointwise(node: Node, own: list[Node], forms: Mapping[Node, Any]) -> Rule:
         return to.emit(node.target, args, kwargs)
 
     return Rule(form, write)
+
+
+def _expanded(node: Node, call: OperatorCall, forms: Mapping[Node, Any]) -> Rule:
+    """`weights.expand_as(logits)`."""
+    x, other = call.argument("input"), call.argument("other")
+    if x in forms or not isinstance(forms.get(other), Form) or not is_tensor(x):
+        raise refused(node, "is not known to work row by row")
+    form = forms[other]
+    return Rule(form, lambda to: to.emit("expand_as", (to.operand(x, form), to.value(other))))
 
 
 def _loss(node: Node, call: OperatorCall, first: Node, form: Form, forms: Mapping[Node, Any]) -> Rule:

@@ -12,7 +12,7 @@ that have a rule (`forms.py`). Logits that anything else reads stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,15 +55,24 @@ class Step:
     autocast: Regions
 
 
+@dataclass(frozen=True)
+class Size:
+    """The size of a value along an axis; of all axes, if it is None. product: one whose rows have the same sizes."""
+
+    form: Form
+    axis: int | None
+    product: Product
+
+
 @dataclass(eq=False)
 class LossRegion:
-    """products, steps: in program order. forms: of all values. sizes: calls that read a size of a value, and which
-    product has that size. trouble: why the region stays as it is."""
+    """products, steps: in program order. forms: of all values. sizes: calls that read sizes of a value, and what they
+    read. trouble: why the region stays as it is."""
 
     products: list[Product] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     forms: dict[Node, _Results] = field(default_factory=dict)
-    sizes: dict[Node, Product] = field(default_factory=dict)
+    sizes: dict[Node, Size] = field(default_factory=dict)
     trouble: Refused | None = None
 
     @property
@@ -115,7 +124,7 @@ def find_regions(main: Graph, products: Mapping[Node, Product]) -> list[LossRegi
             of[node] = region
             for other in own:
                 other.trouble = other.trouble or refused(node, "multiplies logits by a weight")
-        elif own and not any(region.trouble for region in own):
+        elif own:
             joined = _joined(own, regions, of)
             _visit(node, joined, around[node])
             if node in joined.forms or node in joined.sizes:
@@ -141,6 +150,7 @@ def _leave_out_last(region: LossRegion) -> None:
 
 def _joined(own: list[LossRegion], regions: list[LossRegion], of: dict[Node, LossRegion]) -> LossRegion:
     first, *others = own
+    first.trouble = next((region.trouble for region in own if region.trouble is not None), None)
     for other in others:
         first.products += other.products
         first.steps += other.steps
@@ -158,18 +168,18 @@ def _visit(node: Node, region: LossRegion, autocast: Regions) -> None:
     """Take a node that reads values of a region into it, or leave it outside."""
     name = operator_of(node)
     if not _is_of_tensors(node):
-        product = _with_size(node, name, region)
-        if product is not None:
-            region.sizes[node] = product
+        size = _size_of(node, name, region)
+        if size is not None:
+            region.sizes[node] = size
         return
     if is_in_place(name):
-        region.trouble = refused(node, "writes to logits")
+        region.trouble = region.trouble or refused(node, "writes to logits")
         return
     try:
         found = rule(node, region.forms)
     except Refused as why:
         wide = [operand for operand in node.all_input_nodes if _is_wide(region.forms.get(operand), region)]
-        region.trouble = why if wide else None
+        region.trouble = region.trouble or (why if wide else None)
         return
     forms = found.forms if isinstance(found.forms, tuple) else (found.forms,)
     reads_wide = any(_is_wide(region.forms.get(operand), region) for operand in node.all_input_nodes)
@@ -185,16 +195,21 @@ def _is_of_tensors(node: Node) -> bool:
     return isinstance(example, torch.Tensor)
 
 
-def _with_size(node: Node, name: str, region: LossRegion) -> Product | None:
-    """A product whose rows have the size that a node asks a value of the region for."""
+def _size_of(node: Node, name: str, region: LossRegion) -> Size | None:
+    """The size that a node asks a value of the region for; None where it is not known before the value is."""
     call = OperatorCall.of(node)
-    dim, asked = call.argument("dim"), call.argument("input", node.args[0] if node.args else None)
-    if name not in ("size", "sym_size") or type(dim) is not int:
-        return None
+    source: Any = node.args[0] if node.args else None
+    if name == "getitem" and source in region.sizes:
+        whole, at = region.sizes[source], node.args[1]
+        return replace(whole, axis=at % whole.form.ndim) if whole.axis is None and isinstance(at, int) else None
+    asked, dim = call.argument("input", source), call.argument("dim")
     form, product = region.forms.get(asked), region.products[0]
-    if not isinstance(form, Form) or form.chosen is not None:
+    is_whole = (name == "size" and dim is None) or (name == "getattr" and node.args[1:] == ("shape",))
+    if not isinstance(form, Form) or form.chosen is not None or not (is_whole or name in ("size", "sym_size")):
         return None
-    return product if form.lead in (1, len(shape_of(product.x)) - 1) else None
+    if form.lead not in (1, len(shape_of(product.x)) - 1) or not (is_whole or type(dim) is int):
+        return None
+    return Size(form, None if is_whole else dim % form.ndim, product)
 
 
 def _is_wide(form: Any, region: LossRegion) -> bool:

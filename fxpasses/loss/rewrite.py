@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 import fxpasses.loss.operators  # noqa: F401 - defines the operators
 from fxpasses.graph.aliases import written_operands
-from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.calls import CASTS, VIEWS, OperatorCall, is_pointwise, operator_of
+from fxpasses.graph.building import NodeBuilder, replace_operand
+from fxpasses.graph.calls import CASTS, VIEWS, is_pointwise, operator_of
 from fxpasses.graph.modes import Regions, autocast_regions, modes
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import Refused
@@ -54,6 +54,7 @@ class Rewrite:
     def run(self) -> None:
         """Rewrite the graph; raises `Refused` where an operand is not there in time."""
         tail = self.tail
+        self._replace_sizes()
         inside = {*self.region.nodes, *self.region.sizes, *(tail.nodes if tail else ())}
         read = [node for node in self.leaving if any(user not in inside for user in node.users)]
         ends = [*read, *([tail.loss] if tail else [])]
@@ -107,8 +108,6 @@ class Rewrite:
             if node in read:
                 value = emit(operator.getitem, (results, at))
                 self._replace(node, self._as_before(value, node))
-        for node, product in self.region.sizes.items():
-            self._replace_size(node, product)
 
     def _replace(self, node: Node, value: Node) -> None:
         node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in self.inside)
@@ -118,23 +117,23 @@ class Rewrite:
         assert isinstance(form, Form)
         return value if form.lead == 1 else self.emit("reshape", (value, self.sizes(node, form)))
 
-    def _replace_size(self, node: Node, product: Product) -> None:
-        asked, form = OperatorCall.of(node).argument("input", node.args[0]), self.region.forms
-        own = form[asked]
-        assert isinstance(own, Form)
-        axis = OperatorCall.of(node).argument("dim") % own.ndim
-        with self.graph.inserting_before(node):
-            if axis == own.lead:
-                known: Any = own.columns
-            elif own.lead == len(shape_of(product.x)) - 1:
-                known = self.emit.size(product.x, axis)
-            else:
-                sizes = [self.emit.size(product.x, at) for at in range(len(shape_of(product.x)) - 1)]
-                known = functools.reduce(lambda one, other: self.emit(operator.mul, (one, other)), sizes)
-        for user in list(node.users):
-            user.args, user.kwargs = torch.fx.map_arg(
-                (user.args, user.kwargs), lambda operand: known if operand is node else operand
-            )
+    def _replace_sizes(self) -> None:
+        """Read the sizes of logits from the rows that they are computed from."""
+        for node, size in self.region.sizes.items():
+            if size.axis is None:
+                continue
+            form, x = size.form, size.product.x
+            emit = NodeBuilder(self.graph, self.fake_mode, node)
+            with emit.after(x):
+                if size.axis == form.lead:
+                    known: Any = form.columns
+                elif form.lead == len(shape_of(x)) - 1:
+                    known = emit.size(x, size.axis)
+                else:
+                    sizes = [emit.size(x, at) for at in range(len(shape_of(x)) - 1)]
+                    known = functools.reduce(lambda one, other: _times(one, other, emit), sizes)
+            for user in list(node.users):
+                replace_operand(user, node, known)
 
     # Operands
 
@@ -160,7 +159,9 @@ class Rewrite:
         """A size, read from a value that has it."""
         if getattr(size, "is_Integer", False):
             return int(size)
-        for node in self.known_sizes:
+        place = self.order[self.place]
+        others = (node for node, at in self.order.items() if at < place and is_tensor(node) and node not in self.inside)
+        for node in (*self.known_sizes, *others):
             for axis, own in enumerate(shape_of(node)):
                 if own == size:
                     return self.emit.size(node, axis)
@@ -388,6 +389,12 @@ def _sympified(size: Any) -> Any:
     import sympy
 
     return sympy.sympify(size)
+
+
+def _times(one: Any, other: Any, emit: NodeBuilder) -> Any:
+    if isinstance(one, int) and isinstance(other, int):
+        return one * other
+    return emit(operator.mul, (one, other))
 
 
 def _is_pure(name: str) -> bool:

@@ -1,0 +1,247 @@
+"""`fastpack.outputs="lazy"`: logits that are returned beside a loss are computed if something reads them.
+
+Before, a causal model's graph returns its logits, so that they stand in full, and every row is needed:
+
+    return loss, logits
+
+After, it returns the loss alone, and the caller gets a `LazyTensor` in place of the logits. Where the graph cannot be
+run twice with the same result, outputs stay: it draws random numbers, writes to its inputs, or communicates. Once
+something has read a lazy output, the frame is compiled again, with all of its outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+
+from fxpasses.capture.checks import Check
+from fxpasses.capture.dynamo_names import add_guard
+from fxpasses.capture.guarding import can_guard
+from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.calls import OperatorCall, operator_of
+from fxpasses.graph.collectives import communicates
+from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.regions import Region
+from fxpasses.graph.symbols import is_unbacked
+from fxpasses.loss.lazy_tensor import LazyTensor, Source
+from fxpasses.loss.region import candidates, find_regions
+from fxpasses.once import warn_once
+from fxpasses.report import Reason, Refusal, Report
+from fxpasses.rows.nodes import shape_of
+from fxpasses.runtime.prologue import autocast_state
+
+# Frames of which something has read a lazy output. Dynamo's guards ask for a frame's code alone.
+_read: weakref.WeakSet[CodeType] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """A graph without some outputs. gm: the graph. captured: runs it with all. positions: of the outputs left out.
+
+    examples: of these. code: of the frame. report: what was done.
+    """
+
+    gm: GraphModule
+    captured: Callable[..., Any]
+    positions: tuple[int, ...]
+    examples: tuple[Any, ...]
+    code: CodeType | None
+    report: Report
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, with lazy tensors in place of what it does not compute."""
+        sizes = _sizes(self.gm, self.examples)
+        kept: Any = self.gm.graph.output_node().args[0]
+        count = len(kept) + len(self.positions)
+        autocast = autocast_state()
+        positions, examples, captured = self.positions, self.examples, self.captured
+
+        def run(*inputs: Any) -> Any:
+            if any(isinstance(value, FakeTensor) for value in inputs):  # DDPOptimizer asks for the form of results
+                return captured(*inputs)
+            found = iter(compiled(*inputs))
+
+            def compute() -> Sequence[Any]:
+                with torch.enable_grad(), contextlib.ExitStack() as stack:
+                    for device in ("cpu", "cuda"):
+                        known = {own: dtype for own, dtype, _ in autocast}
+                        enabled = device in known
+                        if enabled or torch.is_autocast_enabled(device):
+                            stack.enter_context(torch.autocast(device, dtype=known.get(device), enabled=enabled))
+                    every = captured(*inputs)
+                return [every[at] for at in positions]
+
+            source = Source(compute, inputs, self._is_read)
+            lazy = [
+                LazyTensor(of(*inputs), example.dtype, example.device, example.requires_grad, source, at)
+                for at, (of, example) in enumerate(zip(sizes, examples, strict=True))
+            ]
+            placed = dict(zip(positions, lazy, strict=True))
+            return tuple(placed[at] if at in placed else next(found) for at in range(count))
+
+        return run
+
+    def _is_read(self) -> None:
+        if self.code is not None:
+            _read.add(self.code)
+        warn_once(
+            ("lazy outputs", self.code),
+            'an output that "fastpack.outputs": "lazy" had not computed was read. It was computed, by the graph as it '
+            "was captured, and is from now on computed in each step.",
+            4,
+        )
+
+
+def leave_out(gm: GraphModule, code: CodeType | None, is_whole: bool) -> LeftOut | Report | None:
+    """The graph without its logits, or a report of why they stay, or None where there are none to speak of.
+
+    code: of the frame. is_whole: whether the graph is all of the program. Called while Dynamo compiles the graph.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    results: Any = gm.graph.output_node().args[0]
+    logits = _logits(gm)
+    positions = tuple(at for at, node in enumerate(results) if node in logits)
+    trained = [node for at, node in enumerate(results) if at not in positions and _is_loss(node)]
+    if not positions or not trained:
+        return None
+    report = Report("lazy_outputs")
+    refusal = _refusal(gm, [results[at] for at in positions], is_whole)
+    if refusal is None and code is not None and code in _read:
+        refusal = Refusal(results[positions[0]].name, Reason.READ_IN_FULL, "the program has read it before")
+    if refusal is None and (code is None or not _guard(code)):
+        refusal = Refusal(results[positions[0]].name, Reason.UNCHECKED_TORCH, "no guard can tell that it is read")
+    if refusal is not None:
+        report.refusals.append(refusal)
+        return report
+    rest = copy_graph_module(gm)
+    for name in ("compile_subgraph_reason",):
+        if hasattr(gm, name):
+            setattr(rest, name, getattr(gm, name))
+    output = rest.graph.output_node()
+    kept: Any = output.args[0]
+    output.args = (tuple(node for at, node in enumerate(kept) if at not in positions),)
+    rest.graph.eliminate_dead_code(is_impure_node=_stays)
+    rest.recompile()
+    report.changed = True
+    report.changes = [f"`{results[at].name}` is computed if something reads it" for at in positions]
+    report.summary = f"{len(positions)} output{'s' * (len(positions) > 1)} computed if read"
+    report.figures = {"lazy_outputs": len(positions)}
+    examples = tuple(results[at].meta["example_value"] for at in positions)
+    return LeftOut(rest, gm.forward, positions, examples, code, report)
+
+
+def _logits(gm: GraphModule) -> set[Node]:
+    """The values with all columns of large products whose rows are read one by one."""
+    found: set[Node] = set()
+    for region in find_regions(Region(gm), candidates(gm.graph)):
+        for node, form in region.forms.items():
+            own = form if isinstance(form, tuple) else (form,)
+            if not isinstance(form, tuple) and own[0].columns == int(shape_of(region.products[0].node)[-1]):
+                found.add(node)
+    return found
+
+
+def _is_loss(node: Any) -> bool:
+    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    return isinstance(example, torch.Tensor) and example.requires_grad and example.dim() == 0
+
+
+def _refusal(gm: GraphModule, logits: Sequence[Node], is_whole: bool) -> Refusal | None:
+    """Why outputs cannot be computed later, if they cannot."""
+    first = logits[0].name
+    if not is_whole:
+        return Refusal(first, Reason.READ_IN_FULL, "the program goes on after the graph")
+    if communicates(gm):
+        return Refusal(first, Reason.COLLECTIVE, "the graph would communicate twice")
+    if any(is_unbacked(node.meta["example_value"]) for node in logits):
+        return Refusal(first, Reason.UNKNOWN_SIZE)
+    for region in Region(gm).walk():
+        for node in region.gm.graph.nodes:
+            if _draws(node):
+                return Refusal(first, Reason.RANDOM, f"`{node.name}` would draw other numbers")
+            given = [operand for operand in written_operands(node) if operand.op == "placeholder"]
+            if given:
+                return Refusal(first, Reason.INPUT_WRITTEN, f"`{given[0].name}` would be written twice")
+    return None
+
+
+def _draws(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    name, call = operator_of(node), OperatorCall.of(node)
+    if not node.op.startswith("call"):
+        return False
+    if "dropout" in name and "::" not in name:
+        p, training = call.argument("p", 0.5), call.argument("training", call.argument("train", True))
+        return training is not False and p not in (0, 0.0)
+    if call.argument("dropout_p") not in (None, 0, 0.0):
+        return True
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if packet is None or name == "scaled_dot_product_attention":
+        return False
+    overloads = (getattr(packet, each) for each in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def _stays(node: Node) -> bool:
+    """Whether a node without users is needed: all but calls that only make a value."""
+    if node.op in ("placeholder", "output"):
+        return True
+    example = node.meta.get("example_value")
+    makes = isinstance(example, (torch.Tensor, tuple, list, int, torch.SymInt)) and not isinstance(example, bool)
+    return not (makes and node.op.startswith("call") and not written_operands(node) and example != ())
+
+
+def _guard(code: CodeType) -> bool:
+    """Guard the graph that Dynamo compiles by that nothing has read a lazy output of its frame."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None or not can_guard():
+        return False
+    check = Check(lambda: code not in _read, None, code, "outputs that are read")
+    add_guard(context.guards_context.dynamo_guards, check, [], "nothing has read a lazy output")
+    return True
+
+
+def _sizes(gm: GraphModule, examples: Sequence[Any]) -> list[Callable[..., Any]]:
+    """For each example, what computes its sizes from the inputs of the graph."""
+    places: dict[Any, Callable[..., Any]] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        given = node.meta.get("example_value")
+        if isinstance(given, torch.SymInt):
+            places.setdefault(given.node.expr, _number(position))
+        elif isinstance(given, torch.Tensor):
+            for axis, size in enumerate(given.shape):
+                if isinstance(size, torch.SymInt):
+                    places.setdefault(size.node.expr, _axis(position, axis))
+    return [_evaluated([_expression(size) for size in example.shape], places) for example in examples]
+
+
+def _number(position: int) -> Callable[..., Any]:
+    return lambda inputs: inputs[position]
+
+
+def _axis(position: int, axis: int) -> Callable[..., Any]:
+    return lambda inputs: inputs[position].shape[axis]
+
+
+def _expression(size: Any) -> Any:
+    return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
+
+
+def _evaluated(sizes: Sequence[Any], places: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
+    symbols = sorted({found for size in sizes for found in size.free_symbols}, key=str)
+    of = sympy.lambdify(symbols, list(sizes), modules="math")
+
+    def run(*inputs: Any) -> Any:
+        return of(*(places[found](inputs) for found in symbols))
+
+    return run

@@ -1,0 +1,210 @@
+"""`fastpack.outputs="lazy"`: what nobody reads of a model's output is not computed; what is read is eager mode's."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpasses.inspect
+from fxpasses import once
+from fxpasses.loss import chunks, lazy_outputs, region
+from fxpasses.loss.lazy_tensor import LazyTensor
+from fxpasses.report import Reason
+from tests.loss.heads import COLUMNS, HIDDEN, batch
+from tests.support import compiled, reports_of
+
+BATCHES = [batch(3, 7), batch(2, 9), batch(4, 5)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(region, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(region, "LEAST_BYTES", 0)
+    monkeypatch.setattr(chunks, "_LEAST_ROWS", 5)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(lazy_outputs, "_read", weakref.WeakSet())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message='.*"fastpack.outputs": "lazy" had not computed')
+        yield
+
+
+class Model(nn.Module):
+    """Returns a loss and logits, as transformers' models do."""
+
+    def __init__(self, p: float = 0.0, counts: bool = False) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(COLUMNS, HIDDEN), nn.Linear(HIDDEN, COLUMNS)
+        self.middle, self.dropout = nn.Linear(HIDDEN, HIDDEN), nn.Dropout(p)
+        self.register_buffer("steps", torch.zeros(()))
+        self.counts = counts
+
+    def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
+        x = self.dropout(self.middle(self.table(tokens)).relu())
+        if self.counts:
+            self.steps += 1
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.view(-1, COLUMNS), target.view(-1)), "logits": logits}
+
+
+def lazily(model: Any, **options: Any) -> Any:
+    return compiled(model, outputs="lazy", **options)
+
+
+def step(run: Any, model: nn.Module, inputs: Any, use: Any = lambda out: out["loss"]) -> tuple[Any, list[Any]]:
+    model.zero_grad()
+    out = run(*inputs)
+    use(out).backward()
+    return out, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def report(record: Any) -> Any:
+    return reports_of(record, "lazy_outputs")[0]
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_logits_that_nobody_reads_are_not_computed(lowering: str) -> None:
+    model = Model().double()
+    with fxpasses.inspect.record() as record:
+        run = lazily(model, lowering=lowering)
+        for inputs in BATCHES:
+            (expected, wanted), (out, found) = (step(each, model, inputs) for each in (model, run))
+            torch.testing.assert_close((out["loss"], found), (expected["loss"], wanted))
+            assert type(out["logits"]) is LazyTensor and out["logits"].shape == expected["logits"].shape
+            assert out["logits"].requires_grad and out["logits"].dtype == torch.float64
+    assert all(each.changed for name in ("lazy_outputs", "chunk_loss") for each in reports_of(record, name))
+
+
+def test_what_is_read_is_eager_modes_and_computed_from_then_on() -> None:
+    model = Model().double()
+    run = lazily(model)
+    with fxpasses.inspect.record() as record:
+        for at, inputs in enumerate(BATCHES):
+            expected, out = model(*inputs), run(*inputs)
+            assert (type(out["logits"]) is LazyTensor) is (at == 0)
+            torch.testing.assert_close(out["logits"] + 0, expected["logits"])
+    assert [each.changed for each in reports_of(record, "lazy_outputs")] == [True, False, False][: len(record.graphs)]
+
+
+def test_the_warning_is_given_once() -> None:
+    once.forget(("lazy outputs", Model.forward.__code__))
+    run = lazily(Model())
+    with pytest.warns(UserWarning, match="was read. It was computed, by the graph as it was captured"):
+        run(*BATCHES[0])["logits"].sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(*BATCHES[1])["logits"].sum()
+
+
+def test_a_gradient_through_logits_and_loss() -> None:
+    def use(out: Any) -> Tensor:
+        total: Tensor = out["loss"] + out["logits"].float().square().mean()
+        return total
+
+    model = Model()
+    run = lazily(model)
+    for inputs in BATCHES[:2]:
+        (_, wanted), (_, found) = (step(each, model, inputs, use) for each in (model, run))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_after_a_step_of_the_optimizer_reading_raises() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    out, _ = step(lazily(model), model, BATCHES[0])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r'read it before optimizer.step\(\), or compile with .*"exact"'):
+        print(out["logits"])
+
+
+def test_a_batch_that_was_overwritten_cannot_be_read() -> None:
+    tokens, target = (x.clone() for x in BATCHES[0])
+    out = lazily(Model())(tokens, target)
+    tokens.zero_()
+    with pytest.raises(RuntimeError, match="parameters and inputs that it depends on have changed"):
+        out["logits"].sum()
+
+
+def test_autocast_is_that_of_the_call() -> None:
+    model = Model()
+    run = lazily(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, out = model(*BATCHES[0]), run(*BATCHES[0])
+        assert type(out["logits"]) is LazyTensor and out["logits"].dtype == torch.bfloat16
+    other = run(*BATCHES[0])
+    assert torch.equal(out["logits"] + 0, expected["logits"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (other["logits"] + 0).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(Model(p=0.5), Reason.RANDOM), (Model(counts=True), Reason.INPUT_WRITTEN)],
+)
+def test_a_graph_that_cannot_run_twice_computes_all(model: Model, reason: Reason) -> None:
+    with fxpasses.inspect.record() as record:
+        out = lazily(model)(*BATCHES[0])
+    assert type(out["logits"]) is Tensor
+    assert [refusal.reason for refusal in report(record).refusals] == [reason]
+
+
+def test_without_gradients_all_is_computed() -> None:
+    with torch.no_grad():
+        assert type(lazily(Model())(*BATCHES[0])["logits"]) is Tensor
+
+
+def test_a_program_that_goes_on_after_the_graph_computes_all() -> None:
+    model = Model()
+
+    def program(tokens: Tensor, target: Tensor) -> Any:
+        out = model(tokens, target)
+        torch._dynamo.graph_break()
+        return out["loss"] + out["logits"].mean()
+
+    torch.testing.assert_close(lazily(program)(*BATCHES[0]), program(*BATCHES[0]))
+
+
+def test_two_models_of_a_class_are_read_apart() -> None:
+    """They share the code of `forward`: once the logits of one were read, both compute them."""
+    first, second = Model(), Model()
+    runs = [lazily(each) for each in (first, second)]
+    outs = [run(*BATCHES[0]) for run in runs]
+    assert all(type(out["logits"]) is LazyTensor for out in outs)
+    torch.testing.assert_close(outs[0]["logits"] + 0, first(*BATCHES[0])["logits"])
+    torch.testing.assert_close(outs[1]["logits"] + 0, second(*BATCHES[0])["logits"])
+    for run, model in zip(runs, (first, second), strict=True):
+        torch.testing.assert_close(run(*BATCHES[1])["logits"] + 0, model(*BATCHES[1])["logits"])
+
+
+def test_outputs_that_are_kept_or_copied() -> None:
+    model = Model()
+    run = lazily(model)
+    kept = [run(*inputs) for inputs in BATCHES]
+    copied = copy.deepcopy(kept[0]["logits"].detach())
+    assert type(copied) is Tensor
+    for out, inputs in zip(kept, BATCHES, strict=True):
+        torch.testing.assert_close(out["logits"] + 0, model(*inputs)["logits"])
+
+
+def test_checkpointed_layers() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Model):
+        def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
+            x = checkpoint(lambda x: self.middle(x).relu(), self.table(tokens), use_reentrant=False)
+            logits = self.head(x)
+            return {"loss": F.cross_entropy(logits.view(-1, COLUMNS), target.view(-1)), "logits": logits}
+
+    model = Checkpointed()
+    run = lazily(model, lowering="aot_eager")
+    (expected, wanted), (out, found) = (step(each, model, BATCHES[0]) for each in (model, run))
+    torch.testing.assert_close(found, wanted)
+    assert type(out["logits"]) is LazyTensor
+    torch.testing.assert_close(out["logits"] + 0, expected["logits"])
