@@ -121,8 +121,7 @@ class LazyTensor(Tensor):
                 if found is not None:
                     return found[0]
             elif name in _FORM_METHODS and func is getattr(Tensor, name, None):
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
+                return _without_reading(func, *args, **kwargs)
             elif name in _CASTS and func is getattr(Tensor, name, None) and _is_plain((args[1:], kwargs)):
                 return _cast(first, name, args[1:], kwargs)
             elif name == "register_hook" and first._requires_grad:
@@ -146,6 +145,11 @@ class LazyTensor(Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.read(), spec)
+
+
+def _without_reading(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 class _Hook:

@@ -18,6 +18,8 @@ import fxpasses
 import fxpasses.inspect
 from fxpasses import FastpackCallback
 from fxpasses.integrations.trainer import Batch, _Collate
+from fxpasses.loss import region
+from fxpasses.loss.lazy_tensor import Source
 from fxpasses.runtime.batch_cache import batch_cache
 from fxpasses.runtime.transfers import to_host
 
@@ -65,6 +67,27 @@ def test_the_model_is_compiled_as_it_is_trained(lora: bool, tmp_path: Path) -> N
     assert all(map(torch.equal, parameters, expected[1]))
     assert 0 < first <= 2 and len(record.graphs) == first
     assert not any("_orig_mod" in name for name in trainer.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}]
+)
+def test_logits_that_no_trainer_reads_are_not_computed(
+    more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LEAST_COLUMNS", VOCABULARY), ("LEAST_BYTES", 0)):
+        monkeypatch.setattr(region, name, value)
+    reads: list[int] = []
+    monkeypatch.setattr(Source, "value", lambda self, at: reads.append(at))
+    losses, parameters, _ = trained(tmp_path, [], **more)
+    with fxpasses.inspect.record() as record:
+        found, own, _ = trained(tmp_path, [FastpackCallback(OPTIONS)], **more)
+    reports = [report for graph in record.graphs for report in graph.reports]
+    changed = {report.pass_name for report in reports if report.changed}
+    assert not reads and {"lazy_outputs", "chunk_loss"} <= changed
+    tolerance = 1e-2 if more.get("bf16") else 1e-5
+    torch.testing.assert_close(found, losses, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(own, parameters, rtol=tolerance, atol=tolerance)
 
 
 def test_a_trainer_that_compiles_by_itself_is_left_so(tmp_path: Path) -> None:

@@ -208,3 +208,30 @@ def test_checkpointed_layers() -> None:
     torch.testing.assert_close(found, wanted)
     assert type(out["logits"]) is LazyTensor
     torch.testing.assert_close(out["logits"] + 0, expected["logits"])
+
+
+@pytest.mark.parametrize("wrap", ["around DDP", "inside DDP", "unused parameters", "FSDP2"])
+def test_wrapped_models(wrap: str, single_process_group: None) -> None:
+    """DDP and FSDP2 look for gradients in what a model returns, which reads nothing."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model, other = Model(), Model()
+    other.load_state_dict(model.state_dict())
+    options = {"fastpack.lowering": "aot_eager", "fastpack.outputs": "lazy"}
+    if wrap == "FSDP2":
+        run: Any = fully_shard(other)
+        other.compile(backend="fastpack", options=options)
+    elif wrap == "around DDP":
+        run = torch.compile(DistributedDataParallel(other), backend="fastpack", options=options)
+    else:
+        other.compile(backend="fastpack", options=options)
+        run = DistributedDataParallel(other, find_unused_parameters=wrap == "unused parameters")
+    for inputs in BATCHES:
+        _, wanted = step(model, model, inputs)
+        out, _ = step(run, other, inputs)
+        found = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in other.parameters()]
+        torch.testing.assert_close(found, wanted)
+        assert out["logits"].shape == (*inputs[0].shape, COLUMNS)
+    torch.testing.assert_close(out["logits"] + 0, model(*inputs)["logits"])
