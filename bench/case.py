@@ -18,6 +18,7 @@ CASES = (
     "packed_attention",
     "live_rows",
     "loss_head",
+    "trainer",
     "flash_path",
     "experts",
     "offload",
