@@ -78,5 +78,5 @@ CASE = Case(
     x="vocabulary",
     expected="Trainer reads no logits in training, so that only rows with labels reach the head, in chunks.",
     cpu_time=True,
-    notes="Forward and backward by `Trainer.compute_loss`, of transformers' own models, compiled as by `model.compile`.",
+    notes="Forward and backward by `Trainer.compute_loss`, of models of transformers, compiled by `model.compile`.",
 )
