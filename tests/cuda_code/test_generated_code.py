@@ -15,12 +15,14 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 import fxpasses.inspect
 from fxpasses.graph import prologue as building
+from fxpasses.loss import region, row_program
 from fxpasses.report import Reason
 from fxpasses.runtime import grouped_triton
 from fxpasses.runtime.attention import operators
 from tests.cuda_code.absent_device import AbsentDevice, absent_device
-from tests.cuda_code.generating import Code, generate
+from tests.cuda_code.generating import Code, collecting, generate
 from tests.end_to_end.test_training_step import Decoder, batches
+from tests.loss.heads import COLUMNS, Head, batch, mean
 from tests.passes.expert_models import HIDDEN, Moe
 from tests.passes.expert_spellings import SPELLINGS
 from tests.support import HOST_READS, reports_of
@@ -226,3 +228,21 @@ def test_grouped_products(
     assert [kernel.name for kernel in compiled] == ["_matmul", "_outer", "_total"]
     assert all(".target sm_90" in kernel.asm["ptx"] for kernel in compiled)
     assert all(kernel.metadata.shared <= LEAST_SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_in_chunks_of_rows(device: AbsentDevice, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has the operator, and the program of rows, with its gradient, is a few kernels."""
+    monkeypatch.setattr(region, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(region, "LEAST_BYTES", 0)
+    monkeypatch.setattr(row_program, "_programs", {})
+    inputs = batch(4, 96)
+    first, _ = generate(device, Head(mean).to(dtype), *inputs, **{"fastpack.loss": "chunks"})
+    assert "loss_in_chunks" in first.wrapper and all(".target sm_90" in ptx for ptx in first.ptx.values())
+    (program,) = row_program._programs.values()
+    rows = [torch.empty(256, COLUMNS, dtype=dtype), torch.empty(256, dtype=torch.int64), torch.empty(256)]
+    operands = [rows[0], rows[1], torch.empty(COLUMNS, dtype=dtype), rows[2].to(program.results[0].dtype)]
+    with collecting() as codes:
+        program._compile(device.tensors(operands), row_program.Wanted(False, (True, False, True)))
+    (code,) = codes
+    assert 0 < len(code.ptx) <= 4 and all(".target sm_90" in ptx for ptx in code.ptx.values())
