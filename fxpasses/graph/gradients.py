@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph import effects
 from fxpasses.graph.aliases import AliasSets, written_operands
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.modes import regions_after
+from fxpasses.graph.modes import modes, regions_after
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.report import Reason
@@ -33,6 +33,22 @@ from fxpasses.report import Reason
 # A function with a gradient of its own computes the same results whether its operands require gradients or not.
 _FUNCTIONS = frozenset({"autograd_function_apply", "custom_function_call"})
 Flags = tuple[bool, ...]  # of the leaves of a node's result
+
+
+def requiring(graph: Graph) -> set[Node]:
+    """The nodes whose results require gradients, in the modes in which the graph begins.
+
+    Examples that passes have computed may claim gradients where the program has switched them off: a node requires one
+    only if an operand of it does. Raises `Refused` where a mode is not known.
+    """
+    found: set[Node] = set()
+    before, enabled = modes(graph), torch.is_grad_enabled()
+    for node in graph.nodes:
+        is_given = not node.op.startswith("call")
+        follows = is_given or any(operand in found for operand in node.all_input_nodes)
+        if follows and any(_flags_of(node)) and (is_given or enabled is not before[node].changed):
+            found.add(node)
+    return found
 
 
 def check_gradients(main: Region, without: Sequence[torch.Tensor], autocast: Sequence[Any], enabled: bool) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -42,11 +43,15 @@ _OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 class Selection:
     """`x[index]` of rows in `lead` dimensions.
 
-    parts: the start, stop and step of each slice, or one tensor of positions.
+    rows: the sizes of x in these dimensions. parts: the start, stop and step of each slice, or one tensor of positions.
     """
 
-    lead: int
+    rows: tuple[Any, ...]
     parts: tuple[Any, ...]
+
+    @property
+    def lead(self) -> int:
+        return len(self.rows)
 
     @property
     def index(self) -> tuple[Any, ...]:
@@ -60,12 +65,16 @@ class Selection:
 
 @dataclass(frozen=True)
 class Form:
-    """lead: how many of a value's first dimensions are rows. columns: its other dimension, if it has one more.
+    """rows: the sizes of a value's first dimensions, which are rows. columns: its other dimension, if it has one more.
     chosen: the selection of rows that it is of; None for all."""
 
-    lead: int
+    rows: tuple[Any, ...]
     columns: int | None
     chosen: Selection | None = None
+
+    @property
+    def lead(self) -> int:
+        return len(self.rows)
 
     @property
     def ndim(self) -> int:
@@ -112,7 +121,7 @@ def rule(node: Node, forms: Mapping[Node, Any]) -> Rule:
     own = [operand for operand in node.all_input_nodes if operand in forms]
     if any(isinstance(forms[operand], tuple) for operand in own):
         raise refused(node, "takes several results as one")
-    if is_in_place(name):
+    if is_in_place(name) or call.argument("inplace"):
         raise refused(node, "writes to logits")
     if name == "kl_div" and call.argument("reduction", "mean") != "none":
         raise refused(node, "is of all rows at once")
@@ -128,8 +137,11 @@ def rule(node: Node, forms: Mapping[Node, Any]) -> Rule:
     if name == "getitem":
         return _indexed(node, first, form)
     if name == "index_select" and call.argument("dim") == 0 and form.lead == 1 and form.chosen is None:
-        return _chosen(first, replace(form, chosen=Selection(1, (call.argument("index"),))))
-    if name in _KEEPING:
+        index = call.argument("index")
+        if is_tensor(index) and len(shape_of(index)) == 1:
+            chosen = Selection(form.rows, (index,))
+            return _chosen(first, replace(form, rows=shape_of(node)[:1], chosen=chosen))
+    if name in _KEEPING and node.all_input_nodes == [first]:
         return Rule(form, lambda to: to.emit(node.target, *_with_first(node, first, to.value(first))))
     if name in _RESHAPES:
         return _reshaped(node, first, form)
@@ -154,13 +166,14 @@ def _pointwise(node: Node, own: list[Node], forms: Mapping[Node, Any]) -> Rule:
     leads = {(forms[operand].lead, forms[operand].chosen) for operand in own}
     if len(leads) != 1:
         raise refused(node, "combines rows with other rows")
-    ((lead, chosen),) = leads
+    ((lead, _),) = leads
     shape = shape_of(node)
     if len(shape) not in (lead, lead + 1) or any(forms[operand].ndim != len(shape) for operand in own):
         raise refused(node, "combines rows with columns")
     columns = None if len(shape) == lead else _integer(node, shape[-1])
-    form = Form(lead, columns, chosen)
-    if any(size == 1 != whole for size, whole in zip(shape_of(own[0])[:lead], shape[:lead], strict=True)):
+    form = replace(forms[own[0]], columns=columns)
+    pairs = [pair for operand in own for pair in zip(forms[operand].rows, shape[:lead], strict=True)]
+    if any(size == 1 != whole for size, whole in pairs):
         raise refused(node, "gives more rows than it takes")
     others = [operand for operand in node.all_input_nodes if operand not in forms]
     if any(not is_tensor(operand) for operand in others):
@@ -188,9 +201,12 @@ def _expanded(node: Node, call: OperatorCall, forms: Mapping[Node, Any]) -> Rule
 def _loss(node: Node, call: OperatorCall, first: Node, form: Form, forms: Mapping[Node, Any]) -> Rule:
     target, weight = call.argument("target"), call.argument("weight")
     is_known = is_tensor(target) and forms.get(target, form) == form and weight not in forms
-    if not is_known or form.lead != 1 or form.columns is None or call.argument("reduction", "mean") != "none":
+    is_of_each = call.argument("reduction", "mean") == "none" and call.has_only(
+        "input", "target", "weight", "ignore_index", "reduction", "label_smoothing"
+    )
+    if not is_known or form.lead != 1 or form.columns is None or not is_of_each:
         raise refused(node, "is not known as a loss of each row")
-    rows = Form(1, None, form.chosen)
+    rows = replace(form, columns=None)
     own = rows if len(shape_of(target)) == 1 else form
 
     def write(to: Writer) -> Node:
@@ -218,10 +234,11 @@ def _indexed(node: Node, first: Node, form: Form) -> Rule:
         index = parts[1]
 
         def write(to: Writer) -> Node:
-            found = to.emit("unsqueeze", (to.operand(index, Form(1, None, form.chosen)), 1))
+            columns = to.emit("remainder", (to.operand(index, replace(form, columns=None)), form.columns))
+            found = to.emit("unsqueeze", (columns, 1))  # of an index, -1 is the last
             return to.emit("squeeze", (to.emit("gather", (to.value(first), 1, found)), 1))
 
-        return Rule(Form(1, None, form.chosen), write)
+        return Rule(replace(form, columns=None), write)
     index = whole_index(given, len(shape))
     rows: list[Any] = []
     rest = list(index)
@@ -239,13 +256,16 @@ def _indexed(node: Node, first: Node, form: Form) -> Rule:
     if form.columns is None or len(rest) != 1 or not isinstance(rest[0], (int, slice)):
         raise refused(node, "selects columns in a way that is not known")
     part = rest[0]
+    bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
+    if not all(bound is None or type(bound) is int for bound in bounds):
+        raise refused(node, "selects columns by a number of the batch")
     columns = None if isinstance(part, int) else _integer(node, shape_of(node)[-1])
     return Rule(replace(form, columns=columns), lambda to: to.emit(node.target, (to.value(first), (slice(None), part))))
 
 
 def _takes_each_rows_own(parts: tuple[Any, ...], form: Form, shape: tuple[Any, ...]) -> bool:
     """Whether an index is `[arange(N), index]`."""
-    if form.lead != 1 or len(parts) != 2 or not all(is_tensor(part) for part in parts):
+    if form.lead != 1 or form.columns is None or len(parts) != 2 or not all(is_tensor(part) for part in parts):
         return False
     count, index = parts
     call = OperatorCall.of(count)
@@ -255,26 +275,30 @@ def _takes_each_rows_own(parts: tuple[Any, ...], form: Form, shape: tuple[Any, .
 
 def _selected(node: Node, form: Form, rows: tuple[Any, ...]) -> Form:
     """The form of `x[rows]`: of slices by numbers, or of one tensor of positions."""
+    after = shape_of(node)[: form.lead]
     if form.lead == 1 and is_tensor(rows[0]):
         example = rows[0].meta["example_value"]
-        if example.dim() == 1 and not example.is_floating_point() and example.dtype.itemsize == 8:
-            return replace(form, chosen=Selection(1, rows))
+        if example.dim() == 1 and example.dtype is torch.int64:
+            return replace(form, rows=after, chosen=Selection(form.rows, rows))
     if not all(isinstance(part, slice) for part in rows):
         raise refused(node, "selects rows in a way that is not known")
-    return replace(form, chosen=Selection(form.lead, tuple((part.start, part.stop, part.step) for part in rows)))
+    parts = tuple((part.start, part.stop, part.step) for part in rows)
+    return replace(form, rows=after, chosen=Selection(form.rows, parts))
 
 
 def _reshaped(node: Node, first: Node, form: Form) -> Rule:
-    before, after = shape_of(first), shape_of(node)
-    if len(after) and form.columns is not None and after[-1] == form.columns:
-        found = Form(len(after) - 1, form.columns, form.chosen)
-    elif form.columns in (None, 1) and not (form.columns is None and len(after) == form.lead + 1 and after[-1] == 1):
-        found = Form(len(after), None, form.chosen)
-    elif form.columns is None:
-        found = Form(form.lead, 1, form.chosen)
+    after, columns = shape_of(node), form.columns
+    if node.meta["example_value"].dtype != first.meta["example_value"].dtype:
+        raise refused(node, "takes the bits of logits for other numbers")
+    if columns is not None and len(after) and after[-1] == columns:
+        found = replace(form, rows=after[:-1])
+    elif columns in (None, 1) and not (columns is None and len(after) == form.lead + 1 and after[-1] == 1):
+        found = replace(form, rows=after, columns=None)
+    elif columns is None:
+        found = replace(form, columns=1)
     else:
         raise refused(node, "mixes rows and columns")
-    if not found.lead or math.prod(after[: found.lead]) != math.prod(before[: form.lead]):
+    if not found.lead or math.prod(after[: found.lead]) != math.prod(shape_of(first)[: form.lead]):
         raise refused(node, "mixes rows and columns")
     return Rule(found, lambda to: to.emit("reshape", (to.value(first), (-1, *found.sizes))))
 

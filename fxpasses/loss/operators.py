@@ -142,7 +142,9 @@ def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.first = len(output) - sum(ctx.needs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(x for each in operands for x in each), *output[ctx.first :])
+    # Operands are there for gradients of gradients alone, for which it would be no error that they were written since.
+    ctx.operands = [(x, None if x.is_inference() else x._version) for each in operands for x in each]
+    ctx.save_for_backward(*output[ctx.first :])
 
 
 def _loss_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -152,12 +154,15 @@ def _loss_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # backward of backward may follow
         gradients = _as_written(ctx, grad)
     else:
-        gradients = [gradient * grad.to(gradient.dtype) for gradient in ctx.saved_tensors[sum(ctx.counts) :]]
+        gradients = [gradient * grad for gradient in ctx.saved_tensors]  # by a number, which keeps their dtype
     return (None, *_spread(ctx, gradients, ctx.needs), [None] * ctx.counts[4], None, None)
 
 
 def _as_written(ctx: Any, grad: Tensor) -> list[Tensor]:
-    xs, ws, rows, shared, cotangents = _operands(ctx)
+    if any(version not in (None, x._version) for x, version in ctx.operands):
+        raise RuntimeError("one of the variables needed for gradients of gradients was written after forward")
+    given = iter(x for x, _ in ctx.operands)
+    xs, ws, rows, shared, cotangents = ([next(given) for _ in range(count)] for count in ctx.counts)
     results = written(registered(ctx.program), xs, ws, rows, shared)
     needing = [x for x, need in zip([*xs, *ws, *rows, *shared], ctx.needs, strict=True) if need]
     trained = [results[at] for at in registered(ctx.program).trained]

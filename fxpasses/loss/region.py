@@ -119,7 +119,7 @@ def find_regions(main: Graph, products: Mapping[Node, Product]) -> list[LossRegi
         own = list(dict.fromkeys(of[operand] for operand in node.all_input_nodes if operand in of))
         if node in products:
             region = LossRegion([products[node]])
-            region.forms[node] = Form(len(shape_of(node)) - 1, int(shape_of(node)[-1]))
+            region.forms[node] = Form(shape_of(node)[:-1], int(shape_of(node)[-1]))
             regions.append(region)
             of[node] = region
             for other in own:
@@ -172,7 +172,7 @@ def _visit(node: Node, region: LossRegion, autocast: Regions) -> None:
         if size is not None:
             region.sizes[node] = size
         return
-    if is_in_place(name):
+    if is_in_place(name) or OperatorCall.of(node).argument("inplace"):
         region.trouble = region.trouble or refused(node, "writes to logits")
         return
     try:
@@ -207,7 +207,7 @@ def _size_of(node: Node, name: str, region: LossRegion) -> Size | None:
     is_whole = (name == "size" and dim is None) or (name == "getattr" and node.args[1:] == ("shape",))
     if not isinstance(form, Form) or form.chosen is not None or not (is_whole or name in ("size", "sym_size")):
         return None
-    if form.lead not in (1, len(shape_of(product.x)) - 1) or not (is_whole or type(dim) is int):
+    if (form.lead != 1 and form.rows != shape_of(product.x)[:-1]) or not (is_whole or type(dim) is int):
         return None
     return Size(form, None if is_whole else dim % form.ndim, product)
 
@@ -283,5 +283,7 @@ def _is_large(node: Node) -> bool:
     if not columns.is_Integer or columns < LEAST_COLUMNS or not example.is_floating_point():
         return False
     sizes = batch_sizes_of(example)
+    if sizes is not None and 0 in sizes:
+        return False
     bytes_ = None if sizes is None else torch.Size(sizes).numel() * example.element_size()
     return bytes_ is None or bytes_ >= LEAST_BYTES

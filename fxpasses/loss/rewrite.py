@@ -15,13 +15,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 import fxpasses.loss.operators  # noqa: F401 - defines the operators
-from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.aliases import storages, written_operands
 from fxpasses.graph.building import NodeBuilder, replace_operand
 from fxpasses.graph.calls import CASTS, VIEWS, is_pointwise, operator_of
+from fxpasses.graph.gradients import requiring
 from fxpasses.graph.modes import Regions, autocast_regions, modes
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region as MainGraph
+from fxpasses.graph.symbols import is_unbacked
 from fxpasses.loss.forms import Form, refused
 from fxpasses.loss.region import LossRegion, Product, transformed
 from fxpasses.loss.row_program import Result, RowProgram, register
@@ -41,15 +43,25 @@ class Rewrite:
         self.graph = main.gm.graph
         self.order = {node: at for at, node in enumerate(self.graph.nodes)}
         self.leaving = region.leaving
-        is_trained = any(map(_requires_grad, self.leaving))
-        self.carries: Callable[[Node], bool] = _requires_grad if is_trained else _is_floating
-        self.trained = [node for node in self.leaving if self.carries(node)]
-        self.tail = find_tail(self.trained, self.carries)
+        self.requiring = requiring(self.graph)
+        self.is_trained = any(map(self.requires_grad, self.leaving))
+        carries = self.requires_grad if self.is_trained else _is_floating
+        self.trained = [node for node in self.leaving if carries(node)]
+        self.dependent = reached(region.nodes, lambda node: node.users).keys()
+        self.tail = find_tail(self.trained, carries, self.dependent)
+        if self.is_trained and any(_is_float16(product.node) for product in region.products):
+            self.tail = None  # gradients in forward are not scaled yet, and vanish or overflow in float16
+
+    def requires_grad(self, node: Node) -> bool:
+        """Whether a gradient may flow through a node; through the output, and what has no known result, it may."""
+        if node.op == "output" or (node.op.startswith("call") and node.meta.get("example_value") is None):
+            return True
+        return node in self.requiring if node in self.order else _any_tensor(node, lambda tensor: tensor.requires_grad)
 
     @property
     def makes_logits_twice(self) -> bool:
         """Whether what the losses of rows count is known in backward alone."""
-        return self.tail is None and any(map(_requires_grad, self.trained))
+        return self.tail is None and self.is_trained
 
     def run(self) -> None:
         """Rewrite the graph; raises `Refused` where an operand is not there in time."""
@@ -66,6 +78,7 @@ class Rewrite:
         self.emit = NodeBuilder(
             self.graph, self.fake_mode, self.leaving[0], autocast=autocast_regions(self.graph)[place]
         )
+        self._check_writes()
         with self.emit.before(place), self._gradients():
             self._write(tail, read)
         self._erase(inside)
@@ -74,7 +87,7 @@ class Rewrite:
     def _gradients(self) -> Iterator[None]:
         """At a place where the program switches gradients off, switch them on for what is written there."""
         mode = modes(self.graph).get(self.place)
-        if mode is None or not mode.changed:
+        if mode is None or not mode.changed or not self.is_trained:
             yield
             return
         enabled = torch.is_grad_enabled()
@@ -92,6 +105,7 @@ class Rewrite:
         program, rows, shared = body.run()
         xs, ws = body.of_products(xs), body.of_products(ws)
         key = register(program)
+        replaced: dict[Node, Node] = {}
         if tail is None:
             results = emit(ops.values_of_rows.default, (key, xs, ws, rows, shared))
             values = list(range(len(self.leaving)))
@@ -99,15 +113,46 @@ class Rewrite:
             cotangents = self._cotangents(tail)
             results = emit(ops.loss_of_rows.default, (key, xs, ws, rows, shared, cotangents, bool(read)))
             loss = emit(operator.getitem, (results, 0))
+            if is_unbacked(self.xs[0].meta["example_value"]):
+                loss = emit("add", (loss, self._of_no_rows(tail)))
             dtype = tail.loss.meta["example_value"].dtype
             if loss.meta["example_value"].dtype != dtype:
                 loss = emit("to", (loss, dtype))
-            tail.loss.replace_all_uses_with(loss)
+            replaced[tail.loss] = loss
             values = list(range(1, 1 + len(self.leaving)))
         for at, node in zip(values, self.leaving, strict=True):
             if node in read:
-                value = emit(operator.getitem, (results, at))
-                self._replace(node, self._as_before(value, node))
+                replaced[node] = self._as_before(emit(operator.getitem, (results, at)), node)
+        for node, value in replaced.items():  # nothing is refused any more
+            self._replace(node, value)
+
+    def _of_no_rows(self, tail: Tail) -> Node:
+        """What the tail gives for losses that are 0: NaN for a mean over no rows."""
+        made: dict[Node, Node] = {}
+        for node in self.trained:
+            form = self.region.forms[node]
+            assert isinstance(form, Form)
+            dtype = node.meta["example_value"].dtype
+            made[node] = self.emit("new_zeros", (self.xs[0], self.sizes(node, form)), {"dtype": dtype})
+        for node in tail.nodes:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: made.get(operand, operand))
+            made[node] = self.emit(node.target, args, kwargs, like=node)
+        return made[tail.loss]
+
+    def _check_writes(self) -> None:
+        """Raise `Refused` if an operand is written before the program's place, where it would be read too late."""
+        nodes = [*self.region.nodes, *(self.tail.nodes if self.tail else ())]
+        operands = {operand for node in nodes for operand in node.all_input_nodes if operand not in self.inside}
+        memory = {storage for operand in operands for storage in storages(operand)}
+        first = min(self.order[product.node] for product in self.region.products)
+        last = len(self.order) if self.makes_logits_twice else self.order[self.place]
+        for node in self.graph.nodes:
+            if first < self.order.get(node, -1) < last:
+                for written in written_operands(node):
+                    if not memory.isdisjoint(storages(written)):
+                        raise Refused(
+                            Reason.INPUT_WRITTEN, f"`{node.name}` writes to what the loss is computed from", node
+                        )
 
     def _replace(self, node: Node, value: Node) -> None:
         node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in self.inside)
@@ -127,7 +172,7 @@ class Rewrite:
             with emit.after(x):
                 if size.axis == form.lead:
                     known: Any = form.columns
-                elif form.lead == len(shape_of(x)) - 1:
+                elif form.rows == shape_of(x)[:-1]:
                     known = emit.size(x, size.axis)
                 else:
                     sizes = [emit.size(x, at) for at in range(len(shape_of(x)) - 1)]
@@ -139,6 +184,8 @@ class Rewrite:
 
     def there(self, node: Node) -> Node:
         """A node of the graph, which comes before the program's place: it is moved there, if it may be."""
+        if node in self.dependent and node not in self.inside:
+            raise refused(node, "is computed from the losses for which it is read")
         if node in self.order and self.order[node] >= self.order[self.place]:
             self._move(node)
         return node
@@ -148,8 +195,10 @@ class Rewrite:
         first = self.order[self.place]
         needed = reached([node], lambda each: [x for x in each.all_input_nodes if self.order.get(x, -1) >= first])
         between = [each for each in self.graph.nodes if first <= self.order.get(each, -1) <= self.order[node]]
-        is_pure = all(_is_pure(operator_of(each)) and is_tensor(each) and not _requires_grad(each) for each in needed)
-        if not is_pure or any(each in self.inside for each in needed) or any(map(written_operands, between)):
+        is_pure = all(
+            _is_pure(operator_of(each)) and is_tensor(each) and not self.requires_grad(each) for each in needed
+        )
+        if not is_pure or any(each in self.dependent for each in needed) or any(map(written_operands, between)):
             raise refused(node, "is computed after a loss that it is read for")
         for each in sorted(needed, key=self.order.__getitem__):
             self.place.prepend(each)
@@ -172,10 +221,10 @@ class Rewrite:
         x = self.region.products[0].x
         if form.lead == 1:
             rows = [self.emit.size(self.xs[0], 0)]
-        elif form.chosen is None and form.lead == len(shape_of(x)) - 1:
+        elif form.chosen is None and form.rows == shape_of(x)[:-1]:
             rows = [self.emit.size(x, axis) for axis in range(form.lead)]
         else:
-            rows = [self.size(size) for size in shape_of(node)[: form.lead]]
+            rows = [self.size(size) for size in form.rows]
         return (*rows, *form.sizes)
 
     def _rows_of(self, product: Product) -> Node:
@@ -187,7 +236,7 @@ class Rewrite:
         if not features.is_Integer:
             raise refused(product.node, "has features whose number depends on the batch")
         if chosen is not None:
-            if len(shape_of(x)) - 1 != chosen.lead:
+            if shape_of(x)[:-1] != chosen.rows:
                 if chosen.lead != 1:
                     raise refused(product.node, "has rows in other dimensions")
                 x = self._flat(x, len(shape_of(x)) - 1)
@@ -207,7 +256,7 @@ class Rewrite:
     def _cast(self, x: Node, product: Product) -> Node:
         """As autocast does; and without a gradient where the product has none."""
         dtype = product.node.meta["example_value"].dtype
-        if _requires_grad(x) and not _requires_grad(product.node):
+        if self.requires_grad(x) and not self.requires_grad(product.node):
             x = self.emit("detach", (x,))
         return x if x.meta["example_value"].dtype == dtype else self.emit("to", (x, dtype))
 
@@ -316,15 +365,18 @@ class _Body:
         self.values[node] = self.emit("detach", (value,)) if self._stops_gradients(node) else value
 
     def _stops_gradients(self, node: Node) -> bool:
-        is_stopped = is_tensor(node) and _is_floating(node) and not _requires_grad(node)
-        return is_stopped and any(map(_requires_grad, node.all_input_nodes))
+        requires_grad = self.rewrite.requires_grad
+        is_stopped = is_tensor(node) and _is_floating(node) and not requires_grad(node)
+        return is_stopped and any(map(requires_grad, node.all_input_nodes))
 
     def _trained(self, results: Sequence[Node]) -> set[Node]:
         """The nodes through which gradients of the trained results flow."""
 
         def operands(node: Node) -> list[Node]:
-            return [] if node.target == "detach" else node.all_input_nodes
+            return [] if node.target == "detach" or not _is_floating(node) else node.all_input_nodes
 
+        if not self.rewrite.is_trained:
+            return set()
         trained = [
             value for value, node in zip(results, self.rewrite.leaving, strict=True) if node in self.rewrite.trained
         ]
@@ -334,7 +386,7 @@ class _Body:
         """The operands for some placeholders: detached where eager mode gives them no gradient, as 0 would be one."""
         return [
             operand
-            if placeholder in trained or not _requires_grad(operand)
+            if placeholder in trained or not self.rewrite.requires_grad(operand)
             else self.rewrite.emit("detach", (operand,))
             for operand, placeholder in operands
         ]
@@ -401,13 +453,12 @@ def _is_pure(name: str) -> bool:
     return is_pointwise(name) or name in CASTS | VIEWS | _PURE
 
 
-def _requires_grad(node: Node) -> bool:
-    """Whether a gradient may flow through a node: through the output, and through what has no known result."""
-    return _any_tensor(node, lambda tensor: tensor.requires_grad)
-
-
 def _is_floating(node: Node) -> bool:
     return _any_tensor(node, torch.Tensor.is_floating_point)
+
+
+def _is_float16(node: Node) -> bool:
+    return bool(node.meta["example_value"].dtype is torch.float16)
 
 
 def _any_tensor(node: Node, holds: Callable[[torch.Tensor], bool]) -> bool:

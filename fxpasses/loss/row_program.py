@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -120,20 +122,31 @@ class RowProgram:
         return not self.products + self.rows <= at < self.products + self.rows + self.shared
 
     def _compile(self, inputs: Sequence[Tensor], wanted: Wanted) -> Callable[..., Any]:
-        with unseen(), with_autograd(), torch.inference_mode(False), torch.no_grad():
-            fake_mode = FakeTensorMode(shape_env=ShapeEnv())
-            fakes = self._fakes(inputs, fake_mode)
-            with fake_mode:  # as well for the numbers in the program, of which some become tensors
-                step = make_fx(self._step(wanted), tracing_mode="real")(*fakes)
-            if self.inductor is None:
-                return step
+        """Under Dynamo's lock: tracing changes what Dynamo's guards look at, in other threads as well."""
+        step: Callable[..., Any] = self._step(wanted)
+        with compile_lock, unseen(), with_autograd(), torch.inference_mode(False), torch.no_grad():
             try:
+                traced, fakes, fake_mode = self._traced(step, inputs)
+                if self.inductor is None:
+                    return traced
+                step = traced
                 with tracing(TracingContext(fake_mode)):
-                    compiled: Any = compile_fx(step, fakes, config_patches=dict(self.inductor) | _FIXED)
+                    compiled: Any = compile_fx(traced, fakes, config_patches=dict(self.inductor) | _FIXED)
                     return _in_inference(compiled)
             except Exception as error:
                 say("compiling the loss of some rows", error, "It runs operator by operator.")
-                return step
+        return step if isinstance(step, GraphModule) else _with_autograd(step)
+
+    def _traced(self, step: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Any], Any]:
+        """The step as a graph of ATen's operators, for any number of rows; its fake inputs and their mode."""
+        shape_env = ShapeEnv()
+        fake_mode = FakeTensorMode(shape_env=shape_env)
+        fakes = self._fakes(inputs, fake_mode)
+        with fake_mode, enable_python_dispatcher():  # as well for numbers in the program, of which some become tensors
+            traced = make_fx(step, tracing_mode="real")(*fakes)
+        if shape_env.replacements:
+            raise RuntimeError(f"a program of rows is traced for {_ROWS} rows alone")
+        return traced, fakes, fake_mode
 
     def _fakes(self, inputs: Sequence[Tensor], fake_mode: FakeTensorMode) -> list[Tensor]:
         """Inputs whose number of rows is one symbol."""
@@ -180,6 +193,16 @@ class RowProgram:
             return found
 
         return step
+
+
+def _with_autograd(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step as it is written, inside of an operator."""
+
+    def run(*inputs: Tensor) -> Any:
+        with unseen(), with_autograd():
+            return step(*inputs)
+
+    return run
 
 
 def _in_inference(compiled: Callable[..., Any]) -> Callable[..., Any]:

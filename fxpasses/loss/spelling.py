@@ -20,7 +20,7 @@ from torch.fx import Node
 from fxpasses.graph.aliases import storages
 from fxpasses.graph.building import NodeBuilder, erase_unused
 from fxpasses.graph.calls import OperatorCall, is_in_place, is_pointwise, operator_of
-from fxpasses.graph.modes import autocast_regions
+from fxpasses.graph.modes import autocast_regions, modes
 from fxpasses.graph.regions import Region
 from fxpasses.rows.nodes import is_tensor, shape_of
 
@@ -29,16 +29,18 @@ _OF_CLASSES = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
 
 def spell_out(main: Region, fake_mode: Any, reached: Set[Node], least: int) -> None:
     """Spell out the losses among `reached`, the nodes that depend on logits of at least `least` columns."""
-    around = autocast_regions(main.gm.graph)
+    around, before = autocast_regions(main.gm.graph), modes(main.gm.graph)
+    given = {storage for node in main.gm.graph.nodes if not node.op.startswith("call") for storage in storages(node)}
     for node in list(main.gm.graph.nodes):
         if node not in reached or not is_tensor(node):
             continue
         name = operator_of(node)
         emit = NodeBuilder(main.gm.graph, fake_mode, node, autocast=around[node])
-        with emit.before(node):
+        with emit.before(node), torch.set_grad_enabled(torch.is_grad_enabled() is not before[node].changed):
             spelled = None
             if is_in_place(name) and name != "setitem":
-                spelled = _out_of_place(node, name, emit)
+                is_own = node.args[0] in reached and given.isdisjoint(storages(node))
+                spelled = _out_of_place(node, name, emit) if is_own else None
             elif name in _OF_CLASSES:
                 spelled = _of_classes(node, name, emit)
             elif name == "kl_div":
@@ -62,8 +64,6 @@ def _out_of_place(node: Node, name: str, emit: NodeBuilder) -> Node | None:
             later += [operand for operand in other.all_input_nodes if storages(operand) == memory]
     if any(operand not in (written, node) and comes_before(operand, node) for operand in later):
         return None  # read by another name, whose memory is written as well
-    if written.op == "placeholder":
-        return None
     plain = name[:-1]
     target = plain if hasattr(torch.Tensor, plain) else getattr(torch, plain)
     found = emit(target, node.args, dict(node.kwargs))

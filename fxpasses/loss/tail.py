@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
+from fxpasses.graph.reachability import reached
 from fxpasses.rows.nodes import is_tensor, shape_of
 
 _KEEPING = frozenset({"clone", "contiguous"}) | CASTS
@@ -37,35 +38,36 @@ class Tail:
         return self.nodes[-1]
 
 
-def find_tail(sources: Sequence[Node], carries: Any) -> Tail | None:
+def find_tail(sources: Sequence[Node], carries: Callable[[Node], bool], dependent: Collection[Node]) -> Tail | None:
     """The longest tail of some results; None if they reach no number in a linear way, or something else as well.
 
-    carries: whether a gradient may flow through a node, or through what it does to its operands.
+    carries: whether a gradient may flow through a node, or through what it does to its operands. dependent: what is
+    computed from the rows, or logits, and so is no factor that is known before.
     """
     if not sources:
         return None
     inside: dict[Node, None] = dict.fromkeys(sources)
     for node in sources[0].graph.nodes:
         if node not in inside and carries(node) and any(operand in inside for operand in node.all_input_nodes):
-            if is_linear(node, inside):
+            others = [operand for operand in node.all_input_nodes if operand not in inside]
+            if is_linear(node, inside) and not any(operand in dependent for operand in others):
                 inside[node] = None
     ends = [node for node in inside if node not in sources and shape_of(node) == ()]
     for end in reversed(ends):
-        before = _ancestors(end, inside)
+        before = _ancestors(end, inside, sources)
         users = (user for node in before if node is not end for user in node.users if carries(user))
         if all(source in before for source in sources) and all(user in before for user in users):
             return Tail([node for node in inside if node in before and node not in sources])
     return None
 
 
-def _ancestors(end: Node, inside: dict[Node, None]) -> set[Node]:
-    found, waiting = {end}, [end]
-    while waiting:
-        for operand in waiting.pop().all_input_nodes:
-            if operand in inside and operand not in found:
-                found.add(operand)
-                waiting.append(operand)
-    return found
+def _ancestors(end: Node, inside: Collection[Node], sources: Collection[Node]) -> set[Node]:
+    """What a node is computed from, up to the sources."""
+
+    def operands(node: Node) -> list[Node]:
+        return [] if node in sources else [operand for operand in node.all_input_nodes if operand in inside]
+
+    return set(reached([end], operands))
 
 
 def is_linear(node: Node, inside: Collection[Node]) -> bool:
@@ -84,7 +86,7 @@ def is_linear(node: Node, inside: Collection[Node]) -> bool:
     if len(own) != 1:
         return False
     if name == "mul":
-        return node.args.count(own[0]) == 1 and shape_of(own[0]) == shape_of(node)
+        return call.argument("input") is not call.argument("other") and shape_of(own[0]) == shape_of(node)
     if first is not own[0] or node.args.count(own[0]) != 1:
         return False
     if name == "div":
@@ -164,17 +166,17 @@ class Weights:
     def _through(self, node: Node, operand: Node, weight: Any) -> Any:
         """What an operand counts, where the node's result counts `weight`."""
         name, call = operator_of(node), OperatorCall.of(node)
+        if name in ("add", "sub") and call.argument("other") is call.argument("input"):
+            return self._call("mul", weight, 2.0 if name == "add" else 0.0)
         if name == "neg" or (name == "sub" and operand is call.argument("other")):
             return self._call("mul", weight, -1.0)
-        if name == "add" and call.argument("other") is call.argument("input"):
-            return self._call("mul", weight, 2.0)
         if name == "mul":
-            (other,) = [argument for argument in node.args if argument is not operand]
+            (other,) = [each for each in (call.argument("input"), call.argument("other")) if each is not operand]
             return self._call("mul", weight, self._factor(other, operand))
         if name == "div":
             return self._call("div", weight, self._factor(call.argument("other"), operand))
         if name in ("sum", "mean"):
-            return self._reduced(call, operand, name, weight)
+            return self._reduced(node, operand, name, weight)
         if name == "masked_fill":
             kept = self._factor(self.emit("logical_not", (call.argument("mask"),)), operand)
             return self._call("mul", weight, kept)
@@ -184,8 +186,11 @@ class Weights:
             return self.emit("reshape", (whole, sizes[1]))
         return weight
 
-    def _reduced(self, call: OperatorCall, operand: Node, name: str, weight: Any) -> Any:
+    def _reduced(self, node: Node, operand: Node, name: str, weight: Any) -> Any:
+        call = OperatorCall.of(node)
         dims = _dims(call, len(shape_of(operand))) or ()
+        if isinstance(weight, Node) and 0 < len(shape_of(weight)) < len(shape_of(node)):
+            weight = self.emit("expand", (weight, tuple(map(self.size, shape_of(node)))))
         if isinstance(weight, Node) and shape_of(weight) and not call.argument("keepdim", False):
             for dim in sorted(dims):
                 weight = self.emit("unsqueeze", (weight, dim))
