@@ -32,6 +32,7 @@ from fxpasses.loss.rewrite import Rewrite
 from fxpasses.loss.spelling import spell_out
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
+from fxpasses.units import size
 
 
 class ChunkLoss:
@@ -75,14 +76,16 @@ class ChunkLoss:
                 continue
             report.changed = True
             own = int(first.meta["example_value"].shape[-1])
-            report.changes.append(f"{len(region.products)} products with {own:,} columns → in chunks of rows")
+            count = len(region.products)
+            report.changes.append(f"{count} product{'s' * (count > 1)} with {own:,} columns → in chunks of rows")
             columns = max(columns, own)
             if all(found is not None for found in sizes):
                 rows += torch.Size(sizes[0][:-1]).numel()  # type: ignore[index]
                 saved += sum(_bytes(region.products[at].node, found) for at, found in enumerate(sizes))
         if report.changed:
             report.figures = {"columns": columns, "rows": rows, "logits_bytes": saved}
-            report.summary = f"logits of {columns:,} columns never stand in full"
+            how_many = f"{rows:,} × {columns:,} logits ({size(saved)})" if rows else f"logits of {columns:,} columns"
+            report.summary = f"{how_many} never stand in full"
         return report
 
 

@@ -268,7 +268,7 @@ def test_the_option_and_the_report() -> None:
     assert not any(report.changed for report in reports_of(record, "chunk_loss"))
     record = assert_same(Head(heads.mean), BATCHES[:1], tolerance=1e-5)
     (report,) = reports_of(record, "chunk_loss")
-    assert report.summary == f"logits of {COLUMNS} columns never stand in full"
+    assert report.summary == f"21 × {COLUMNS} logits (3.3 KiB) never stand in full"
     assert report.figures == {"columns": COLUMNS, "rows": 21, "logits_bytes": 21 * COLUMNS * 4}
     record = assert_same(Head(heads.logits_returned), BATCHES[:1])
     (refusal,) = reports_of(record, "chunk_loss")[0].refusals
