@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 import fxpasses.loss.operators  # noqa: F401 - defines the operators
@@ -19,14 +19,15 @@ from fxpasses.graph.aliases import storages, written_operands
 from fxpasses.graph.building import NodeBuilder, replace_operand
 from fxpasses.graph.calls import CASTS, VIEWS, is_pointwise, operator_of
 from fxpasses.graph.gradients import requiring
-from fxpasses.graph.modes import Regions, autocast_regions, modes
+from fxpasses.graph.modes import autocast_regions, modes
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region as MainGraph
 from fxpasses.graph.symbols import is_unbacked
+from fxpasses.loss.body import Body
 from fxpasses.loss.forms import Form, refused
 from fxpasses.loss.region import LossRegion, Product, transformed
-from fxpasses.loss.row_program import Result, RowProgram, register
+from fxpasses.loss.row_program import register
 from fxpasses.loss.tail import Tail, Weights, find_tail
 from fxpasses.report import Reason
 from fxpasses.rows.nodes import is_tensor, shape_of
@@ -101,7 +102,7 @@ class Rewrite:
         self.xs = xs = [self._rows_of(product) for product in self.region.products]
         self.known_sizes += xs
         ws = [self._weight_of(product) for product in self.region.products]
-        body = _Body(self, xs)
+        body = Body(self, xs)
         program, rows, shared = body.run()
         xs, ws = body.of_products(xs), body.of_products(ws)
         key = register(program)
@@ -264,9 +265,9 @@ class Rewrite:
         """An operand that is broadcast to values of a form: [N, ...] if it has rows; and whether it has."""
         node = self.there(node)
         shape, emit = shape_of(node), self.emit
-        shape = (1,) * (form.ndim - len(shape)) + shape
+        shape = (sympy.Integer(1),) * (form.ndim - len(shape)) + shape
         rows, rest = shape[: form.lead], shape[form.lead :]
-        if any(not size.is_Integer for size in map(_sympified, rest)):
+        if any(not size.is_Integer for size in rest):
             raise refused(node, "has columns whose number depends on the batch")
         rest = tuple(map(int, rest))
         if all(size == 1 for size in rows):
@@ -301,146 +302,6 @@ class Rewrite:
         for node in sorted(inside, key=self.order.__getitem__, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
-
-
-class _Body:
-    """Writes the program of a region; a `Writer`."""
-
-    def __init__(self, rewrite: Rewrite, xs: Sequence[Node]) -> None:
-        self.rewrite, self.region, self.xs = rewrite, rewrite.region, xs
-        self.graph = Graph()
-        self.products: list[Node] = []
-        self.rows: dict[Node, Node] = {}  # placeholders, by the operand that they stand for
-        self.shared: dict[Node, Node] = {}
-        self.values: dict[Node, Node] = {}
-        self.autocast: list[tuple[tuple[Any, ...], Node]] = []
-
-    def run(self) -> tuple[RowProgram, list[Node], list[Node]]:
-        """The program, and its operands with rows and without."""
-        region, leaving = self.region, self.rewrite.leaving
-        for product, x in zip(region.products, self.xs, strict=True):
-            example = product.node.meta["example_value"]
-            with self.rewrite.fake_mode:
-                logits = torch.empty(
-                    x.meta["example_value"].shape[0], example.shape[-1], dtype=example.dtype, device=example.device
-                )
-            self.products.append(self._placeholder(f"logits_{len(self.products)}", logits))
-            self.values[product.node] = self.products[-1]
-        around = autocast_regions(self.rewrite.graph)
-        for product in region.products:
-            if product.bias is not None:
-                self._enter(around[product.node], product.node)
-                form = region.forms[product.node]
-                assert isinstance(form, Form)
-                bias = self.operand(product.bias, form)
-                if bias.meta["example_value"].dtype != product.node.meta["example_value"].dtype:
-                    bias = self.emit("to", (bias, product.node.meta["example_value"].dtype))
-                self._note(product.node, self.emit("add", (self.values[product.node], bias)))
-        for step in region.steps:
-            self._enter(step.autocast, step.node)
-            self._note(step.node, step.rule.write(self))
-        self._enter((), leaving[0])
-        results = [self.values[node] for node in leaving]
-        self.graph.output(tuple(results))
-        self._order()
-        flows = self.flows = self._trained(results)
-        body = GraphModule({}, self.graph, class_name="Rows")
-        trained = self.rewrite.trained
-        found = tuple(self._result(value, node, node in trained) for value, node in zip(results, leaving, strict=True))
-        program = RowProgram(body, len(self.products), len(self.rows), len(self.shared), found, self.rewrite.inductor)
-        return program, self._given(self.rows.items(), flows), self._given(self.shared.items(), flows)
-
-    def of_products(self, operands: Sequence[Node]) -> list[Node]:
-        """The operands of products, as those of the program."""
-        return self._given(zip(operands, self.products, strict=True), self.flows)
-
-    def _result(self, value: Node, node: Node, differentiable: bool) -> Result:
-        example, form = value.meta["example_value"], self.region.forms[node]
-        assert isinstance(form, Form)
-        if example.dtype != node.meta["example_value"].dtype or tuple(example.shape[1:]) != form.sizes:
-            raise refused(node, "is not what it was, row by row")
-        return Result(form.sizes, example.dtype, differentiable)
-
-    def _note(self, node: Node, value: Node) -> None:
-        self.values[node] = self.emit("detach", (value,)) if self._stops_gradients(node) else value
-
-    def _stops_gradients(self, node: Node) -> bool:
-        requires_grad = self.rewrite.requires_grad
-        is_stopped = is_tensor(node) and _is_floating(node) and not requires_grad(node)
-        return is_stopped and any(map(requires_grad, node.all_input_nodes))
-
-    def _trained(self, results: Sequence[Node]) -> set[Node]:
-        """The nodes through which gradients of the trained results flow."""
-
-        def operands(node: Node) -> list[Node]:
-            return [] if node.target == "detach" or not _is_floating(node) else node.all_input_nodes
-
-        if not self.rewrite.is_trained:
-            return set()
-        trained = [
-            value for value, node in zip(results, self.rewrite.leaving, strict=True) if node in self.rewrite.trained
-        ]
-        return set(reached(trained, operands))
-
-    def _given(self, operands: Iterable[tuple[Node, Node]], trained: set[Node]) -> list[Node]:
-        """The operands for some placeholders: detached where eager mode gives them no gradient, as 0 would be one."""
-        return [
-            operand
-            if placeholder in trained or not self.rewrite.requires_grad(operand)
-            else self.rewrite.emit("detach", (operand,))
-            for operand, placeholder in operands
-        ]
-
-    # Writer
-
-    def value(self, node: Node) -> Node:
-        return self.values[node]
-
-    def operand(self, node: Node, form: Form) -> Node:
-        if form.chosen is None and self.region.forms[self.rewrite.leaving[0]].chosen is not None:  # type: ignore[union-attr]
-            found, has_rows = self.rewrite.operand(node, form)
-            if has_rows:
-                raise refused(node, "has rows of which a part is chosen later")
-        else:
-            found, has_rows = self.rewrite.operand(node, form)
-        kind = self.rows if has_rows else self.shared
-        if found not in kind:
-            name = f"{'row' if has_rows else 'shared'}_{len(kind)}"
-            kind[found] = self._placeholder(name, found.meta["example_value"])
-        return kind[found]
-
-    def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-        return self.builder(target, args, kwargs)
-
-    def _placeholder(self, name: str, example: Any) -> Node:
-        node = self.graph.placeholder(name)
-        node.meta["example_value"] = example
-        return node
-
-    def _enter(self, regions: Regions, origin: Node) -> None:
-        """Be in the given autocast regions."""
-        shared = 0
-        while shared < min(len(regions), len(self.autocast)) and self.autocast[shared][0] == regions[shared]:
-            shared += 1
-        while len(self.autocast) > shared:
-            self.graph.call_function(_exit_autocast, (self.autocast.pop()[1],))
-        for arguments in regions[shared:]:
-            self.autocast.append((arguments, self.graph.call_function(_enter_autocast, arguments)))
-        self.builder = NodeBuilder(self.graph, self.rewrite.fake_mode, origin, autocast=regions)
-
-    def _order(self) -> None:
-        """Placeholders first: products, operands with rows, those without."""
-        first = next(iter(self.graph.nodes))
-        for node in reversed([*self.products, *self.rows.values(), *self.shared.values()]):
-            if node is not first:
-                first.prepend(node)
-                first = node
-
-
-def _sympified(size: Any) -> Any:
-    import sympy
-
-    return sympy.sympify(size)
 
 
 def _times(one: Any, other: Any, emit: NodeBuilder) -> Any:
