@@ -21,7 +21,7 @@ from torch import Tensor
 from fxpasses.loss.row_program import RowProgram, Wanted
 
 # Measured on a CPU (bench case `loss_head`): with fewer rows products wait for the weight; more bytes gain nothing.
-CHUNK_BYTES, _LEAST_ROWS = 32 << 20, 128
+CHUNK_BYTES, _LEAST_ROWS = 48 << 20, 128
 _BLOCK = 4096  # columns whose products are added at a time, where they are added in another dtype
 
 
