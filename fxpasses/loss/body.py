@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.modes import Regions, autocast_regions
@@ -155,5 +156,6 @@ class Body:
 
 
 def is_floating(node: Node) -> bool:
-    example = node.meta.get("example_value")
-    return isinstance(example, torch.Tensor) and example.is_floating_point()
+    """Whether a node, or one of its results, may carry a gradient."""
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves)

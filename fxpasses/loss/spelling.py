@@ -29,6 +29,7 @@ _OF_CLASSES = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
 
 def spell_out(main: Region, fake_mode: Any, reached: Set[Node], least: int) -> None:
     """Spell out the losses among `reached`, the nodes that depend on logits of at least `least` columns."""
+    reached = set(reached)
     around, before = autocast_regions(main.gm.graph), modes(main.gm.graph)
     given = {storage for node in main.gm.graph.nodes if not node.op.startswith("call") for storage in storages(node)}
     for node in list(main.gm.graph.nodes):
@@ -48,6 +49,7 @@ def spell_out(main: Region, fake_mode: Any, reached: Set[Node], least: int) -> N
             elif name in ("sum", "mean"):
                 spelled = _reduced(node, name, least, emit)
         if spelled is not None:
+            reached.add(spelled)
             node.replace_all_uses_with(spelled)
             erase_unused([node], lambda unused: unused in reached)
 

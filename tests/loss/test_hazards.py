@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpasses.loss import chunks, region, row_program
 from tests.loss.heads import COLUMNS, HIDDEN, entropy
-from tests.support import assert_same, compiled, results
+from tests.support import assert_same, compiled, reports_of, results
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +194,15 @@ def mean_of_parts_and_parts(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> A
     return ((found * kept).sum(1) / kept.sum(1)).mean(), found.detach() * kept
 
 
+def only_the_best(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
+    """All gradients go through one of two results."""
+    return m.head(x).topk(3).values.sum(-1).square().mean()
+
+
+def written_twice(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
+    return spread((m.head(x) * 1.0).mul_(0.9).add_(0.1)).mean()
+
+
 def of_labelled_tokens(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
     """In one batch none is labelled: a mean over nothing."""
     kept = t != -100
@@ -206,7 +215,8 @@ PROGRAMS = [
     a_part_of_other_rows, rows_returned_in_one, itself_subtracted, weights_of_lower_rank, divided_by_what_logits_give,
     less_their_mean, a_result_inside_of_another, factor_by_name, labels_of_another_head, compared_with_a_parameter,
     dtype_of_another, written_by_relu, counted_from_the_end, between_two, by_their_signs, one_row_for_all,
-    one_row_by_index, bits, columns_by_a_size, mean_of_parts_and_parts, of_labelled_tokens,
+    one_row_by_index, bits, columns_by_a_size, mean_of_parts_and_parts, only_the_best,
+    written_twice, of_labelled_tokens,
 ]  # fmt: skip
 
 
@@ -242,6 +252,12 @@ def _with_gradients_of(run: Any, model: nn.Module) -> Any:
             return run(*inputs)
 
     return Run()
+
+
+@pytest.mark.parametrize("program", [only_the_best, written_twice])
+def test_what_is_taken(program: Any) -> None:
+    record = assert_same(Model(program).double(), [batch(3, 6)], tolerance=1e-9, loss="chunks")
+    assert any(report.changed for report in reports_of(record, "chunk_loss"))
 
 
 def test_live_rows_then_a_reference_without_gradients() -> None:
