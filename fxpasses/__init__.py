@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from fxpasses import inspect
     from fxpasses.compiling import compile
     from fxpasses.default_options import set_default_options
+    from fxpasses.experts.runtime.idle_experts import skip_idle_experts
     from fxpasses.fastpack import fastpack_backend
     from fxpasses.integrations.inductor_hooks import inductor_options
     from fxpasses.integrations.trainer import FastpackCallback
     from fxpasses.runtime.attention.stats import attention_stats
-    from fxpasses.runtime.idle_experts import skip_idle_experts
     from fxpasses.runtime.offload.stats import offload_stats
     from fxpasses.runtime.prefetching import prefetch
     from fxpasses.runtime.row_stats import row_stats
@@ -56,7 +56,7 @@ _HOMES = {
     "prefetch": "fxpasses.runtime.prefetching",
     "row_stats": "fxpasses.runtime.row_stats",
     "set_default_options": "fxpasses.default_options",
-    "skip_idle_experts": "fxpasses.runtime.idle_experts",
+    "skip_idle_experts": "fxpasses.experts.runtime.idle_experts",
 }
 
 

@@ -24,10 +24,11 @@ from fxpasses.capture.failures import CaptureRejected, FeatureRejected, Rejected
 from fxpasses.capture.trace import Trace
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.containment import contained, error_text, is_unsaid, say
+from fxpasses.experts.branches import BRANCHES
+from fxpasses.experts.group_experts import GroupExperts
 from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
-from fxpasses.graph.speculation import BRANCHES
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
 from fxpasses.loss import lazy_outputs
 from fxpasses.loss.chunk_loss import ChunkLoss
@@ -40,7 +41,6 @@ from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
 from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.fold_layers import FoldLayers
-from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.passes.hoist_writes import WHOLE_PROGRAM, HoistWrites
 from fxpasses.passes.omit_masks import OmitMasks

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from fxpasses.collectives.as_written import uncompiled
+from fxpasses.experts.runtime import grouped_decompositions
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.outlining import WHOLE, Place
 from fxpasses.graph.regions import Region
@@ -21,7 +22,7 @@ from fxpasses.lowering_by_operator import backward_by_operator, forward_by_opera
 from fxpasses.options import Options
 from fxpasses.overwritten_inputs import SavingPartitioner, writes_in_place
 from fxpasses.report import OnReport, Report, in_each
-from fxpasses.runtime import grouped_decompositions, masked_writes
+from fxpasses.runtime import masked_writes
 from fxpasses.saved_order import may_save_objects
 from fxpasses.version import code_digest
 

@@ -35,7 +35,7 @@ class Context:
 
     example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
     shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass extracted one;
-    draft: its source. discharged: the numbers of the branches (`graph/speculation.py`) that passes have proved.
+    draft: its source. discharged: the numbers of the branches (`experts/branches.py`) that passes have proved.
     pass_name: of the pass that gets this context.
     """
 

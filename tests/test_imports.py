@@ -16,8 +16,9 @@ MAY_IMPORT = {
     "runtime": set(),
     "collectives": {"graph"},
     "passes": {"graph", "runtime", "pipeline"},
-    "capture": {"graph", "runtime", "ddp_buckets"},
-    "rows": {"graph", "runtime", "passes", "capture", "pipeline"},
+    "capture": {"graph", "runtime", "experts", "ddp_buckets"},
+    "experts": {"graph", "runtime", "capture", "pipeline"},
+    "rows": {"graph", "runtime", "passes", "experts", "capture", "pipeline"},
     "loss": {"graph", "runtime", "rows", "capture", "pipeline"},
     "inspect": {"graph", "runtime", "capture", "pipeline", "ddp_buckets"},
 }

@@ -52,35 +52,80 @@ TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
 
 # The module of each feature's handlers, and the effect of its absence.
 FEATURES = {
-    Feature.FLOATS: ("float_arithmetic", "numbers computed in floating point may be rounded otherwise than by Python"),
-    Feature.HINTS: ("hints", "code that asks the batch for a number breaks the graph"),
-    Feature.MEMBERS: ("list_members", "`3 in lengths.tolist()` may take the wrong branch"),
-    Feature.CHUNKS: ("chunk_ranges", "`range(0, n, 64)` is compiled anew for each n"),
-    Feature.SLICES: ("slice_sizes", "slices whose bounds depend on the batch may break the graph"),
-    Feature.LAYOUTS: ("conv_layouts", "trimmed images in channels-last layout may be compiled for other strides"),
-    Feature.OUTPUTS: ("recorded_outputs", "transformers' recorded outputs of layers break the graph"),
-    Feature.STORES: ("stored_values", "what checkpointed layers store outside break the graph"),
-    Feature.SHARED: ("shared_tensors", "tensors that checkpointed layers share through a dict break the graph"),
-    Feature.GRADIENTS: ("required_gradients", "requiring the gradient of an intermediate breaks the graph"),
-    Feature.OUT: ("out_arguments", "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph"),
-    Feature.ROPE: ("rope_indices", "`get_rope_index` of vision-language models breaks the graph"),
-    Feature.CTC: ("ctc_losses", "`F.ctc_loss` with lengths in tensors breaks the graph"),
-    Feature.PADDED: ("padded_sequences", "`pad_sequence` compiles for each order of the lengths"),
-    Feature.STRIDES: ("strides_in_backward", "`.stride()` in the backward of a function may break the graph"),
-    Feature.RANDOM: ("random_numbers", "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0"),
-    Feature.WARNINGS: ("shown_once", "`warnings.warn(...)` breaks the graph"),
-    Feature.BUFFERS: ("unmoved_buffers", "`self.buffer = self.buffer.to(x.device)` breaks the graph"),
-    Feature.SCALARS: ("scalar_indices", "tuples of integer tensors in an index fail"),
-    Feature.STRINGS: ("lazy_strings", 'f"{x.shape[0]} tokens" is compiled anew for each size'),
-    Feature.OPERANDS: ("repeated_operands", "one tensor for two operands of an autograd function breaks the graph"),
-    Feature.FUNCTIONS: ("function_numbers", "an autograd function that reads a number ends the capture of the model"),
-    Feature.PLANS: ("block_plans", "BigBird's random blocks, drawn from a constant seed, break the graph"),
-    Feature.SPECULATION: ("speculation_handlers", "loops that skip experts without tokens break the graph"),
-    Feature.NUMPY: ("numpy_counts", "loops over counts that went through NumPy break the graph"),
-    Feature.LISTS: ("grown_lists", "lists that grow only for experts with tokens break the graph"),
-    Feature.INDICES: ("index_lists", "an expert's tokens as a list of indices break the graph"),
-    Feature.HOOKS: ("repeated_hooks", "a model whose checkpointing is switched off and on compiles again each time"),
-    Feature.WRITES: ("checkpoint_writes", "what checkpointed layers write to buffers is written once"),
+    Feature.FLOATS: (
+        "fxpasses.capture.float_arithmetic",
+        "numbers computed in floating point may be rounded otherwise than by Python",
+    ),
+    Feature.HINTS: ("fxpasses.capture.hints", "code that asks the batch for a number breaks the graph"),
+    Feature.MEMBERS: ("fxpasses.capture.list_members", "`3 in lengths.tolist()` may take the wrong branch"),
+    Feature.CHUNKS: ("fxpasses.capture.chunk_ranges", "`range(0, n, 64)` is compiled anew for each n"),
+    Feature.SLICES: ("fxpasses.capture.slice_sizes", "slices whose bounds depend on the batch may break the graph"),
+    Feature.LAYOUTS: (
+        "fxpasses.capture.conv_layouts",
+        "trimmed images in channels-last layout may be compiled for other strides",
+    ),
+    Feature.OUTPUTS: ("fxpasses.capture.recorded_outputs", "transformers' recorded outputs of layers break the graph"),
+    Feature.STORES: ("fxpasses.capture.stored_values", "what checkpointed layers store outside break the graph"),
+    Feature.SHARED: (
+        "fxpasses.capture.shared_tensors",
+        "tensors that checkpointed layers share through a dict break the graph",
+    ),
+    Feature.GRADIENTS: (
+        "fxpasses.capture.required_gradients",
+        "requiring the gradient of an intermediate breaks the graph",
+    ),
+    Feature.OUT: (
+        "fxpasses.capture.out_arguments",
+        "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph",
+    ),
+    Feature.ROPE: ("fxpasses.capture.rope_indices", "`get_rope_index` of vision-language models breaks the graph"),
+    Feature.CTC: ("fxpasses.capture.ctc_losses", "`F.ctc_loss` with lengths in tensors breaks the graph"),
+    Feature.PADDED: ("fxpasses.capture.padded_sequences", "`pad_sequence` compiles for each order of the lengths"),
+    Feature.STRIDES: (
+        "fxpasses.capture.strides_in_backward",
+        "`.stride()` in the backward of a function may break the graph",
+    ),
+    Feature.RANDOM: (
+        "fxpasses.capture.random_numbers",
+        "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0",
+    ),
+    Feature.WARNINGS: ("fxpasses.capture.shown_once", "`warnings.warn(...)` breaks the graph"),
+    Feature.BUFFERS: ("fxpasses.capture.unmoved_buffers", "`self.buffer = self.buffer.to(x.device)` breaks the graph"),
+    Feature.SCALARS: ("fxpasses.capture.scalar_indices", "tuples of integer tensors in an index fail"),
+    Feature.STRINGS: ("fxpasses.capture.lazy_strings", 'f"{x.shape[0]} tokens" is compiled anew for each size'),
+    Feature.OPERANDS: (
+        "fxpasses.capture.repeated_operands",
+        "one tensor for two operands of an autograd function breaks the graph",
+    ),
+    Feature.FUNCTIONS: (
+        "fxpasses.capture.function_numbers",
+        "an autograd function that reads a number ends the capture of the model",
+    ),
+    Feature.PLANS: (
+        "fxpasses.capture.block_plans",
+        "BigBird's random blocks, drawn from a constant seed, break the graph",
+    ),
+    Feature.SPECULATION: (
+        "fxpasses.experts.capture.speculation_handlers",
+        "loops that skip experts without tokens break the graph",
+    ),
+    Feature.NUMPY: (
+        "fxpasses.experts.capture.numpy_counts",
+        "loops over counts that went through NumPy break the graph",
+    ),
+    Feature.LISTS: (
+        "fxpasses.experts.capture.grown_lists",
+        "lists that grow only for experts with tokens break the graph",
+    ),
+    Feature.INDICES: (
+        "fxpasses.experts.capture.index_lists",
+        "an expert's tokens as a list of indices break the graph",
+    ),
+    Feature.HOOKS: (
+        "fxpasses.capture.repeated_hooks",
+        "a model whose checkpointing is switched off and on compiles again each time",
+    ),
+    Feature.WRITES: ("fxpasses.capture.checkpoint_writes", "what checkpointed layers write to buffers is written once"),
 }
 
 # The trace of the frame that this thread traces for this package's backend; None while it traces none.
@@ -200,7 +245,7 @@ def off_in(rows: Iterable[Row]) -> frozenset[Feature]:
 
 
 def _handlers_of(feature: Feature) -> list[Handler]:
-    module = f"fxpasses.capture.{FEATURES[feature][0]}"
+    module = FEATURES[feature][0]
     try:
         return importlib.import_module(module).handlers
     except (AttributeError, ImportError) as error:

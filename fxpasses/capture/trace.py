@@ -32,15 +32,15 @@ from fxpasses.capture.dynamo_names import in_short, is_in_try, user_place
 from fxpasses.capture.failures import Failure, is_ours
 from fxpasses.capture.partial_graph import NotKnown, PartialGraph, input_of
 from fxpasses.capture.size_defaults import SizeDefaults
-from fxpasses.graph.speculation import SpeculatedBranch
+from fxpasses.experts.branches import SpeculatedBranch
 from fxpasses.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
-    from fxpasses.capture.numpy_counts import NumpyCounts
     from fxpasses.capture.required_gradients import RequiredGradients
     from fxpasses.capture.shared_tensors import SharedTensors
-    from fxpasses.capture.speculation import Speculation
     from fxpasses.capture.stored_values import StoredValues
+    from fxpasses.experts.capture.numpy_counts import NumpyCounts
+    from fxpasses.experts.capture.speculation import Speculation
 
 _MOST_QUESTIONS = 8  # of one place: as many as Dynamo keeps graphs of a frame, and each may make another
 
@@ -128,11 +128,11 @@ class Trace:
         self._choosing = False  # whether the question that is being answered is a choice
         self.sizes = SizeDefaults(self)
         if self.has(Feature.SPECULATION):  # each of these modules imports private names that torch may lack
-            from fxpasses.capture.speculation import Speculation
+            from fxpasses.experts.capture.speculation import Speculation
 
             self.speculation = Speculation(self.answers, attempt.given_up)
         if self.has(Feature.NUMPY):
-            from fxpasses.capture.numpy_counts import NumpyCounts
+            from fxpasses.experts.capture.numpy_counts import NumpyCounts
 
             self.numpy = NumpyCounts(self.speculation)
         if self.has(Feature.STORES):

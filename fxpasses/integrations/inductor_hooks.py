@@ -24,11 +24,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from fxpasses import inspect
+from fxpasses.experts.group_experts import GroupExperts
 from fxpasses.graph.provenance import input_sources
 from fxpasses.options import PREFIX, Options
 from fxpasses.partitioner import Partitioner
 from fxpasses.passes.coalesce_reads import CoalesceReads
-from fxpasses.passes.group_experts import GroupExperts
 from fxpasses.passes.split_topk import SplitTopk
 from fxpasses.pipeline import Pass, run_passes
 from fxpasses.version import __version__

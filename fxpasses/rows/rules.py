@@ -16,9 +16,9 @@ from typing import Any, cast
 from torch import Tensor
 from torch.fx import Node
 
+from fxpasses.experts.rowwise_rules import ALONG
 from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.experts.rowwise_rules import ALONG
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed, whole_index
 from fxpasses.rows.products import PRODUCTS, tags_of_product
 from fxpasses.rows.routing import Routing, is_inside

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 import fxpasses.inspect
+from fxpasses.experts.runtime import grouped_triton
 from fxpasses.graph import prologue as building
 from fxpasses.loss import region, row_program
 from fxpasses.report import Reason
-from fxpasses.runtime import grouped_triton
 from fxpasses.runtime.attention import operators
 from tests.cuda_code.absent_device import AbsentDevice, absent_device
 from tests.cuda_code.generating import Code, collecting, generate
 from tests.end_to_end.test_training_step import Decoder, batches
+from tests.experts.models import HIDDEN, Moe
+from tests.experts.spellings import SPELLINGS
 from tests.loss.heads import COLUMNS, Head, batch, mean
-from tests.passes.expert_models import HIDDEN, Moe
-from tests.passes.expert_spellings import SPELLINGS
 from tests.support import HOST_READS, reports_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

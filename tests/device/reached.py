@@ -25,9 +25,9 @@ DATA = ROOT / "build" / "device-coverage"
 # The longest first. The tests of the runtime and of passes run on the CPU: most of the runtime is the same for both.
 PARTS = {
     "offload": ["tests/device/test_offload_*.py"],
-    "runtime": ["tests/runtime", "--ignore=tests/runtime/test_grouped_triton.py"],
+    "runtime": ["tests/runtime", "--ignore=tests/experts/test_grouped_triton.py"],
     "races": ["tests/device/test_races_*.py"],
-    "triton": ["tests/runtime/test_grouped_triton.py"],
+    "triton": ["tests/experts/test_grouped_triton.py"],
     "passes": [
         "tests/passes/test_hoist_metadata.py", "tests/passes/test_prologue_on_device.py",
         "tests/graph/test_capturability.py", "tests/test_data.py",

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fxpasses
 from fxpasses import backend
+from fxpasses.experts.runtime import grouped_kernels
 from fxpasses.inspect.cli import main
 from fxpasses.passes import omit_masks
 from fxpasses.report import Reason
-from fxpasses.runtime import grouped_kernels
 from fxpasses.runtime.attention import dense, flash
 from fxpasses.runtime.attention import operators as attention
 from fxpasses.runtime.batch_cache import batch_cache
@@ -292,7 +292,7 @@ def test_products_of_no_rows_do_not_wait_for_their_offsets():
 
 
 def test_triton_launches_on_the_device_of_the_operands():
-    grouped_triton = pytest.importorskip("fxpasses.runtime.grouped_triton")
+    grouped_triton = pytest.importorskip("fxpasses.experts.runtime.grouped_triton")
     for device in ("sim:0", "sim:1"):
         with grouped_triton._on(torch.device(device)):
             assert torch.accelerator.current_device_index() == torch.device(device).index

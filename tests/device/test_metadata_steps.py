@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 from fxpasses.data import PrefetchLoader
-from fxpasses.runtime import grouped_kernels, grouped_ways
+from fxpasses.experts.runtime import grouped_kernels, grouped_ways
 from fxpasses.runtime.batch_cache import batch_cache
 from fxpasses.runtime.prefetching import keep_host_copies
 from fxpasses.runtime.transfers import to_device

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
-import fxpasses.runtime.grouped_linear  # noqa: F401 - registers operators
+import fxpasses.experts.runtime.grouped_linear  # noqa: F401 - registers operators
 from fxpasses.cuda_graphs import Capturability, NumberInput, Obstruction
 from fxpasses.graph.capturability import capturability
 from tests.support import captured

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxpasses.experts.runtime.grouped_linear import grouped_mm_covering, grouped_mm_list
 from fxpasses.graph.flops import flops_of
-from fxpasses.runtime.grouped_linear import grouped_mm_covering, grouped_mm_list
 
 ROWS, DEPTH, WIDTH, EXPERTS = 12, 16, 32, 3
 

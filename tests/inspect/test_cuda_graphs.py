@@ -22,9 +22,9 @@ from fxpasses.inspect.summary import summary
 from fxpasses.inspect.text import Style, report
 from tests.end_to_end import test_flash_path as flash_path
 from tests.end_to_end import test_training_step as training_step
+from tests.experts.models import HIDDEN, Moe
+from tests.experts.spellings import SPELLINGS
 from tests.inspect.programs import recorded, refused
-from tests.passes.expert_models import HIDDEN, Moe
-from tests.passes.expert_spellings import SPELLINGS
 from tests.support import assert_same, compiled
 
 both_kinds = pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])

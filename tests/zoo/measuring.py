@@ -20,7 +20,7 @@ from bench.counting import HOST_READS, counted
 
 LOWERING = "aot_eager"
 # Where kernels in Python take offsets to the host; transformers has one for what `F.grouped_mm` does not compile.
-KERNELS = ("fxpasses.runtime.grouped_kernels", "transformers.integrations.moe")
+KERNELS = ("fxpasses.experts.runtime.grouped_kernels", "transformers.integrations.moe")
 Numbers = dict[str, torch.Tensor]
 
 

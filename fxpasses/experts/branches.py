@@ -1,0 +1,100 @@
+"""Branches that run only for experts with tokens, captured as if every expert had some.
+
+    if tok.numel() == 0: continue        if mask.any(): ...        for e in hit: ...
+
+The trace takes the branch (`experts/capture/speculation.py`), and a `SpeculatedBranch` records the obligation: without
+tokens, the branch must have no effect. A pass that proves this returns the branch's number
+(`pipeline.Context.discharged`). If no pass does, the frame is traced again without the branch. Nodes of the graph refer
+to branches by number, in their `meta`, which copies of a graph keep.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxpasses.experts.routing_facts import is_integer
+from fxpasses.graph.aliases import written_operands
+
+BRANCHES = "fxpasses_branches"  # in a graph module's meta: its speculated branches; in a node's: (number, role) of each
+INSIDE = "inside"  # made by the branch
+CONDITION = "condition"  # the tensor that the branch's condition reads
+PART = "part"  # the tensor that the branch appended to a list, which is concatenated later
+READ = "read"  # a number that was read from an array
+BEFORE, AFTER = "before", "after"  # followed by the index of a live-out: its value before the branch, and after
+
+
+@dataclass(eq=False)
+class SpeculatedBranch:
+    """number: by which nodes refer to the branch. where: `file.py:12`.
+
+    The program skips the branch if the condition does not hold. kind says what the condition is:
+
+    - "count": the node marked CONDITION has a nonzero element; `symbol` is the number of these, or the element.
+    - "end": element `index` of the node marked CONDITION, `symbol`, differs from the element before it, `empty`.
+    - "tensor": the truth value of the node marked CONDITION is `truth`.
+    - "hit": `index` is among the experts that the node marked CONDITION lists.
+    - "numbers": no condition, and no branch: NumPy's integers were treated as Python's
+    (`experts/capture/numpy_counts.py`). The
+      obligation is discharged when the graph no longer contains a node marked READ.
+
+    live_outs: the number of live variables that hold another tensor after the branch. parts: the number of tensors that
+    the branch appended to lists. Each list is concatenated once, and otherwise only tested for emptiness, assuming that
+    it is not empty, so some expert must have tokens. ended: whether the trace reached the branch's post-dominator with
+    the rest of Python's state unchanged; else the branch cannot be proved.
+    """
+
+    number: int
+    kind: str
+    where: str
+    symbol: Any = None
+    empty: Any = 0
+    truth: bool = True
+    index: int = 0
+    live_outs: int = 0
+    parts: int = 0
+    ended: bool = False
+
+
+def mark(node: Node, branch: SpeculatedBranch, role: str) -> None:
+    node.meta.setdefault(BRANCHES, []).append((branch.number, role))
+
+
+def marks(node: Node) -> list[tuple[int, str]]:
+    return node.meta.get(BRANCHES, [])
+
+
+def sets_gradients(node: Node) -> bool:
+    """Whether a node is the beginning or the end of `with torch.no_grad():`, as Dynamo writes them."""
+    return node.op == "call_function" and node.target is torch._C._set_grad_enabled and len(node.args) == 1
+
+
+class Marked:
+    """The nodes of a graph that have a role in a branch, that write integers, or that switch gradients on or off.
+
+    gradients: whether gradients are on where the graph begins, None if that is not known.
+    """
+
+    def __init__(self, graph: Graph, gradients: bool | None = None) -> None:
+        self.gradients = gradients
+        self.position = {node: position for position, node in enumerate(graph.nodes)}
+        self.writing_integers = [node for node in graph.nodes if any(map(is_integer, written_operands(node)))]
+        self.setting_gradients = [node for node in graph.nodes if sets_gradients(node)]
+        self._nodes: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for key in marks(node):
+                self._nodes[key].append(node)
+
+    def all(self, number: int, role: str) -> list[Node]:
+        return self._nodes.get((number, role), [])
+
+    def first(self, number: int, role: str) -> Node | None:
+        return next(iter(self.all(number, role)), None)
+
+
+def branches_of(gm: GraphModule) -> dict[int, SpeculatedBranch]:
+    return {branch.number: branch for branch in gm.meta.get(BRANCHES, [])}

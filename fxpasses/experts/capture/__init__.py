@@ -1,0 +1,1 @@
+"""Loops over experts, while Dynamo traces: branches that skip an expert are speculated on."""

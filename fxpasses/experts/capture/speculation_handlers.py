@@ -1,0 +1,203 @@
+"""The handlers that begin, monitor and end speculated branches (`experts/capture/speculation.py`).
+
+Private names, checked on torch 2.11, 2.13 and 2.15, besides those of the handlers' sites: of `OutputGraph`,
+`random_calls` and `side_effects.tensor_hooks`; of the shape environment, `var_to_range` and `deferred_runtime_asserts`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from fxpasses.capture.hints import BUILTIN, TENSOR, TORCH_FUNCTION, is_asked, take
+from fxpasses.capture.interceptions import (
+    CONDITIONAL_JUMP,
+    NOT_HANDLED,
+    TRANSLATOR,
+    Handlers,
+    Place,
+    Proceed,
+    Site,
+    method,
+    opcodes,
+    resolve,
+    with_subclasses,
+)
+from fxpasses.capture.trace import Trace
+from fxpasses.experts.capture.assumed_values import choices_of, is_routing
+from fxpasses.experts.capture.speculation import Speculation, born, stamp
+
+_EFFECTS = "torch._dynamo.side_effects.SideEffects"
+_MARKS = "torch._dynamo.variables.base.ValueMutationNew", "torch._dynamo.variables.base.AttributeMutationNew"
+_ITERATORS = (
+    "torch._dynamo.variables.iter.IteratorVariable",
+    "torch._dynamo.variables.functions.LocalGeneratorObjectVariable",
+)
+# The methods that take elements from an iterator, in various versions of torch.
+_TAKING = ("next_variable", "tp_iternext_impl", "unpack_var_sequence", "force_unpack_var_sequence",
+           "force_apply_to_var_sequence", "gen_send_ex2", "call_method")  # fmt: skip
+
+handlers = Handlers()
+
+
+def _taking(kind: str) -> Site:
+    def places() -> list[Place]:
+        iterators = with_subclasses(resolve(kind))
+        return [(found, name) for found in iterators for name in _TAKING if name in vars(found)] or [(kind, "next")]
+
+    return Site(f"{kind}.next and the like", places)
+
+
+# Side effects of a branch
+
+
+@handlers.at(method(TRANSLATOR, "step"), order=2)
+def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
+    if tx.instruction_pointer is not None:
+        trace.speculation.before_step(tx)
+    return NOT_HANDLED
+
+
+@handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=2)
+def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
+    """A change of an object, the first argument; stores to cells are stores to attributes."""
+    trace.speculation.changed(born(args[0]))
+    return NOT_HANDLED
+
+
+@handlers.at(*map(_taking, _ITERATORS))
+def take_elements(trace: Trace, proceed: Proceed, iterator: Any, *args: Any, **kwargs: Any) -> Any:
+    trace.speculation.changed(born(iterator))
+    return NOT_HANDLED
+
+
+@handlers.at(*(method(kind, "__init__") for kind in (*_MARKS, *_ITERATORS)))
+def make(
+    trace: Trace, proceed: Proceed, self: Any, *args: Any, fxpasses_born: int | None = None, **kwargs: Any
+) -> None:
+    """Dynamo's iterators, and its marks on new objects, record when they were created. Clones copy that."""
+    proceed(self, *args, **kwargs)
+    stamp(self, fxpasses_born)
+
+
+# The beginning of a branch
+
+
+@handlers.at(CONDITIONAL_JUMP, order=2, without="`if tok.numel() > 0:` breaks the graph")
+def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    if not inst.opname.startswith("POP_JUMP") or not is_asked(tx):
+        return NOT_HANDLED
+    truth = trace.speculation.truth(tx, inst, tx.stack[-1], "IF_TRUE" in inst.opname)
+    return NOT_HANDLED if truth is None else take(tx, inst, truth)
+
+
+@handlers.at(method(BUILTIN, "call_bool"), order=2, without="`bool(mask.any())` breaks the graph")
+def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> Any:
+    """The jump decides the truth of a tensor that says whether an expert has tokens."""
+    if (
+        isinstance(arg, TensorVariable)
+        and is_routing(trace.speculation.values.routing, arg.as_proxy().node) is not None
+    ):
+        return arg.call_method(tx, "item", [], {})
+    return NOT_HANDLED
+
+
+@handlers.at(opcodes("GET_ITER"))
+def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    value = tx.stack[-1]
+    if isinstance(value, TensorVariable):
+        every = trace.speculation.all_experts(tx, value)
+        if every is not None:
+            tx.pop()
+            tx.push(every)
+    elif isinstance(value, TupleVariable):
+        trace.speculation.begin_list(tx, value)
+    return NOT_HANDLED
+
+
+@handlers.at(opcodes("FOR_ITER"))
+def for_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    place = tx.instruction_pointer - 1
+    result = proceed(tx, inst)
+    trace.speculation.begin_round(tx, place)
+    return result
+
+
+# Values that are known if all experts have tokens
+
+
+@handlers.at(opcodes("COMPARE_OP"), without="`ids == e` breaks the graph where e is a tensor")
+def compare(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    """`ids == e`, with a number in place of a known tensor of one element."""
+    if trace.speculation.values.of(tx.stack[-2]) is None:
+        tx.push(_number_or(trace.speculation, tx.pop()))
+    return NOT_HANDLED
+
+
+@handlers.at(method(BUILTIN, "call_function"), order=3, without="`mask[e]` breaks the graph where e is a tensor")
+def get_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """`mask[e]`, with a number in place of a known tensor of one element."""
+    if self.fn is not operator.getitem or len(args) != 2 or not _takes_numbers(args[0]):
+        return NOT_HANDLED
+    if trace.speculation.values.of(args[0]) is not None:
+        return NOT_HANDLED
+    return proceed(self, tx, [args[0], _number_or(trace.speculation, args[1])], kwargs)
+
+
+@handlers.at(method(TENSOR, "call_method"), order=1, without="`e.item()` breaks the graph")
+def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name in ("item", "tolist", "__index__", "__int__"):
+        value = trace.speculation.values.of(self)
+        if value is not None and value.numel() == 1 and (value.ndim == 0 or name != "tolist"):
+            return ConstantVariable.create(value.item())
+        every = trace.speculation.list_of_all_experts(tx, self) if name == "tolist" else None
+        if every is not None:
+            return every
+    return _counted(trace.speculation, tx, name, [self, *args], kwargs)
+
+
+@handlers.at(method(TORCH_FUNCTION, "call_function"), order=1, without="`torch.bincount(ids)` breaks the graph")
+def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    return _counted(trace.speculation, tx, getattr(self.value, "__name__", ""), args, kwargs)
+
+
+def _counted(speculation: Speculation, tx: Any, function: str, args: Any, kwargs: Any) -> Any:
+    """`torch.bincount(ids, minlength=E)` with size E, if the graph shows that the ids are below E.
+
+    Otherwise its size depends on the ids, so that a loop over it could not be unrolled.
+    """
+    if function != "bincount" or len(args) != 1 or set(kwargs) != {"minlength"}:
+        return NOT_HANDLED
+    (ids,), count = args, kwargs["minlength"]
+    if not isinstance(ids, TensorVariable) or not count.is_python_constant():
+        return NOT_HANDLED
+    node = ids.as_proxy().node
+    choices = choices_of(speculation.values.routing, node)
+    if choices is None or node.meta["example_value"].ndim != 1 or choices > count.as_python_constant():
+        return NOT_HANDLED
+    constant = ConstantVariable.create
+    zeros = ids.call_method(tx, "new_zeros", [count], {"dtype": constant(torch.int64)})
+    index = ids.call_method(tx, "long", [], {})
+    ones = index.call_method(tx, "new_ones", [index.call_method(tx, "size", [], {})], {})
+    return zeros.call_method(tx, "scatter_add", [constant(0), index, ones], {})
+
+
+def _takes_numbers(container: Any) -> bool:
+    """Whether a container treats an index that is a tensor of one element as a number; a dict does not."""
+    modules = (torch.nn.ModuleList, torch.nn.ParameterList, torch.nn.Sequential)
+    known = isinstance(container, (TensorVariable, ListVariable, TupleVariable))
+    return known or type(getattr(container, "value", None)) in modules
+
+
+def _number_or(speculation: Speculation, index: Any) -> Any:
+    if isinstance(index, TupleVariable):
+        items = [_number_or(speculation, item) for item in index.items]
+        return TupleVariable(items) if items != index.items else index
+    value = speculation.values.of(index)
+    if value is None or value.ndim != 0 or value.dtype.is_floating_point or value.dtype is torch.bool:
+        return index
+    return ConstantVariable.create(value.item())

@@ -1,0 +1,248 @@
+"""Whether one program at the end of a loop over experts may replace all branches.
+
+No other node may use the branches' rows, no node may write to their operands, and no node may use the results before
+all of them are complete.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from fxpasses.experts.anti_unification import Template
+from fxpasses.experts.assertions import Sizes
+from fxpasses.experts.loops import Loop
+from fxpasses.experts.row_partition import Cut, Spans
+from fxpasses.graph.aliases import AliasAnalysis, storages, written_operands
+from fxpasses.graph.calls import FACTORIES, operator_of
+from fxpasses.graph.effects import leaves
+from fxpasses.graph.modes import autocast_regions
+from fxpasses.graph.reachability import reached
+from fxpasses.graph.refusals import NotProved
+from fxpasses.graph.symbols import is_symbolic
+
+_GRAD_MODES = ("_set_grad_enabled", "set_grad_enabled")
+_MODES = ("_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+
+
+class Legality:
+    """One loop in its graph. inside: the nodes to erase with it. known: numbers that follow from the sizes of all rows.
+
+    at: the end of the loop that the program replaces. sizes: what is known about the numbers of rows.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        loop: Loop,
+        memory: AliasAnalysis,
+        templates: list[Template],
+        rows: set[Node],
+        cuts: Sequence[Cut | Spans],
+        sizes: Sizes,
+    ) -> None:
+        """rows: the nodes of the branches that hold rows. cuts: where the rows are sorted already, their bounds.
+
+        Raises `NotProved` where the loop may not be moved.
+        """
+        self.graph, self.loop, self.memory, self.sizes = graph, loop, memory, sizes
+        self.positions = memory.positions
+        own = {node for template in templates for node in template.nodes}
+        self._rows = rows.union(*(cut.nodes for cut in cuts), *(merge.parts for merge in loop.merges))
+        self._bounds = {node for cut in cuts for node in cut.nodes if cut.reads(node)}
+        self.known: dict[Node, int] = {}
+        scaffolding = self.assertions_on(self._rows, self.known)
+        shared = self._check_users(scaffolding, {total for cut in cuts for total in getattr(cut, "totals", ())})
+        # The span of the loop: from the first node that holds rows to the last end.
+        first = min(self.positions[node] for node in (*(self._rows - self._bounds), *loop.ends))
+        last = max(self.positions[node] for node in loop.ends)
+        self._check_between(first, last)
+        self._check_counts(cuts, last)
+        self._check_before(own, first)
+        self._check_buffer(own, first, last)
+        self.at = self._place(templates)
+        # The operands of the rows (masks, a weight of each expert) are erased with them, unless they have other users.
+        made = {node for node in own if node.op.startswith("call") and not written_operands(node)}
+        if shared:  # the bounds stay, and what is asserted of them
+            rows = self._rows - self._bounds
+            scaffolding = {node for node in scaffolding if self._follows(node, rows)}
+        self.inside = self._rows | scaffolding | made
+
+    def _check_users(self, scaffolding: set[Node], totals: set[Node]) -> bool:
+        """Whether other rows are cut at the same bounds, as for two projections of the same tokens."""
+        shared = False
+        for node in self._rows - totals:
+            for user in node.users:
+                if user in self._rows or user in self.loop.ends or user in scaffolding:
+                    continue
+                if node not in self._bounds or not _cuts(user):
+                    raise NotProved(f"`{user.name}` uses an expert's tokens as well", user)
+                shared = True
+        return shared
+
+    def _check_counts(self, cuts: Sequence[Cut | Spans], last: int) -> None:
+        """Raise `NotProved` if counts are written to between the program's reads and the end of the loop."""
+        for cut in cuts:
+            read = min((node for node in cut.nodes if cut.reads(node)), key=self.positions.__getitem__)
+            writer = self.memory.writer(cut.counts, read, None)
+            if writer is not None and self.positions[writer] <= last:
+                raise NotProved(f"`{writer.name}` writes to the counts", writer)
+
+    def _check_between(self, first: int, last: int) -> None:
+        for node in self.graph.nodes:
+            if not first <= self.positions[node] <= last or node in self.loop.ends:
+                continue
+            name = operator_of(node)
+            if name in _MODES or (name in _GRAD_MODES and not self._has_all_gradients()):
+                raise NotProved(f"`{name}` in the middle of the loop", node)
+            if written_operands(node) and node not in self._rows:
+                raise NotProved(f"`{node.name}` writes in the middle of the loop", node)
+
+    def _has_all_gradients(self) -> bool:
+        """Whether no result of differentiable operands lacks a gradient: `no_grad` in the loop covers queries alone."""
+        enabled = None
+        for node in self.graph.nodes:
+            if operator_of(node) in _GRAD_MODES:
+                enabled = node.args[0]
+            if node not in self._rows and node not in self.loop.ends:
+                continue
+            if written_operands(node) and enabled is not True:
+                return False
+            loses_gradient = operator_of(node) != "detach" and needs_gradient(node) is False
+            if loses_gradient and any(map(needs_gradient, node.all_input_nodes)):
+                return False
+        return True
+
+    def _check_before(self, own: set[Node], first: int) -> None:
+        """Raise `NotProved` if the nodes before the loop, which move to its end, compute something else there.
+
+        Either because memory that they use is written, or because another autocast casts their operands.
+        """
+        made = [node for node in own if node.op.startswith("call") and self.positions[node] < first]
+        regions = autocast_regions(self.graph)
+        end = regions[max(self.loop.ends, key=self.positions.__getitem__)]
+        for node in made:
+            if regions[node] != end and needs_gradient(node) is not None and operator_of(node) != "getitem":
+                raise NotProved(f"`{node.name}`, which the branches use, is computed in another autocast region", node)
+        kept = {
+            key for node in made for operand in (node, *node.all_input_nodes) for key in self.memory.sets.of(operand)
+        }
+        start = min((self.positions[node] for node in made), default=first)
+        for node in self.graph.nodes:
+            between = start <= self.positions[node] < first and node not in self._rows
+            if between and kept & self.memory.written_by(node):
+                raise NotProved(f"`{node.name}` writes to an operand of the branches", node)
+
+    def _check_buffer(self, own: set[Node], first: int, last: int) -> None:
+        buffer = self.loop.buffer
+        if buffer is None:
+            return
+        chained = {merge.node for merge in self.loop.merges}
+        parts = {part for merge in self.loop.merges for part in merge.parts}
+        if self.loop.is_functional:
+            for node in chained - {self.loop.merges[-1].node}:
+                if not set(node.users) <= chained:
+                    raise NotProved(f"`{node.name}`, a part of the sum, is used by itself", node)
+        elif operator_of(buffer) not in FACTORIES | {"clone"} and not _is_new_memory(buffer):
+            raise NotProved(f"`{buffer.name}`, which the results are merged into, may share memory", buffer)
+        users = [user for holder in {buffer, *chained} for user in holder.users]
+        if not self.loop.is_functional:
+            users += self.memory.users(buffer, buffer, None)  # those of its views
+        for user in users:
+            if user not in chained | parts and first <= self.positions[user] < last:
+                raise NotProved(f"`{user.name}` uses the sum before it is complete", user)
+        if any(node in own for node in (buffer, *chained)):
+            raise NotProved("a branch reads what another has added", buffer)
+
+    def _place(self, templates: list[Template]) -> Node:
+        """The last end; of several lists, the first one if all operands of the program are computed before it."""
+        ends = sorted(self.loop.ends, key=self.positions.__getitem__)
+        if self.loop.kind != "cat" or len(ends) == 1:
+            return ends[-1]
+        operands = {leaf for template in templates for leaf in leaves((template.args, template.kwargs))}
+        if any(end in operands for end in ends):
+            raise NotProved("a branch reads the results of others", ends[0])
+        nodes = [*(leaf for leaf in operands if isinstance(leaf, Node)), *(n for t in templates for n in t.nodes)]
+        if all(self.positions[node] < self.positions[ends[0]] for node in nodes):
+            return ends[0]
+        for user in (user for end in ends[:-1] for user in end.users):
+            if self.positions[user] < self.positions[ends[-1]]:
+                raise NotProved(f"`{user.name}` uses a part of the results before all are complete", user)
+        return ends[-1]
+
+    # Assertions of sizes
+
+    def assertions_on(self, rows: set[Node], known: dict[Node, int] | None = None) -> set[Node]:
+        """The nodes that lead to nothing but assertions on sizes of rows, as Dynamo makes them, these included.
+
+        known: if given, nodes may also lead to numbers that follow from the number of all rows, which are added to it.
+        """
+        found: set[Node] = set()
+        for node in reversed(self.graph.nodes):
+            if node.op not in ("call_function", "call_method") or node in rows:
+                continue
+            if node.target is torch.ops.aten._assert_scalar.default or node.target is torch._check:
+                if any(self._follows(n, rows) for n in node.all_input_nodes) and self.sizes.imply(node):
+                    found.add(node)
+            elif node.users and all(user in found for user in node.users) and not _is_tensor_op(node):
+                found.add(node)
+            elif known is not None and (number := self.sizes.number(node)) is not None and self._follows(node, rows):
+                known[node] = number
+                found.add(node)
+        return found
+
+    def _follows(self, node: Node, rows: set[Node]) -> bool:
+        """Whether a number depends on rows, through numbers and elements of tensors."""
+
+        def operands(current: Node) -> list[Node]:
+            example = current.meta.get("example_value")
+            is_element = isinstance(example, torch.Tensor) and current.target is operator.getitem
+            return current.all_input_nodes if current not in rows and (is_symbolic(example) or is_element) else []
+
+        return any(found in rows for found in reached([node], operands))
+
+
+def _cuts(node: Node) -> bool:
+    """Whether a node cuts rows at numbers, and does not compute with them."""
+    if operator_of(node) == "split":
+        return True
+    key = node.args[1] if operator_of(node) == "getitem" else None
+    return any(isinstance(part, slice) for part in (key if isinstance(key, tuple) else (key,)))
+
+
+def _is_new_memory(node: Node) -> bool:
+    """Whether an operator allocated a tensor: it is neither an operand nor a view of one."""
+    if not node.op.startswith("call_f") or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    if not isinstance(node.meta.get("example_value"), torch.Tensor) or operator_of(node) == "getitem":
+        return False
+    return not {key for operand in node.all_input_nodes for key in storages(operand)}.intersection(storages(node))
+
+
+def _is_tensor_op(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor) and node.target is not operator.getitem
+
+
+def needs_gradient(node: Node) -> bool | None:
+    """None for a node that can have no gradient."""
+    found = [leaf for leaf in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(leaf, torch.Tensor)]
+    floating = [tensor.requires_grad for tensor in found if tensor.dtype.is_floating_point]
+    return any(floating) if floating else None
+
+
+def without_gradient(graph: Graph) -> set[Node]:
+    """The nodes under `no_grad` whose results lack the gradient that their operands have.
+
+    The fake tensor of a view does not show it.
+    """
+    found, enabled = set(), True
+    for node in graph.nodes:
+        if operator_of(node) in _GRAD_MODES:
+            enabled = node.args[0]
+        if not enabled and needs_gradient(node) is not None and any(map(needs_gradient, node.all_input_nodes)):
+            found.add(node)
+    return found

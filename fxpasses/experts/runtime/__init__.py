@@ -1,0 +1,1 @@
+"""Products of all experts at once, and their kernels."""

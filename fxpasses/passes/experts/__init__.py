@@ -1,1 +1,0 @@
-"""The parts of `group_experts`: what a query means, what an operator does to rows, where results are merged."""

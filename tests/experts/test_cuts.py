@@ -1,0 +1,344 @@
+"""Loops over rows that are sorted already and cut by slices: what makes them one program, and what must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fxpasses.inspect
+from fxpasses.inspect.figures import figures
+from tests.experts.layer import EXPERTS, WIDTH, Layer, check, level_of
+from tests.support import ASSIGNS_SLICES, assert_same, compiled, events
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
+
+Bounds = Callable[[list[int]], list[tuple[int, int]]]
+
+
+def in_order(counts: list[int]) -> list[tuple[int, int]]:
+    bounds, start = [], 0
+    for count in counts:
+        bounds.append((start, start + count))
+        start = start + count
+    return bounds
+
+
+def assigned(bounds: Bounds, rounds: int = 1) -> Any:
+    """The rows sorted by expert, cut where `bounds` says, and the results put where the rows were."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        rows = x[order // 2]
+        y = torch.zeros_like(rows)
+        counts = torch.bincount(idx.flatten(), minlength=EXPERTS).tolist()
+        for e, (start, stop) in enumerate(bounds(counts)):
+            y[start:stop] = rows[start:stop] @ layer.w[e]
+        back = torch.empty_like(y)
+        back[order] = y
+        return (back.view(*idx.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+    return loop
+
+
+def overlapping(counts: list[int]) -> list[tuple[int, int]]:
+    return [(0, stop) for _, stop in in_order(counts)]
+
+
+def without_the_first_row(counts: list[int]) -> list[tuple[int, int]]:
+    return [(start + 1, stop) for start, stop in in_order(counts)]
+
+
+def backwards(counts: list[int]) -> list[tuple[int, int]]:
+    return in_order(counts)[::-1]
+
+
+def shifted(counts: list[int]) -> list[tuple[int, int]]:
+    return in_order([*counts[1:], counts[0]])
+
+
+def clamped(counts: list[int]) -> list[tuple[int, int]]:
+    return [(start, stop + (5 if e == EXPERTS - 1 else 0)) for e, (start, stop) in enumerate(in_order(counts))]
+
+
+def test_slices_that_follow_one_another() -> None:
+    assert level_of(check(assigned(in_order))) == (2 if ASSIGNS_SLICES else 0)
+
+
+@pytest.mark.parametrize("bounds", [overlapping, without_the_first_row, backwards, shifted, clamped])
+def test_slices_of_another_order_stay(bounds: Bounds) -> None:
+    assert level_of(check(assigned(bounds))) == 0
+
+
+def added(counts_of: Callable[[Tensor], Tensor], rows_of: Callable[[Tensor], Tensor] = lambda tok: tok) -> Any:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        tok, scores = rows_of(order // 2), rows_of(weights.flatten()[order])
+        out, start = torch.zeros_like(x), 0
+        for e, count in enumerate(counts_of(idx).tolist()):
+            own = tok[start : start + count]
+            out.index_add_(0, own, (x[own] @ layer.w[e]) * scores[start : start + count, None])
+            start = start + count
+        return out
+
+    return loop
+
+
+def counted(idx: Tensor) -> Tensor:
+    return torch.zeros(EXPERTS, dtype=torch.long).scatter_add(0, idx.flatten(), torch.ones_like(idx.flatten()))
+
+
+COUNTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "scatter_add": (counted, 2),
+    "bincount": (lambda idx: torch.bincount(idx.flatten(), minlength=EXPERTS), 2),
+    "one_hot": (lambda idx: F.one_hot(idx, EXPERTS).sum((0, 1)), 2),
+    "one_hot, slots first": (lambda idx: F.one_hot(idx, EXPERTS).sum(1).sum(0), 2),
+    "other numbers": (lambda idx: counted(idx * 0), 0),
+    "a part of the routing": (lambda idx: counted(idx[:3]), 0),
+    "too many": (lambda idx: counted(idx) + 1, 0),
+    "below zero": (lambda idx: counted(idx) - 3, 0),
+    "used slots only": (lambda idx: F.one_hot(idx, EXPERTS).any(0).sum(0), 0),
+    "one slot": (lambda idx: F.one_hot(idx[:, 0], EXPERTS).sum(0), 0),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_that_are_known_to_cover_the_rows(name: str) -> None:
+    counts, level = COUNTS[name]
+    assert level_of(check(added(counts))) == level
+
+
+def test_counts_of_another_routing() -> None:
+    """Of as many pairs: it cuts elsewhere, still one part after the other."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        other = layer.gate(x).neg().topk(2, dim=-1)[1]
+        return added(lambda idx: counted(other))(layer, x, weights, idx)
+
+    assert level_of(check(loop)) == 2
+
+
+def test_more_rows_than_are_counted_stay() -> None:
+    def padded(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor[:3]])
+
+    assert level_of(check(added(counted, padded))) == 0
+
+
+def test_counts_that_are_written_to_stay() -> None:
+    def counts(idx: Tensor) -> Tensor:
+        found = counted(idx)
+        found[0] -= 1
+        return found
+
+    assert level_of(check(added(counts))) == 0
+
+
+def test_ids_that_are_written_to_stay() -> None:
+    def counts(idx: Tensor) -> Tensor:
+        idx.clamp_(max=EXPERTS - 1)
+        return counted(idx)
+
+    assert level_of(check(added(counts))) == 0
+
+
+def test_a_slice_that_is_used_elsewhere_stays() -> None:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Any:
+        order = idx.flatten().argsort(stable=True)
+        rows, start, first = x[order // 2], 0, x.new_zeros(())
+        y = torch.zeros_like(rows)
+        for e, count in enumerate(counted(idx).tolist()):
+            own = rows[start : start + count]
+            y[start : start + count] = own @ layer.w[e]
+            first = first + own.sum() * e
+            start = start + count
+        return y, first
+
+    assert level_of(check(loop, tolerance=1e-6)) == 0
+
+
+def test_a_branch_that_reads_another_part_stays() -> None:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        rows, start = x[order // 2], 0
+        y = rows.clone()
+        for e, count in enumerate(counted(idx).tolist()):
+            y[start : start + count] = y[start : start + count].clone() @ layer.w[e] + y[0].clone()
+            start = start + count
+        return y
+
+    assert level_of(check(loop)) == 0
+
+
+def test_a_value_that_is_broadcast_over_rows_stays() -> None:
+    """`y[start:stop] = v` with v of fewer dimensions puts rows where features are."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        rows, start = x[order // 2], 0
+        y = x.new_zeros(rows.shape[0], 3, rows.shape[1])
+        for e, count in enumerate(counted(idx).tolist()):
+            y[start : start + count] = (rows[start : start + count] @ layer.w[e])[:, None]
+            start = start + count
+        return y
+
+    assert level_of(check(loop)) in (0, 2)
+
+
+def reads_of(record: fxpasses.inspect.Record) -> int | None:
+    """The numbers that the host reads in the rewritten graph."""
+    return figures([stage for stage in record.graphs[0].stages if stage.regions is not None][-1]).host_reads
+
+
+def projected_twice(
+    second: Callable[[Tensor, Tensor], Tensor], between: Callable[[Tensor], Any] = lambda counts: None
+) -> Any:
+    """JetMoe: the rows are cut by the same numbers twice, with a program of all tokens between."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order, counts = idx.flatten().argsort(stable=True), counted(idx)
+        sizes = counts.tolist()
+        y = torch.cat([part @ layer.w[e] for e, part in enumerate(x[order // 2].split(sizes))])
+        back = torch.zeros_like(y).index_add(0, order, y)
+        with torch.autocast("cpu", enabled=False):
+            mixed = (back @ back.t()).softmax(-1) @ back
+        between(counts)
+        parts = mixed[order].split(sizes)
+        z = torch.cat([second(parts[e], layer.w[e]) for e in range(EXPERTS)]) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // 2, z)
+
+    return loop
+
+
+def test_two_projections_of_the_same_tokens() -> None:
+    record = check(projected_twice(lambda part, w: torch.tanh(part) @ w))
+    assert record.figures("group_experts")["loops_grouped"] == 2
+    assert reads_of(record) == 0
+
+
+def test_one_of_two_projections() -> None:
+    """The numbers stay for the other, which computes the mean of an expert's rows."""
+    record = check(projected_twice(lambda part, w: (part - part.sum(0)) @ w))
+    assert record.figures("group_experts")["loops_grouped"] == 1
+    assert reads_of(record) == 1 and "tokens are cut by ×4 counts" in str(record)
+
+
+def test_counts_that_are_written_to_after_they_were_read() -> None:
+    record = check(projected_twice(lambda part, w: part @ w, between=lambda counts: counts.zero_()))
+    assert record.figures("group_experts")["loops_grouped"] == 1
+
+
+def padded(counts_of: Callable[[Tensor], Tensor]) -> Any:
+    """As many of the rows are cut as the counts add up to; the sum is used elsewhere as well."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        counts = counts_of(idx).tolist()
+        tok = idx.flatten().argsort(stable=True) // 2
+        rows = torch.cat([x[tok], x[:3]])
+        parts = rows[: sum(counts)].split(counts)
+        y = torch.cat([part @ layer.w[e] for e, part in enumerate(parts)])
+        return torch.cat([y, y.new_ones(rows.shape[0] - sum(counts), y.shape[1])]) * (sum(counts) + 1)
+
+    return loop
+
+
+def padded_first(counts_of: Callable[[Tensor], Tensor]) -> Any:
+    """The sum is used before the loop."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        counts = counts_of(idx).tolist()
+        tok = idx.flatten().argsort(stable=True) // 2
+        rows = torch.cat([x[tok], x[:3]])
+        padding = rows.shape[0] - sum(counts)
+        y = torch.cat([part @ layer.w[e] for e, part in enumerate(rows[: sum(counts)].split(counts))])
+        return torch.cat([y, y.new_ones(padding, y.shape[1])])
+
+    return loop
+
+
+def histogram(idx: Tensor, bins: int, low: float = 0, high: float | None = None) -> Tensor:
+    """Counts as torchtitan takes them; on CUDA devices `histc` takes integers, too."""
+    return torch.histc(idx.flatten().float(), bins=bins, min=low, max=bins if high is None else high).to(torch.int64)
+
+
+# The counts, and how many numbers the host reads: their sum, where it is not known to be the number of ids.
+PREFIXES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "all tokens": (counted, 0),
+    "the first tokens": (lambda idx: counted(idx[:3]), 0),
+    "not known": (lambda idx: counted(idx) // 2, 1),
+    "none": (lambda idx: counted(idx) * 0, 1),
+    "a histogram": (lambda idx: histogram(idx, EXPERTS), 0),
+    "a histogram of the first tokens": (lambda idx: histogram(idx[:3], EXPERTS), 0),
+    "a histogram that leaves ids out": (lambda idx: histogram(idx, EXPERTS, 0, EXPERTS - 2), 1),
+    "a histogram from below 0": (lambda idx: histogram(idx, EXPERTS, -1), 1),
+    "a histogram up to the last id": (lambda idx: histogram(idx, EXPERTS, 0, EXPERTS - 1), 0),
+    "a histogram of other numbers": (lambda idx: histogram(idx / 2, EXPERTS), 1),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_part_of_the_rows(name: str) -> None:
+    counts, reads = PREFIXES[name]
+    record = check(padded(counts))
+    assert level_of(record) == 2
+    assert reads_of(record) == reads
+
+
+@pytest.mark.parametrize("loop", [padded, padded_first, added], ids=["the first rows", "the padding first", "slices"])
+@pytest.mark.parametrize("name", ["bincount", "a histogram"])
+def test_sizes_that_are_symbolic(name: str, loop: Any) -> None:
+    """Float32 counts exactly up to 2^24 pairs: a guard on the sizes, no number that the host reads."""
+    counts, _ = (COUNTS | PREFIXES)[name]
+    batches = [(torch.randn(tokens, WIDTH, requires_grad=True),) for tokens in (10, 14)]
+    record = assert_same(Layer(loop(counts)), batches, dynamic=True)
+    assert len(record.graphs) == 1 and level_of(record) == 2
+    assert reads_of(record) == 0
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(
+            assigned(in_order),
+            marks=pytest.mark.skipif(not ASSIGNS_SLICES, reason="torch 2.11 breaks the graph at `y[a:b] = f(x[a:b])`"),
+        ),
+        added(counted),
+    ],
+    ids=["assigned", "added"],
+)
+def test_no_count_is_read_at_run_time(loop: Any) -> None:
+    layer = Layer(loop)
+    x = torch.randn(10, layer.w.shape[1], requires_grad=True)
+    program = compiled(layer, "aot_eager")
+    program(x).sum().backward()
+    seen = events(lambda: program(x).sum().backward())
+    assert seen["aten::item"] == seen["aten::_local_scalar_dense"] == seen["aten::nonzero"] == 0
+
+
+def test_a_question_about_the_counts_as_though_they_were_ids() -> None:
+    """`(counts == e).any()` asks whether some expert has e tokens."""
+
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        order = idx.flatten().argsort(stable=True)
+        tok, scores, counts = order // 2, weights.flatten()[order], counted(idx)
+        out, start = torch.zeros_like(x), 0
+        for e, count in enumerate(counts.tolist()):
+            if (counts == e).any():
+                own = tok[start : start + count]
+                out.index_add_(0, own, (x[own] @ layer.w[e]) * scores[start : start + count, None])
+            start = start + count
+        return out
+
+    assert level_of(check(loop)) == 0
+
+
+def test_no_expert_has_tokens_but_one() -> None:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        return added(counted)(layer, x * 0 + 1, weights, idx)
+
+    assert level_of(check(loop)) == 2

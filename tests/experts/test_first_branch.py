@@ -1,0 +1,200 @@
+"""Branches that the first one does not stand for, or whose operators are not row-wise although they look so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.experts.layer import EXPERTS, TOKENS, WIDTH, Layer, check, level_of
+from tests.support import compiled
+
+pytestmark = pytest.mark.usefixtures("capture_flags")
+
+# Branches of one text that are not of one type
+
+
+def types_of_each(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    """One expert rounds its rows to bfloat16."""
+    like = [torch.zeros(1, dtype=torch.bfloat16 if e == 1 else torch.float32) for e in range(EXPERTS)]
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        h = (x[tok] @ layer.w[e]).type_as(like[e]).float()
+        out.index_add_(0, tok, h * weights[tok, slot, None])
+    return out
+
+
+def biases_of_each_dtype(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    biases = [torch.full((WIDTH,), 1 / 3, dtype=torch.float64 if e == 1 else torch.float32) for e in range(EXPERTS)]
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        h = (x[tok] @ layer.w[e] + biases[e]).float()
+        out.index_add_(0, tok, h * weights[tok, slot, None])
+    return out
+
+
+def heads_of_each(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    """One expert takes the softmax of other heads."""
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        h = (x[tok] @ layer.w[e]).reshape(-1, *((2, WIDTH // 2) if e == 1 else (WIDTH // 2, 2)))
+        out.index_add_(0, tok, h.softmax(-1).flatten(1) * weights[tok, slot, None])
+    return out
+
+
+def repeats_of_each(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        h = (x[tok] @ layer.w[e])[:, None].expand(-1, 3 if e == 1 else 2, -1)
+        out.index_add_(0, tok, h.sum(1) * weights[tok, slot, None])
+    return out
+
+
+@pytest.mark.parametrize("loop", [types_of_each, biases_of_each_dtype, heads_of_each, repeats_of_each])
+def test_branches_of_other_types_or_shapes(loop: Any) -> None:
+    assert level_of(check(loop)) == 1
+
+
+# Branches that the first one does not stand for, or that are not row-wise
+
+
+def ordinary(step: Any) -> Any:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(EXPERTS):
+            tok, slot = torch.where(idx == e)
+            out.index_add_(0, tok, step(layer, e, x, tok) * weights[tok, slot, None])
+        return out
+
+    return loop
+
+
+def subtracted(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        out[tok] = torch.add(out[tok], (x[tok] @ layer.w[e]) * weights[tok, slot, None], alpha=-1)
+    return out
+
+
+def halves(layer: Layer, e: int, x: Tensor, tok: Tensor) -> Tensor:
+    half = WIDTH // 2
+    return (x[tok].reshape(-1, half) @ layer.w[e][:half, :half]).reshape(-1, WIDTH)
+
+
+def bits(layer: Layer, e: int, x: Tensor, tok: Tensor) -> Tensor:
+    return (x[tok] @ layer.w[e]).detach().view(torch.int32).add(4096).view(torch.float32)
+
+
+def gate_without_gradient(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        with torch.no_grad():
+            gate = (weights * (idx == e)).sum(-1, keepdim=True)
+        tok, _ = torch.where(idx == e)
+        out.index_add_(0, tok, (x[tok] @ layer.w[e]) * gate[tok])
+    return out
+
+
+def frozen(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    with torch.no_grad():
+        experts = [layer.w[e] for e in range(EXPERTS)]
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        out.index_add_(0, tok, (x[tok] @ experts[e]) * weights[tok, slot, None])
+    return out
+
+
+def one_view_without_gradient(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    views = []
+    for e in range(EXPERTS):
+        with torch.set_grad_enabled(e != 1):
+            views.append(x.view(-1, WIDTH))
+    return ordinary(lambda layer, e, x, tok: views[e][tok] @ layer.w[e])(layer, x, weights, idx)
+
+
+def written_in_other_orders(layer: Layer, e: int, x: Tensor, tok: Tensor) -> Tensor:
+    h = x[tok] @ layer.w[e]
+    if e % 2:
+        tripled = h * 3
+        return tripled + h.mul_(2)
+    doubled = h.mul_(2)
+    return h * 3 + doubled
+
+
+def one_alias(layer: Layer, e: int, x: Tensor, tok: Tensor) -> Tensor:
+    h = x[tok]
+    g = (h if e == 0 else x[tok]).relu_()
+    return (g + h) @ layer.w[e]
+
+
+def written_between(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    states, state = [], x.detach().clone()
+    for _ in range(EXPERTS):
+        states.append(state.to(torch.float64))
+        state.mul_(2)
+    return ordinary(lambda layer, e, x, tok: states[e][tok].float() @ layer.w[e])(layer, x, weights, idx)
+
+
+def other_dimensions(layer: Layer, e: int, x: Tensor, tok: Tensor) -> Tensor:
+    both = torch.stack([x.t(), x.t() * 2])
+    return both[..., tok].softmax(-1).sum(0).t() @ layer.w[0]
+
+
+def broadcast_over_features(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        tok, slot = torch.where(idx == e)
+        out[tok] += (x[tok] @ layer.w[e]).sum(-1, keepdim=True) * weights[tok, slot, None]
+    return out
+
+
+NOT_ONE_PROGRAM = {
+    "alpha": subtracted,
+    "halves of rows": ordinary(halves),
+    "bits": ordinary(bits),
+    "a gate without gradient": gate_without_gradient,
+    "frozen": frozen,
+    "one view without gradient": one_view_without_gradient,
+    "orders of writes": ordinary(written_in_other_orders),
+    "an alias in one": ordinary(one_alias),
+    "written between": written_between,
+    "other dimensions": ordinary(other_dimensions),
+    "broadcast": broadcast_over_features,
+    "by name": ordinary(lambda layer, e, x, tok: F.linear(x[tok], weight=layer.w[e])),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ONE_PROGRAM)
+def test_what_the_first_branch_does_not_stand_for(name: str) -> None:
+    assert level_of(check(NOT_ONE_PROGRAM[name])) < 2
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_token_before_and_the_bias_of_the_expert_before(gradients: bool) -> None:
+    def step(layer: Layer, e: int, x: Tensor, tok: Tensor) -> Tensor:
+        return (x[tok] + x[tok - 1]) @ layer.w[e] + layer.w[e - 1][0]
+
+    with torch.set_grad_enabled(gradients):
+        layer, x = Layer(ordinary(step)), torch.linspace(-1, 2, TOKENS * WIDTH).view(TOKENS, WIDTH)
+        torch.testing.assert_close(compiled(layer, "aot_eager")(x), layer(x))
+
+
+def test_a_sum_by_names() -> None:
+    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(EXPERTS):
+            tok, slot = torch.where(idx == e)
+            y = (x[tok] @ layer.w[e]) * weights[tok, slot, None]
+            out = torch.index_add(input=out, dim=0, index=tok, source=y)
+        return out
+
+    check(loop)
