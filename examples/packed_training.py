@@ -59,8 +59,8 @@ from tqdm import tqdm
 from transformers import AttentionInterface, DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import fxpasses.inspect
+from fxpasses.attention.runtime.stats import AttentionStats
 from fxpasses.data import bucket_lengths
-from fxpasses.runtime.attention.stats import AttentionStats
 from fxpasses.runtime.offload.stats import OffloadStats
 from fxpasses.runtime.row_stats import RowStats
 

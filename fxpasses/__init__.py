@@ -15,13 +15,13 @@ from fxpasses.version import __version__
 
 if TYPE_CHECKING:
     from fxpasses import inspect
+    from fxpasses.attention.runtime.stats import attention_stats
     from fxpasses.compiling import compile
     from fxpasses.default_options import set_default_options
     from fxpasses.experts.runtime.idle_experts import skip_idle_experts
     from fxpasses.fastpack import fastpack_backend
     from fxpasses.integrations.inductor_hooks import inductor_options
     from fxpasses.integrations.trainer import FastpackCallback
-    from fxpasses.runtime.attention.stats import attention_stats
     from fxpasses.runtime.offload.stats import offload_stats
     from fxpasses.runtime.prefetching import prefetch
     from fxpasses.runtime.row_stats import row_stats
@@ -48,7 +48,7 @@ __all__ = [
 
 _HOMES = {
     "FastpackCallback": "fxpasses.integrations.trainer",
-    "attention_stats": "fxpasses.runtime.attention.stats",
+    "attention_stats": "fxpasses.attention.runtime.stats",
     "compile": "fxpasses.compiling",
     "fastpack_backend": "fxpasses.fastpack",
     "inductor_options": "fxpasses.integrations.inductor_hooks",

@@ -15,6 +15,8 @@ import torch
 from torch.fx import GraphModule
 
 from fxpasses import ddp_buckets, default_options, inspect, overrides
+from fxpasses.attention.omit_masks import OmitMasks
+from fxpasses.attention.sparsify_attention import SparsifyAttention
 from fxpasses.broken_kernels import building_anew
 from fxpasses.capture import collective_operands, guarding, leaves, passed_choices, recompiles, retracing, tracing
 from fxpasses.capture.attempt import Feature
@@ -43,8 +45,6 @@ from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.passes.fold_layers import FoldLayers
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.passes.hoist_writes import WHOLE_PROGRAM, HoistWrites
-from fxpasses.passes.omit_masks import OmitMasks
-from fxpasses.passes.sparsify_attention import SparsifyAttention
 from fxpasses.passes.split_topk import SplitTopk
 from fxpasses.pipeline import AfterPass, Pass, Result, run_further, run_passes
 from fxpasses.prologue_program import Program

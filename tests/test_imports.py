@@ -16,11 +16,12 @@ MAY_IMPORT = {
     "runtime": set(),
     "collectives": {"graph"},
     "passes": {"graph", "runtime", "pipeline"},
+    "attention": {"graph", "runtime", "pipeline"},
     "capture": {"graph", "runtime", "experts", "ddp_buckets"},
     "experts": {"graph", "runtime", "capture", "pipeline"},
-    "rows": {"graph", "runtime", "passes", "experts", "capture", "pipeline"},
+    "rows": {"graph", "runtime", "attention", "experts", "capture", "pipeline"},
     "loss": {"graph", "runtime", "rows", "capture", "pipeline"},
-    "inspect": {"graph", "runtime", "capture", "pipeline", "ddp_buckets"},
+    "inspect": {"graph", "runtime", "attention", "capture", "pipeline", "ddp_buckets"},
 }
 # Plain data, errors and words: they import one another alone.
 BASE = {

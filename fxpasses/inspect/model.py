@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxpasses.attention.runtime.stats import AttentionStats
 from fxpasses.cuda_graphs import Capturability
 from fxpasses.report import Report
-from fxpasses.runtime.attention.stats import AttentionStats
 from fxpasses.runtime.row_stats import RowStats
 
 SCHEMA = "fxpasses.record"

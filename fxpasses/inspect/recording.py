@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
+from fxpasses.attention.runtime.stats import attention_stats
 from fxpasses.inspect import codec, end_of_run
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.inspect.rank import process_rank
 from fxpasses.once import warn_once
 from fxpasses.report import Report
-from fxpasses.runtime.attention.stats import attention_stats
 from fxpasses.runtime.row_stats import row_stats
 from fxpasses.version import __version__
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fxpasses.attention.match import Attention, Mask, Operand
+from fxpasses.attention.unfused import Unfused, is_softmax
 from fxpasses.graph.calls import argument, is_in_place, operator_of
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.attention.match import Attention, Mask, Operand
-from fxpasses.passes.attention.unfused import Unfused, is_softmax
 from fxpasses.report import Reason
 from fxpasses.rows.spaces import BATCH, TOKENS, Tags
 

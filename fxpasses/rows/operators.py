@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from fxpasses.runtime.attention import cuda
-from fxpasses.runtime.attention import plan as plans
+from fxpasses.attention.runtime import cuda
+from fxpasses.attention.runtime import plan as plans
 
 # Sets are padded to a multiple of this, with row 0, which nothing reads there: so none is empty, nor of one row, which
 # would be broadcast. FlexAttention asks whether there are fewer than 128 queries, which nobody knows while compiling.
@@ -134,7 +134,7 @@ def _check_blind(live: Tensor, mask: Tensor, exact: bool) -> None:
 
 @custom_op("fxpasses::plan_of_rows", mutates_args=())
 def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads: int) -> Tensor:
-    """The plan of attention between rows, as one sequence; see `runtime/attention/plan.py`.
+    """The plan of attention between rows, as one sequence; see `attention/runtime/plan.py`.
 
     mask: bool [B or 1, H or 1, Tq, Tk]. queries, keys: sets of rows by `live_rows`. batch: B. heads: of queries that
     share one head of the mask. No mask of all pairs is made. Padding sees the last key: a program may divide by what it

@@ -16,9 +16,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
+from fxpasses.attention.match import Mask
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import argument
-from fxpasses.passes.attention.match import Mask
 from fxpasses.rows.attentions import HIDES, RowAttention
 from fxpasses.rows.demand import RowSet, closed
 from fxpasses.rows.exits import Exit

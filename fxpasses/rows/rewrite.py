@@ -21,7 +21,8 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
+import fxpasses.attention.runtime.operators  # noqa: F401  registers the operators
+from fxpasses.attention.match import Operand
 from fxpasses.graph.aliases import is_written
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import argument, is_in_place, operator_of
@@ -29,7 +30,6 @@ from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import elements_of
 from fxpasses.graph.values import Tensor, Value
-from fxpasses.passes.attention.match import Operand
 from fxpasses.rows.attentions import RowAttention
 from fxpasses.rows.conversion import Conversion
 from fxpasses.rows.demand import RowSet, closed, demands

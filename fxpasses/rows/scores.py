@@ -19,11 +19,11 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from fxpasses.attention.match import Mask, Operand
+from fxpasses.attention.products import Product, product_of
+from fxpasses.attention.spelling import constant_of
 from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_in_place, is_pointwise, operator_of
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.attention.match import Mask, Operand
-from fxpasses.passes.attention.products import Product, product_of
-from fxpasses.passes.attention.spelling import constant_of
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, HIDES, MODERATE, RowAttention
 from fxpasses.rows.nodes import first_of, is_tensor, refused

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 import fxpasses.inspect
+from fxpasses.attention.runtime import operators
 from fxpasses.experts.runtime import grouped_triton
 from fxpasses.graph import prologue as building
 from fxpasses.loss import region, row_program
 from fxpasses.report import Reason
-from fxpasses.runtime.attention import operators
 from tests.cuda_code.absent_device import AbsentDevice, absent_device
 from tests.cuda_code.generating import Code, collecting, generate
 from tests.end_to_end.test_training_step import Decoder, batches

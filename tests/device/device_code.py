@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fxpasses"
-WHOLE = ("runtime/*.py", "runtime/offload/*.py", "runtime/attention/cuda.py")
+WHOLE = ("runtime/*.py", "runtime/offload/*.py", "attention/runtime/cuda.py")
 _ASKS = re.compile(
     r"\.device\b|device\.type|\.is_cuda|on_device|on_accelerator|on_host|accelerator\.|_is_remote|is_cpu|cuda_extras\."
     r"|reads_offsets|[\"'](cpu|cuda)[\"']"
@@ -24,7 +24,7 @@ ONLY_CUDA: dict[str, dict[str, str]] = {
         "torch.cuda.cudart().cudaHostRegister(": "calls CUDA's driver",
         "torch.cuda.cudart().cudaHostUnregister(": "calls CUDA's driver",
     },
-    "runtime/attention/operators.py": {
+    "attention/runtime/operators.py": {
         "return cuda.plan_of(mask)": "a mask on a CUDA device; `cuda.plan_of` itself is tested on the CPU",
     },
     "passes/offload/saved.py": {

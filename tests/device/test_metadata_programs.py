@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fxpasses
 from fxpasses import backend
+from fxpasses.attention import omit_masks
+from fxpasses.attention.runtime import dense, flash
+from fxpasses.attention.runtime import operators as attention
 from fxpasses.experts.runtime import grouped_kernels
 from fxpasses.inspect.cli import main
-from fxpasses.passes import omit_masks
 from fxpasses.report import Reason
-from fxpasses.runtime.attention import dense, flash
-from fxpasses.runtime.attention import operators as attention
 from fxpasses.runtime.batch_cache import batch_cache
 from fxpasses.runtime.prologue import Prologue, with_prologue
 from tests.device import simulated

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import fxpasses.runtime.attention.operators  # noqa: F401 - registers operators
+import fxpasses.attention.runtime.operators  # noqa: F401 - registers operators
 from bench.cases.traced_decoder import Tracer
 from fxpasses.options import Options
 from fxpasses.passes.hoist_metadata import HoistMetadata

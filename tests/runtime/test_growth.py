@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpasses
+from fxpasses.attention.runtime import masks, operators
 from fxpasses.data import PrefetchLoader
-from fxpasses.runtime.attention import masks, operators
 from fxpasses.runtime.batch_cache import BatchCache, State, batch_cache
 from tests.support import compiled
 

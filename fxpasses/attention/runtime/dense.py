@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fxpasses.runtime.attention import flash
-from fxpasses.runtime.attention.flash import Attention, Gradients
+from fxpasses.attention.runtime import flash
+from fxpasses.attention.runtime.flash import Attention, Gradients
 
 
 def forward(attention: Attention) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.fx import Node
 
+from fxpasses.attention.spelling import same, shape_of
 from fxpasses.graph.calls import argument, operator_of
-from fxpasses.passes.attention.spelling import same, shape_of
 
 _MERGES = frozenset({"reshape", "view", "flatten"})
 _COPIES = frozenset({"contiguous", "clone"})

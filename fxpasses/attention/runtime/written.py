@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from fxpasses.runtime.attention.dense import added_up, repeated
-from fxpasses.runtime.attention.flash import Attention, Gradients
+from fxpasses.attention.runtime.dense import added_up, repeated
+from fxpasses.attention.runtime.flash import Attention, Gradients
 
 
 def forward(attention: Attention) -> torch.Tensor:

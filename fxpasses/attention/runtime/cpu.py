@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fxpasses.runtime.attention import dense, flash, masks, stats, written
-from fxpasses.runtime.attention.flash import Attention, Gradients
-from fxpasses.runtime.attention.plan import Kind, PlacedTile
+from fxpasses.attention.runtime import dense, flash, masks, stats, written
+from fxpasses.attention.runtime.flash import Attention, Gradients
+from fxpasses.attention.runtime.plan import Kind, PlacedTile
 
 _LONG = 768  # rows from which the kernel takes 256 at a time, so that products of low precision are large
 

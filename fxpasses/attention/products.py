@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.fx import Node
 
+from fxpasses.attention.match import Operand
+from fxpasses.attention.spelling import shape_of, tensor_of
 from fxpasses.graph.calls import OperatorCall, argument, operator_of
-from fxpasses.passes.attention.match import Operand
-from fxpasses.passes.attention.spelling import shape_of, tensor_of
 
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum"})
 

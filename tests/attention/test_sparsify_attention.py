@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses.inspect
 from fxpasses.report import Reason
-from tests.passes.attention_spellings import (
+from tests.attention.spellings import (
     FUSED,
     LEAST,
     WRITTEN,
@@ -507,7 +507,7 @@ def test_verification_allows_for_rounding_and_no_more(monkeypatch):
     model = Layers(hugging_face)
     check(model, [batch([100, 188])], verify=True)
     torch._dynamo.reset()
-    monkeypatch.setattr("fxpasses.passes.attention.unfused._scaled", _scaled_twice)
+    monkeypatch.setattr("fxpasses.attention.unfused._scaled", _scaled_twice)
     with pytest.raises(Exception, match="its result differs from its input"):
         compiled(model, verify=True)(*batch([100, 188]))
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxpasses
-from fxpasses.runtime.attention import cost, cpu, masks, operators
-from fxpasses.runtime.attention import plan as plans
-from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
+from fxpasses.attention.runtime import cost, cpu, masks, operators
+from fxpasses.attention.runtime import plan as plans
+from tests.attention.mask_patterns import attention_masks, causal, documents, to_additive, window
 
 SOME = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(SOME, max_examples=500)

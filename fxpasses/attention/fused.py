@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from fxpasses.attention.match import Attention, Mask, Operand
+from fxpasses.attention.spelling import shape_of
 from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.attention.match import Attention, Mask, Operand
-from fxpasses.passes.attention.spelling import shape_of
 from fxpasses.report import Reason
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -12,8 +12,8 @@ After: rows of the mask are computed in blocks, read, and discarded:
     out = fxpasses.sparse_attention(q, k, v, None, plan)
 
 *Find* the large masks whose only users are plans and the attentions that follow those plans, *prove* that their
-programs compute row by row (`graph/by_rows.py`), *check* that the prologue needs them for nothing else, and *replace*.
-The decision is made at compile time and holds for every batch: such a plan is never dense.
+programs compute row by row (`attention/by_rows.py`), *check* that the prologue needs them for nothing else, and
+*replace*. The decision is made at compile time and holds for every batch: such a plan is never dense.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from fxpasses.graph.by_rows import by_rows
+from fxpasses.attention.by_rows import by_rows
+from fxpasses.attention.runtime import plan as plans
+from fxpasses.attention.runtime.by_rows import PlanByRows
 from fxpasses.graph.calls import VIEWS, OperatorCall, operator_of
 from fxpasses.graph.emission import slice_of
 from fxpasses.graph.prologue import Draft, Extra
@@ -35,8 +37,6 @@ from fxpasses.graph.symbols import elements_of, expression, is_unbacked
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
-from fxpasses.runtime.attention import plan as plans
-from fxpasses.runtime.attention.by_rows import PlanByRows
 
 # 2048 × 2048 pairs take 4 MiB, and 16 MiB more where attention runs dense. Smaller masks save little, and dense plans,
 # which compute bit for bit what ran before, are worth more.

@@ -9,10 +9,10 @@ from torch._functorch.compilers import nop
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 
+from fxpasses.attention.runtime import cuda, operators
+from fxpasses.attention.runtime.flash import Attention
 from fxpasses.rows.operators import _pairs, _pairs_by_sequence, live_rows
-from fxpasses.runtime.attention import cuda, operators
-from fxpasses.runtime.attention.flash import Attention
-from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
+from tests.attention.mask_patterns import attention_masks, causal, documents, to_additive, window
 
 SOME = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 

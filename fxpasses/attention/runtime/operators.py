@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fxpasses.attention.runtime import cpu, cuda, dense
+from fxpasses.attention.runtime import plan as plans
+from fxpasses.attention.runtime.flash import Attention
+from fxpasses.attention.runtime.plan import four_dimensional
 from fxpasses.runtime import autocast
-from fxpasses.runtime.attention import cpu, cuda, dense
-from fxpasses.runtime.attention import plan as plans
-from fxpasses.runtime.attention.flash import Attention
-from fxpasses.runtime.attention.plan import four_dimensional
 
 _NO_PLAN = 8  # words of a plan on devices where nothing reads it
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from fxpasses.runtime.attention import cost
+from fxpasses.attention.runtime import cost
 
 SHORTEST = 16  # rows between two cuts, at least; it bounds the number of tiles, for which a plan has room
 _STEP = 64  # rows between regular cuts

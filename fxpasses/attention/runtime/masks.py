@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpasses.runtime.attention import plan as plans
-from fxpasses.runtime.attention.plan import Kind, PlacedTile, Plan
+from fxpasses.attention.runtime import plan as plans
+from fxpasses.attention.runtime.plan import Kind, PlacedTile, Plan
 
 KEPT_BYTES = 64 << 20  # of one plan; masks beyond that are made in each call
 KEPT_PLANS = 4  # those used last: a step may have one of windows, one of whole documents, one of an encoder

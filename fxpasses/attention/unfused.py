@@ -16,11 +16,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from fxpasses.attention.match import Attention, Mask
+from fxpasses.attention.products import Product, as_output, as_scores, product_of
+from fxpasses.attention.spelling import constant_of, is_cast, shape_of, tensor_of
 from fxpasses.graph.calls import OperatorCall, argument, operator_of
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.attention.match import Attention, Mask
-from fxpasses.passes.attention.products import Product, as_output, as_scores, product_of
-from fxpasses.passes.attention.spelling import constant_of, is_cast, shape_of, tensor_of
 from fxpasses.report import Reason
 
 _ADDS = frozenset({"add", "add_"})

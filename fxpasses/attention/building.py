@@ -6,11 +6,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from fxpasses.attention.match import Attention, Operand
+from fxpasses.attention.spelling import same
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.refusals import Refused
-from fxpasses.passes.attention.match import Attention, Operand
-from fxpasses.passes.attention.spelling import same
 from fxpasses.report import Reason
 
 _USUAL = (0, 1, 2, 3)

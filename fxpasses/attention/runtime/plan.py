@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from fxpasses.runtime.attention import cost, tiles
-from fxpasses.runtime.attention.cost import heads_in_sequence
-from fxpasses.runtime.attention.intervals import Intervals, has_blind_rows, intervals_of
+from fxpasses.attention.runtime import cost, tiles
+from fxpasses.attention.runtime.cost import heads_in_sequence
+from fxpasses.attention.runtime.intervals import Intervals, has_blind_rows, intervals_of
 
 Rows = Callable[[int, int], torch.Tensor]
 _BLOCK = 1 << 21  # pairs of a mask that are read together

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fxpasses.runtime.attention.operators import plan_in_blocks
-from fxpasses.runtime.attention.plan import four_dimensional
+from fxpasses.attention.runtime.operators import plan_in_blocks
+from fxpasses.attention.runtime.plan import four_dimensional
 
 
 class PlanByRows(torch.nn.Module):

@@ -24,7 +24,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-import fxpasses.runtime.attention.operators  # noqa: F401  registers the operators
+import fxpasses.attention.runtime.operators  # noqa: F401  registers the operators
+from fxpasses.attention.building import AttentionBuilder
+from fxpasses.attention.fused import fused_attention, is_fused_attention
+from fxpasses.attention.heads import unrepeated
+from fxpasses.attention.masks import check_mask, operand
+from fxpasses.attention.match import Attention, Operand
+from fxpasses.attention.products import without_permutations
+from fxpasses.attention.spelling import same, shape_of
+from fxpasses.attention.unfused import Unfused, is_softmax
 from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.building import erase_unused
 from fxpasses.graph.calls import VIEWS, operator_of
@@ -37,14 +45,6 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import hint_of, is_unbacked
 from fxpasses.graph.values import Tensor
-from fxpasses.passes.attention.building import AttentionBuilder
-from fxpasses.passes.attention.fused import fused_attention, is_fused_attention
-from fxpasses.passes.attention.heads import unrepeated
-from fxpasses.passes.attention.masks import check_mask, operand
-from fxpasses.passes.attention.match import Attention, Operand
-from fxpasses.passes.attention.products import without_permutations
-from fxpasses.passes.attention.spelling import same, shape_of
-from fxpasses.passes.attention.unfused import Unfused, is_softmax
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 import fxpasses.inspect
-from fxpasses.passes import omit_masks
+from fxpasses.attention import omit_masks
+from fxpasses.attention.runtime import plan as plans
+from fxpasses.attention.runtime.by_rows import PlanByRows
 from fxpasses.report import Reason
-from fxpasses.runtime.attention import plan as plans
-from fxpasses.runtime.attention.by_rows import PlanByRows
 from tests.support import compiled, reports_of, results
 
 TOKENS, WIDTH = 288, 8

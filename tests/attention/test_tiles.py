@@ -7,11 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxpasses.runtime.attention import cost, masks, operators, tiles
-from fxpasses.runtime.attention import plan as plans
-from fxpasses.runtime.attention.intervals import intervals_of
-from fxpasses.runtime.attention.plan import Kind
-from tests.runtime.attention_masks import attention_masks, causal, documents, to_additive, window
+from fxpasses.attention.runtime import cost, masks, operators, tiles
+from fxpasses.attention.runtime import plan as plans
+from fxpasses.attention.runtime.intervals import intervals_of
+from fxpasses.attention.runtime.plan import Kind
+from tests.attention.mask_patterns import attention_masks, causal, documents, to_additive, window
 
 SOME = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(SOME, max_examples=500)

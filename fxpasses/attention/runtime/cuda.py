@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fxpasses.runtime.attention import plan as plans
-from fxpasses.runtime.attention.flash import Attention
-from fxpasses.runtime.attention.intervals import ruled_out
+from fxpasses.attention.runtime import plan as plans
+from fxpasses.attention.runtime.flash import Attention
+from fxpasses.attention.runtime.intervals import ruled_out
 
 BLOCK = 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
