@@ -61,8 +61,8 @@ from transformers import AttentionInterface, DataCollatorWithFlattening, LlamaCo
 import fxpasses.inspect
 from fxpasses.attention.runtime.stats import AttentionStats
 from fxpasses.data import bucket_lengths
-from fxpasses.runtime.offload.stats import OffloadStats
-from fxpasses.runtime.row_stats import RowStats
+from fxpasses.offload.runtime.stats import OffloadStats
+from fxpasses.rows.row_stats import RowStats
 
 SEQUENCES = 8  # entries of `lengths`, padded with zeros: `.tolist()` is unrolled, so another number is another graph
 # Of losses: sums are taken in another order, and some tens of steps of AdamW amplify the difference.

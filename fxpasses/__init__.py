@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from fxpasses.fastpack import fastpack_backend
     from fxpasses.integrations.inductor_hooks import inductor_options
     from fxpasses.integrations.trainer import FastpackCallback
-    from fxpasses.runtime.offload.stats import offload_stats
+    from fxpasses.offload.runtime.stats import offload_stats
+    from fxpasses.rows.row_stats import row_stats
     from fxpasses.runtime.prefetching import prefetch
-    from fxpasses.runtime.row_stats import row_stats
 
 __all__ = [
     "AssumptionError",
@@ -52,9 +52,9 @@ _HOMES = {
     "compile": "fxpasses.compiling",
     "fastpack_backend": "fxpasses.fastpack",
     "inductor_options": "fxpasses.integrations.inductor_hooks",
-    "offload_stats": "fxpasses.runtime.offload.stats",
+    "offload_stats": "fxpasses.offload.runtime.stats",
     "prefetch": "fxpasses.runtime.prefetching",
-    "row_stats": "fxpasses.runtime.row_stats",
+    "row_stats": "fxpasses.rows.row_stats",
     "set_default_options": "fxpasses.default_options",
     "skip_idle_experts": "fxpasses.experts.runtime.idle_experts",
 }

@@ -28,8 +28,9 @@ from fxpasses.collectives.as_written import uncompiled
 from fxpasses.containment import contained, error_text, is_unsaid, say
 from fxpasses.experts.branches import BRANCHES
 from fxpasses.experts.group_experts import GroupExperts
+from fxpasses.fold.fold_layers import FoldLayers
+from fxpasses.fold.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.collectives import spans_ranks
-from fxpasses.graph.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
 from fxpasses.loss import lazy_outputs
@@ -42,10 +43,8 @@ from fxpasses.once import warn_once
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
 from fxpasses.passes.coalesce_reads import CoalesceReads
-from fxpasses.passes.fold_layers import FoldLayers
 from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.passes.hoist_writes import WHOLE_PROGRAM, HoistWrites
-from fxpasses.passes.split_topk import SplitTopk
 from fxpasses.pipeline import AfterPass, Pass, Result, run_further, run_passes
 from fxpasses.prologue_program import Program
 from fxpasses.report import OnReport, Report
@@ -54,6 +53,7 @@ from fxpasses.rows.live_rows import LiveRows
 from fxpasses.runtime.eager_frame import eager_frame
 from fxpasses.runtime.prologue import Prologue, with_prologue
 from fxpasses.sizes_of_one import make_exact
+from fxpasses.topk.split_topk import SplitTopk
 
 log = logging.getLogger(__name__)
 

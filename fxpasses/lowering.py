@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.experts.runtime import grouped_decompositions
+from fxpasses.fold.outlining import WHOLE, Place
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
-from fxpasses.graph.outlining import WHOLE, Place
 from fxpasses.graph.regions import Region
 from fxpasses.lowering_backward import containing_backward
 from fxpasses.lowering_by_operator import backward_by_operator, forward_by_operator
@@ -95,8 +95,8 @@ def _partitioners(
     if not offloads and not may_save_objects(gm):
         yield inner, None
         return
+    from fxpasses.offload.inputs import activations
     from fxpasses.partitioner import Partitioner
-    from fxpasses.passes.offload.inputs import activations
 
     functorch: Any = torch._functorch.config
     # Backward may overwrite a donated buffer, which is a saved tensor. It must not overwrite handles, which map files.

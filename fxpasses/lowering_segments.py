@@ -26,9 +26,9 @@ from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxpasses.fold.outlining import Place, call_layer, outline
+from fxpasses.fold.segments import attribute, is_reference, segment
 from fxpasses.graph.modes import modes
-from fxpasses.graph.outlining import Place, call_layer, outline
-from fxpasses.graph.segments import attribute, is_reference, segment
 
 Compiled = Callable[..., Any]
 Lower = Callable[[GraphModule, Sequence[Any], Place], Compiled]

@@ -18,12 +18,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule
 
+from fxpasses.fold.outlining import WHOLE, Place
 from fxpasses.graph.copying import copy_graph
-from fxpasses.graph.outlining import WHOLE, Place
+from fxpasses.offload.inputs import movable
+from fxpasses.offload.offload_activations import NAME, OffloadActivations
+from fxpasses.offload.saved import Partition
 from fxpasses.options import Offload
-from fxpasses.passes.offload.inputs import movable
-from fxpasses.passes.offload.saved import Partition
-from fxpasses.passes.offload_activations import NAME, OffloadActivations
 from fxpasses.pipeline import dropped
 from fxpasses.report import Report
 from fxpasses.saved_order import order_saved

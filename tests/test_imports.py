@@ -17,11 +17,14 @@ MAY_IMPORT = {
     "collectives": {"graph"},
     "passes": {"graph", "runtime", "pipeline"},
     "attention": {"graph", "runtime", "pipeline"},
+    "fold": {"graph", "pipeline"},
+    "topk": {"graph", "runtime", "pipeline"},
+    "offload": {"graph", "runtime", "fold"},
     "capture": {"graph", "runtime", "experts", "ddp_buckets"},
     "experts": {"graph", "runtime", "capture", "pipeline"},
     "rows": {"graph", "runtime", "attention", "experts", "capture", "pipeline"},
     "loss": {"graph", "runtime", "rows", "capture", "pipeline"},
-    "inspect": {"graph", "runtime", "attention", "capture", "pipeline", "ddp_buckets"},
+    "inspect": {"graph", "runtime", "attention", "fold", "offload", "rows", "capture", "pipeline", "ddp_buckets"},
 }
 # Plain data, errors and words: they import one another alone.
 BASE = {

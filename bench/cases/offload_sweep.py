@@ -53,7 +53,7 @@ def slow_down(bandwidth: float) -> None:
     """
     from torch import Tensor
 
-    from fxpasses.runtime.offload.disk import UnlinkedFile
+    from fxpasses.offload.runtime.disk import UnlinkedFile
 
     def wrapped(move: Callable[[UnlinkedFile, Tensor], None]) -> Callable[[UnlinkedFile, Tensor], None]:
         def slow(self: UnlinkedFile, data: Tensor) -> None:
@@ -88,7 +88,7 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
 
 def model(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     """Seconds of a step by contender and products, as the schedule predicts them from the run without offload."""
-    from fxpasses.passes.offload.schedule import backward_time, forward_time
+    from fxpasses.offload.schedule import backward_time, forward_time
 
     found: dict[str, dict[int, float]] = {name: {} for name in BUFFERS}
     for entry in entries:

@@ -35,7 +35,7 @@ def of_blocks(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def as_the_pass(parameters: Parameters) -> Ways:
     """As the pass has it in a graph: where the rule leaves one stage, nothing is replaced."""
-    from fxpasses.runtime.split_topk import block_length
+    from fxpasses.topk.blocks import block_length
 
     dtype = getattr(torch, parameters["dtype"])
     acts = block_length(parameters["rows"], parameters["columns"], parameters["k"], dtype, largest=True)
@@ -78,7 +78,7 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
 
 def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Which groups the rule leaves at one stage."""
-    from fxpasses.runtime.split_topk import block_length
+    from fxpasses.topk.blocks import block_length
 
     rows = []
     for entry in entries:

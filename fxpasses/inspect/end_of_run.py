@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from fxpasses.containment import contained
 from fxpasses.report import Reason, Report
-from fxpasses.runtime.row_stats import row_stats
+from fxpasses.rows.row_stats import row_stats
 
 VARIABLE = "FXPASSES_SUMMARY"
 _WIDTH = 100

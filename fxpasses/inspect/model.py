@@ -16,7 +16,7 @@ from typing import Any
 from fxpasses.attention.runtime.stats import AttentionStats
 from fxpasses.cuda_graphs import Capturability
 from fxpasses.report import Report
-from fxpasses.runtime.row_stats import RowStats
+from fxpasses.rows.row_stats import RowStats
 
 SCHEMA = "fxpasses.record"
 VERSION = 1

@@ -32,7 +32,7 @@ from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.inspect.rank import process_rank
 from fxpasses.once import warn_once
 from fxpasses.report import Report
-from fxpasses.runtime.row_stats import row_stats
+from fxpasses.rows.row_stats import row_stats
 from fxpasses.version import __version__
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ class _Recorder(Observer):
         graph.stages.append(Stage(CAPTURED, regions, cuda_graph=capturability(gm)))
 
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
+        from fxpasses.fold.outlining import is_folded
         from fxpasses.graph.capturability import capturability
-        from fxpasses.graph.outlining import is_folded
         from fxpasses.inspect import snapshot
 
         stage = Stage(report.pass_name, report=None if failure else report, failure=failure, seconds=report.seconds)

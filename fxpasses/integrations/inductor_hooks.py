@@ -29,8 +29,8 @@ from fxpasses.graph.provenance import input_sources
 from fxpasses.options import PREFIX, Options
 from fxpasses.partitioner import Partitioner
 from fxpasses.passes.coalesce_reads import CoalesceReads
-from fxpasses.passes.split_topk import SplitTopk
 from fxpasses.pipeline import Pass, run_passes
+from fxpasses.topk.split_topk import SplitTopk
 from fxpasses.version import __version__
 
 _GIVEN: Mapping[str, Callable[[], Pass]] = {

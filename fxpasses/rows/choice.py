@@ -24,8 +24,8 @@ from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.values import Ref
 from fxpasses.rows.operators import NotPacked
+from fxpasses.rows.row_stats import count
 from fxpasses.runtime.prologue import OperatorFailed, Prologue
-from fxpasses.runtime.row_stats import count
 
 # The part of the rows from which packing is slower than the products that it saves.
 MOST_LIVE = 0.9

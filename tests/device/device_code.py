@@ -27,7 +27,7 @@ ONLY_CUDA: dict[str, dict[str, str]] = {
     "attention/runtime/operators.py": {
         "return cuda.plan_of(mask)": "a mask on a CUDA device; `cuda.plan_of` itself is tested on the CPU",
     },
-    "passes/offload/saved.py": {
+    "offload/saved.py": {
         "return Reason.REPLAYED, 'mode=\"reduce-overhead\", or another that uses CUDA graphs'": (
             "Inductor records CUDA graphs on CUDA devices alone"
         ),

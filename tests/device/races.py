@@ -15,10 +15,10 @@ import torch
 
 import fxpasses
 from fxpasses import fastpack_backend
+from fxpasses.offload.runtime import chain, disk
+from fxpasses.offload.runtime.disk import DiskTier
+from fxpasses.offload.runtime.host import HostTier
 from fxpasses.runtime.batch_cache import BatchCache, batch_cache
-from fxpasses.runtime.offload import chain, disk
-from fxpasses.runtime.offload.disk import DiskTier
-from fxpasses.runtime.offload.host import HostTier
 from fxpasses.runtime.transfers import to_host
 
 SIM = torch.device("sim", 0)

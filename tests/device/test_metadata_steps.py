@@ -16,7 +16,7 @@ from fxpasses.runtime.transfers import to_device
 from tests.device import simulated
 from tests.device.simulated import counts
 from tests.end_to_end.test_training_step import Decoder
-from tests.passes.offload_programs import Packed
+from tests.offload.programs import Packed
 from tests.support import compiled
 
 TOKENS, WIDTH = 16, 16

@@ -13,17 +13,17 @@ import torch
 import fxpasses
 import fxpasses.inspect
 from fxpasses import OffloadError
-from fxpasses.passes import offload_activations
+from fxpasses.offload import offload_activations
+from fxpasses.offload.runtime import calibration, chain, device_copies, disk, pinned, stats
+from fxpasses.offload.runtime.disk import DiskTier
+from fxpasses.offload.runtime.host import HostTier
 from fxpasses.report import Reason
 from fxpasses.runtime import cuda_extras
-from fxpasses.runtime.offload import calibration, chain, device_copies, disk, pinned, stats
-from fxpasses.runtime.offload.disk import DiskTier
-from fxpasses.runtime.offload.host import HostTier
 from tests.device import simulated
 from tests.device.races import SIM, SIZE, holds, moved
-from tests.passes import offload_programs as programs
-from tests.passes.offload_programs import Decoder
-from tests.passes.test_offload_activations import compiled
+from tests.offload import programs
+from tests.offload.programs import Decoder
+from tests.offload.test_offload_activations import compiled
 from tests.support import reports_of
 
 

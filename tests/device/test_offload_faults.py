@@ -12,15 +12,15 @@ import torch
 
 import fxpasses
 from fxpasses import once
-from fxpasses.runtime.offload import chain, disk, pinned
-from fxpasses.runtime.offload.disk import DiskTier
-from fxpasses.runtime.offload.host import HostTier
+from fxpasses.offload.runtime import chain, disk, pinned
+from fxpasses.offload.runtime.disk import DiskTier
+from fxpasses.offload.runtime.host import HostTier
 from tests.device import races, simulated
 from tests.device.races import SIM, SIZE, holds
 from tests.device.simulated import counts
-from tests.passes import offload_programs as programs
-from tests.passes.offload_programs import Decoder
-from tests.passes.test_offload_activations import assert_equal, compiled, numbers
+from tests.offload import programs
+from tests.offload.programs import Decoder
+from tests.offload.test_offload_activations import assert_equal, compiled, numbers
 
 TIERS = {"host": lambda path: HostTier(None), "disk": lambda path: DiskTier(str(path))}
 

@@ -10,9 +10,9 @@ import torch
 import fxpasses
 from tests.device import simulated
 from tests.device.simulated import counts
-from tests.passes import offload_programs as programs
-from tests.passes.offload_programs import Decoder
-from tests.passes.test_offload_activations import CASES, assert_equal, compiled, numbers
+from tests.offload import programs
+from tests.offload.programs import Decoder
+from tests.offload.test_offload_activations import CASES, assert_equal, compiled, numbers
 
 SIM = torch.device("sim", 0)
 SHORT = {

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 import fxpasses.inspect
 from fxpasses.report import Reason, Report
 from tests.distributed.ranks import run_on_ranks
-from tests.passes.fold_programs import WIDTH, Block
+from tests.fold.programs import WIDTH, Block
 from tests.support import reports_of
 
 BLOCKS = 2

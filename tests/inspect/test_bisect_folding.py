@@ -14,8 +14,8 @@ from tests.support import thorough
 ROOT = Path(__file__).parents[2]
 # A layer of the second kind is given the weights of the one before.
 WRONG = """
-from fxpasses.graph.outlining import call_layer
-from fxpasses.passes.fold_layers import _Rewriter
+from fxpasses.fold.outlining import call_layer
+from fxpasses.fold.fold_layers import _Rewriter
 
 right = _Rewriter.fold
 

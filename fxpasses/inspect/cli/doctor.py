@@ -162,7 +162,7 @@ def _private_names() -> Iterator[Finding]:
 def _folding() -> Finding:
     import torch
 
-    from fxpasses.graph.outlining import CHECKED, checked_here
+    from fxpasses.fold.outlining import CHECKED, checked_here
     from fxpasses.options import FOLD_LEAST
 
     if checked_here():

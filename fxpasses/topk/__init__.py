@@ -1,0 +1,1 @@
+"""Top-k over few of many columns, in blocks (pass `split_topk`)."""
