@@ -16,7 +16,7 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from fxpasses.data import PrefetchLoader
-from fxpasses.runtime.prologue import live_prologues
+from fxpasses.metadata.runtime.prologue import live_prologues
 
 TOKENS, WIDTH = 32, 16
 

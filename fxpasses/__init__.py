@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from fxpasses.fastpack import fastpack_backend
     from fxpasses.integrations.inductor_hooks import inductor_options
     from fxpasses.integrations.trainer import FastpackCallback
+    from fxpasses.metadata.runtime.prefetching import prefetch
     from fxpasses.offload.runtime.stats import offload_stats
     from fxpasses.rows.row_stats import row_stats
-    from fxpasses.runtime.prefetching import prefetch
 
 __all__ = [
     "AssumptionError",
@@ -53,7 +53,7 @@ _HOMES = {
     "fastpack_backend": "fxpasses.fastpack",
     "inductor_options": "fxpasses.integrations.inductor_hooks",
     "offload_stats": "fxpasses.offload.runtime.stats",
-    "prefetch": "fxpasses.runtime.prefetching",
+    "prefetch": "fxpasses.metadata.runtime.prefetching",
     "row_stats": "fxpasses.rows.row_stats",
     "set_default_options": "fxpasses.default_options",
     "skip_idle_experts": "fxpasses.experts.runtime.idle_experts",

@@ -39,19 +39,19 @@ from fxpasses.lowering import lower
 from fxpasses.lowering_prologues import lower_prologue
 from fxpasses.lowering_recovery import recovering, unasserted
 from fxpasses.lowering_segments import lower_segments
+from fxpasses.metadata.coalesce_reads import CoalesceReads
+from fxpasses.metadata.hoist_metadata import HoistMetadata
+from fxpasses.metadata.hoist_writes import WHOLE_PROGRAM, HoistWrites
+from fxpasses.metadata.program import Program
+from fxpasses.metadata.runtime.prologue import Prologue, with_prologue
 from fxpasses.once import warn_once
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
-from fxpasses.passes.coalesce_reads import CoalesceReads
-from fxpasses.passes.hoist_metadata import HoistMetadata
-from fxpasses.passes.hoist_writes import WHOLE_PROGRAM, HoistWrites
 from fxpasses.pipeline import AfterPass, Pass, Result, run_further, run_passes
-from fxpasses.prologue_program import Program
 from fxpasses.report import OnReport, Report
 from fxpasses.rows import choice
 from fxpasses.rows.live_rows import LiveRows
 from fxpasses.runtime.eager_frame import eager_frame
-from fxpasses.runtime.prologue import Prologue, with_prologue
 from fxpasses.sizes_of_one import make_exact
 from fxpasses.topk.split_topk import SplitTopk
 

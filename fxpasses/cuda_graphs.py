@@ -1,4 +1,4 @@
-"""Whether a CUDA graph can record a graph, as plain data; `graph/capturability.py` finds out."""
+"""Whether a CUDA graph can record a graph, as plain data; `inspect/capturability.py` finds out."""
 
 from __future__ import annotations
 

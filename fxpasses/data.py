@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxpasses.runtime.prefetch_loader import PrefetchLoader
+from fxpasses.metadata.runtime.prefetch_loader import PrefetchLoader
 
 __all__ = ["BucketCollator", "PrefetchLoader", "bucket_lengths"]
 

@@ -1,4 +1,4 @@
-"""Compiles a prologue's device graph with Inductor if that saves passes over memory (`graph/prologue_cost.py`)."""
+"""Compiles a prologue's device graph with Inductor if that saves passes over memory (`metadata/cost.py`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fxpasses.graph.calls import VIEWS, operator_of
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.symbols import constant, is_symbolic
 from fxpasses.lowering import Compiled, inductor
+from fxpasses.metadata.program import Program
 from fxpasses.options import Options
-from fxpasses.prologue_program import Program
 
 # Results of a prologue live as long as the batch, so the next replay of a CUDA graph must not overwrite their memory.
 # And the main graph is compiled for the strides that the operators give them.

@@ -18,12 +18,12 @@ from fxpasses.graph.aliases import AliasAnalysis, storages_of
 from fxpasses.graph.collectives import sequence
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.modes import Regions
-from fxpasses.graph.prologue import Draft
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.well_formed import check_well_formed
+from fxpasses.metadata.draft import Draft
+from fxpasses.metadata.program import Program
 from fxpasses.once import warn_once
 from fxpasses.options import Options
-from fxpasses.prologue_program import Program
 from fxpasses.report import Reason, Report
 
 log = logging.getLogger(__name__)

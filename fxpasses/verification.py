@@ -10,9 +10,9 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph.collectives import communicates
-from fxpasses.prologue_program import Program
-from fxpasses.runtime.batch_cache import BatchCache
-from fxpasses.runtime.prologue import Prologue
+from fxpasses.metadata.program import Program
+from fxpasses.metadata.runtime.batch_cache import BatchCache
+from fxpasses.metadata.runtime.prologue import Prologue
 
 
 def compare(

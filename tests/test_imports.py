@@ -15,21 +15,32 @@ MAY_IMPORT = {
     "graph": set(),
     "runtime": set(),
     "collectives": {"graph"},
-    "passes": {"graph", "runtime", "pipeline"},
-    "attention": {"graph", "runtime", "pipeline"},
+    "metadata": {"graph", "runtime", "pipeline"},
     "fold": {"graph", "pipeline"},
-    "topk": {"graph", "runtime", "pipeline"},
-    "offload": {"graph", "runtime", "fold"},
-    "capture": {"graph", "runtime", "experts", "ddp_buckets"},
+    "topk": {"graph", "pipeline"},
+    "attention": {"graph", "runtime", "metadata", "pipeline"},
     "experts": {"graph", "runtime", "capture", "pipeline"},
-    "rows": {"graph", "runtime", "attention", "experts", "capture", "pipeline"},
-    "loss": {"graph", "runtime", "rows", "capture", "pipeline"},
-    "inspect": {"graph", "runtime", "attention", "fold", "offload", "rows", "capture", "pipeline", "ddp_buckets"},
+    "offload": {"graph", "runtime", "fold"},
+    "rows": {"graph", "runtime", "metadata", "attention", "experts", "capture", "pipeline"},
+    "loss": {"graph", "runtime", "metadata", "rows", "capture", "pipeline"},
+    "capture": {"graph", "runtime", "metadata", "experts", "ddp_buckets"},
+    "inspect": {
+        "graph",
+        "runtime",
+        "metadata",
+        "attention",
+        "offload",
+        "fold",
+        "rows",
+        "capture",
+        "pipeline",
+        "ddp_buckets",
+    },
 }
 # Plain data, errors and words: they import one another alone.
 BASE = {
-    "containment", "counts", "cuda_graphs", "default_options", "errors", "once", "options", "overrides",
-    "prologue_program", "report", "units", "version",
+    "containment", "counts", "cuda_graphs", "default_options", "errors", "once", "options", "overrides", "report",
+    "units", "version",
 }  # fmt: skip
 
 

@@ -22,10 +22,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from fxpasses.graph.calls import CASTS, OperatorCall, is_pointwise, operator_of
-from fxpasses.graph.emission import slice_of
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import elements_of, expression
 from fxpasses.graph.values import Entry, Ref, ValueTable
+from fxpasses.metadata.emission import slice_of
 from fxpasses.report import Reason
 
 

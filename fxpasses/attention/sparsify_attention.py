@@ -11,8 +11,8 @@ After, with a plan that `hoist_metadata` computes once per batch, because it dep
     out = fxpasses.sparse_attention(q, k, v, mask, plan, scale)
 
 *Find* attention in every spelling (`attention/fused.py`, `attention/unfused.py`), *ask* the metadata analysis
-(`graph/closure.py`) whether its mask is the batch's, *check* legality, and *replace*. The savings of a plan are known
-when the batch is: where they are small, the operator runs `scaled_dot_product_attention`.
+(`metadata/closure.py`) whether its mask is the batch's, *check* legality, and *replace*. The savings of a plan are
+known when the batch is: where they are small, the operator runs `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.building import erase_unused
 from fxpasses.graph.calls import VIEWS, operator_of
 from fxpasses.graph.checkpoints import has_policy
-from fxpasses.graph.closure import find_closure
-from fxpasses.graph.metadata_analysis import Closure
 from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import hint_of, is_unbacked
 from fxpasses.graph.values import Tensor
+from fxpasses.metadata.analysis import Closure
+from fxpasses.metadata.closure import find_closure
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 

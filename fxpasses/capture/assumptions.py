@@ -19,9 +19,9 @@ from torch.utils._sympy.solve import try_solve
 from fxpasses.capture.attempt import Place
 from fxpasses.capture.partial_graph import PartialGraph
 from fxpasses.capture.trace import Answer, Trace
-from fxpasses.graph.describe import describe
-from fxpasses.graph.prologue import Extra
 from fxpasses.graph.provenance import in_program
+from fxpasses.metadata.describe import describe
+from fxpasses.metadata.draft import Extra
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from fxpasses.capture.dynamo_names import DynamoNames, in_short, user_place
 from fxpasses.capture.failures import is_ours
 from fxpasses.capture.interceptions import Handlers, Proceed, method
 from fxpasses.containment import say
-from fxpasses.graph.checkpoint_writes import inputs, is_idempotent, is_recomputed, writes
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import CHECKPOINT
+from fxpasses.metadata.checkpoint_writes import inputs, is_idempotent, is_recomputed, writes
 from fxpasses.once import warn_once
 
 if TYPE_CHECKING:

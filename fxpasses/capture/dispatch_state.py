@@ -28,7 +28,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxpasses.runtime.prologue import AutocastState
+from fxpasses.metadata.runtime.prologue import AutocastState
 
 
 @contextlib.contextmanager

@@ -27,9 +27,9 @@ from fxpasses.capture.trace import Trace
 from fxpasses.errors import AssumptionError, MetadataError
 from fxpasses.graph.provenance import source
 from fxpasses.graph.symbols import symbol
+from fxpasses.metadata.runtime.prologue import OperatorFailed, Prologue
+from fxpasses.metadata.runtime.transfers import to_host
 from fxpasses.runtime.dispatch_modes import unseen
-from fxpasses.runtime.prologue import OperatorFailed, Prologue
-from fxpasses.runtime.transfers import to_host
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The metadata of a graph that Dynamo is still writing, and its values for the batch being traced.
 
-The rules are those of `graph/metadata_analysis.py`: a number or a data-dependent size is metadata if it is computed
+The rules are those of `metadata/analysis.py`: a number or a data-dependent size is metadata if it is computed
 from integer inputs and sizes alone, with memory versions, through checkpoint bodies. A program like the prologue's
 computes values from the real inputs, each once, because value numbering identifies it in all layers.
 """
@@ -19,15 +19,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.capture.dispatch_state import as_in_new_thread
 from fxpasses.capture.passed_choices import is_passed
-from fxpasses.graph.metadata_analysis import Walk
-from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import source
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import integer_behind, is_unbacked, symbol, symbol_as_created
 from fxpasses.graph.values import Allocation, Many, Ref, Scalar, Tensor, Value
-from fxpasses.prologue_program import Program
+from fxpasses.metadata.analysis import Walk
+from fxpasses.metadata.draft import Draft, Extra
+from fxpasses.metadata.program import Program
+from fxpasses.metadata.runtime.prologue import Prologue
 from fxpasses.report import Reason
-from fxpasses.runtime.prologue import Prologue
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from fxpasses.capture.bound_methods import BoundMethod
 from fxpasses.capture.dispatch_state import as_in_new_thread
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.runtime.prologue import autocast_state
+from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.runtime.rope_index import Call, register
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from fxpasses.capture.failures import Failure, is_ours
 from fxpasses.capture.partial_graph import NotKnown, PartialGraph, input_of
 from fxpasses.capture.size_defaults import SizeDefaults
 from fxpasses.experts.branches import SpeculatedBranch
-from fxpasses.runtime.prologue import autocast_state
+from fxpasses.metadata.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
     from fxpasses.capture.required_gradients import RequiredGradients

@@ -29,9 +29,9 @@ from fxpasses.capture.interceptions import Installation, current
 from fxpasses.capture.trace import Trace
 from fxpasses.capture.unproved import Function
 from fxpasses.containment import contained, error_text, is_unsaid, say
-from fxpasses.graph.checkpoint_writes import remaining
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import CHECKPOINT
+from fxpasses.metadata.checkpoint_writes import remaining
 from fxpasses.once import warn_once
 from fxpasses.report import Reason, Refusal, Report
 

@@ -18,10 +18,10 @@ import torch
 from torch.fx import GraphModule
 
 from fxpasses.graph.aliases import storages
-from fxpasses.graph.capturability import capturability
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.symbols import bytes_of
+from fxpasses.inspect.capturability import capturability
 from fxpasses.inspect.model import Partition, Saved
 
 MODULE, NAME = "torch._functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs"

@@ -189,8 +189,8 @@ class _Recorder(Observer):
         self.listener = Listener()
 
     def capture(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
-        from fxpasses.graph.capturability import capturability
         from fxpasses.inspect import snapshot
+        from fxpasses.inspect.capturability import capturability
 
         graph = self.graph
         graph.function, graph.options = snapshot.where_from(gm), _plain(asdict(options))
@@ -208,8 +208,8 @@ class _Recorder(Observer):
 
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
         from fxpasses.fold.outlining import is_folded
-        from fxpasses.graph.capturability import capturability
         from fxpasses.inspect import snapshot
+        from fxpasses.inspect.capturability import capturability
 
         stage = Stage(report.pass_name, report=None if failure else report, failure=failure, seconds=report.seconds)
         # A folded graph differs from the one before by calls of the same nodes alone: the report says all of it.

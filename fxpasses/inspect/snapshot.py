@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from fxpasses.graph.aliases import storages_of
 from fxpasses.graph.flops import flops_of
-from fxpasses.graph.host_copies import copy_read_by, is_copy_to_host, is_read_by_items
 from fxpasses.graph.provenance import module_of, source
 from fxpasses.graph.symbols import bytes_of
 from fxpasses.inspect.model import MAIN, PROLOGUE, Node, Region, Source, TensorValue
-from fxpasses.prologue_program import Check, Program
+from fxpasses.metadata.host_copies import copy_read_by, is_copy_to_host, is_read_by_items
+from fxpasses.metadata.program import Check, Program
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?\n?([^\n]*)')
 _HANDS_ON = re.compile(r"\(.*\*\w+, \*\*\w+\)")  # `return function(self, *args, **kwargs)`

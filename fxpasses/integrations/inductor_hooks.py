@@ -26,9 +26,9 @@ from torch.fx import Graph, GraphModule
 from fxpasses import inspect
 from fxpasses.experts.group_experts import GroupExperts
 from fxpasses.graph.provenance import input_sources
+from fxpasses.metadata.coalesce_reads import CoalesceReads
 from fxpasses.options import PREFIX, Options
 from fxpasses.partitioner import Partitioner
-from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.pipeline import Pass, run_passes
 from fxpasses.topk.split_topk import SplitTopk
 from fxpasses.version import __version__

@@ -34,10 +34,10 @@ from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import is_unbacked
 from fxpasses.loss.lazy_tensor import LazyTensor, Source
 from fxpasses.loss.region import candidates, find_regions
+from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.once import warn_once
 from fxpasses.report import Reason, Refusal, Report
 from fxpasses.rows.nodes import shape_of
-from fxpasses.runtime.prologue import autocast_state
 
 # Frames of which something has read a lazy output. Dynamo's guards ask for a frame's code alone.
 _read: weakref.WeakSet[CodeType] = weakref.WeakSet()

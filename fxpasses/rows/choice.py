@@ -20,12 +20,12 @@ from fxpasses.capture.checks import Check
 from fxpasses.capture.dynamo_names import add_guard
 from fxpasses.capture.guarding import can_guard
 from fxpasses.containment import contained
-from fxpasses.graph.prologue import Draft, Extra
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.values import Ref
+from fxpasses.metadata.draft import Draft, Extra
+from fxpasses.metadata.runtime.prologue import OperatorFailed, Prologue
 from fxpasses.rows.operators import NotPacked
 from fxpasses.rows.row_stats import count
-from fxpasses.runtime.prologue import OperatorFailed, Prologue
 
 # The part of the rows from which packing is slower than the products that it saves.
 MOST_LIVE = 0.9

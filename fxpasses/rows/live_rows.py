@@ -26,11 +26,11 @@ from torch.fx import GraphModule, Node
 
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.closure import find_closure
-from fxpasses.graph.mask_indices import index_by_positions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.values import Tensor
+from fxpasses.metadata.closure import find_closure
+from fxpasses.metadata.mask_indices import index_by_positions
 from fxpasses.options import Options
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report

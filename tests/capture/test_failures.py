@@ -34,11 +34,12 @@ from fxpasses.capture import (
 from fxpasses.capture.failures import FailedFeatures
 from fxpasses.capture.interceptions import Handler, Row
 from fxpasses.capture.trace import Trace
-from fxpasses.graph import metadata_analysis, values
+from fxpasses.graph import values
 from fxpasses.inspect import recording
+from fxpasses.metadata import analysis as metadata_analysis
+from fxpasses.metadata.runtime import batch_cache, prologue
+from fxpasses.metadata.runtime.prologue import Prologue
 from fxpasses.pipeline import Pass
-from fxpasses.runtime import batch_cache, prologue
-from fxpasses.runtime.prologue import Prologue
 from tests.capture.reaching import BATCH, PROGRAMS, X, requires_gradient
 from tests.support import results
 
@@ -411,7 +412,7 @@ def test_a_prologue_that_fails_as_the_program_does_raises_the_programs_error() -
 
 
 def test_prefetching_that_fails_leaves_the_batch_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxpasses.runtime import prefetching
+    from fxpasses.metadata.runtime import prefetching
 
     monkeypatch.setattr(prefetching, "_frames", fails)
     with pytest.warns(UserWarning, match="prefetching a batch failed"):

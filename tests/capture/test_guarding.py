@@ -15,7 +15,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 import fxpasses.inspect
 from fxpasses import AssumptionError, MetadataError
 from fxpasses.capture import dynamo_names, guarding, variants
-from fxpasses.runtime import batch_cache, transfers
+from fxpasses.metadata.runtime import batch_cache, transfers
 from tests.support import assert_same, compiled, results
 
 X = torch.linspace(-1, 1, 24).view(12, 2)
@@ -99,7 +99,7 @@ def test_one_transfer_for_guard_and_prologue(monkeypatch: pytest.MonkeyPatch) ->
     batch = (X, lengths(8, 4), torch.arange(12))
     program(*batch)
     monkeypatch.setattr(guarding, "to_host", to_host)
-    monkeypatch.setattr("fxpasses.runtime.prologue.to_host", to_host)
+    monkeypatch.setattr("fxpasses.metadata.runtime.prologue.to_host", to_host)
     program(X, lengths(9, 3), torch.arange(12))
     assert started == [2]
 

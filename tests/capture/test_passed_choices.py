@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fxpasses.inspect
 from fxpasses.capture import variants
-from fxpasses.runtime import batch_cache
+from fxpasses.metadata.runtime import batch_cache
 from tests.support import assert_same, compiled, host_reads, results
 
 EXPERTS, HIDDEN, TOKENS = 4, 8, 12

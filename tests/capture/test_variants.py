@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxpasses.capture import variants
 from fxpasses.capture.trace import Trace
 from fxpasses.inspect import record
-from fxpasses.runtime.prologue import live_prologues
+from fxpasses.metadata.runtime.prologue import live_prologues
 from tests.support import assert_same, compiled, instructions, instructions_of_stock
 
 X = torch.linspace(-1, 1, 24).view(12, 2)

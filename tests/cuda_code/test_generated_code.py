@@ -16,8 +16,8 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 import fxpasses.inspect
 from fxpasses.attention.runtime import operators
 from fxpasses.experts.runtime import grouped_triton
-from fxpasses.graph import prologue as building
 from fxpasses.loss import region, row_program
+from fxpasses.metadata import draft as building
 from fxpasses.report import Reason
 from tests.cuda_code.absent_device import AbsentDevice, absent_device
 from tests.cuda_code.generating import Code, collecting, generate

@@ -15,11 +15,11 @@ import torch
 
 import fxpasses
 from fxpasses import fastpack_backend
+from fxpasses.metadata.runtime.batch_cache import BatchCache, batch_cache
+from fxpasses.metadata.runtime.transfers import to_host
 from fxpasses.offload.runtime import chain, disk
 from fxpasses.offload.runtime.disk import DiskTier
 from fxpasses.offload.runtime.host import HostTier
-from fxpasses.runtime.batch_cache import BatchCache, batch_cache
-from fxpasses.runtime.transfers import to_host
 
 SIM = torch.device("sim", 0)
 SIZE = 4096  # floats

@@ -29,8 +29,8 @@ PARTS = {
     "races": ["tests/device/test_races_*.py"],
     "triton": ["tests/experts/test_grouped_triton.py"],
     "passes": [
-        "tests/passes/test_hoist_metadata.py", "tests/passes/test_prologue_on_device.py",
-        "tests/graph/test_capturability.py", "tests/test_data.py",
+        "tests/metadata/test_hoist_metadata.py", "tests/metadata/test_prologue_on_device.py",
+        "tests/inspect/test_capturability.py", "tests/test_data.py",
     ],
     "metadata": ["tests/device/test_metadata_*.py"],
 }  # fmt: skip

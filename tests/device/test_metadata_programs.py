@@ -18,9 +18,9 @@ from fxpasses.attention.runtime import dense, flash
 from fxpasses.attention.runtime import operators as attention
 from fxpasses.experts.runtime import grouped_kernels
 from fxpasses.inspect.cli import main
+from fxpasses.metadata.runtime.batch_cache import batch_cache
+from fxpasses.metadata.runtime.prologue import Prologue, with_prologue
 from fxpasses.report import Reason
-from fxpasses.runtime.batch_cache import batch_cache
-from fxpasses.runtime.prologue import Prologue, with_prologue
 from tests.device import simulated
 from tests.device.simulated import counts
 from tests.device.test_metadata_steps import Branching, batch, same, step

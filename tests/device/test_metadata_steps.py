@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 import fxpasses
 from fxpasses.data import PrefetchLoader
 from fxpasses.experts.runtime import grouped_kernels, grouped_ways
-from fxpasses.runtime.batch_cache import batch_cache
-from fxpasses.runtime.prefetching import keep_host_copies
-from fxpasses.runtime.transfers import to_device
+from fxpasses.metadata.runtime.batch_cache import batch_cache
+from fxpasses.metadata.runtime.prefetching import keep_host_copies
+from fxpasses.metadata.runtime.transfers import to_device
 from tests.device import simulated
 from tests.device.simulated import counts
 from tests.end_to_end.test_training_step import Decoder

@@ -14,8 +14,8 @@ import torch
 
 import fxpasses
 from fxpasses import once
+from fxpasses.metadata.runtime import prefetching, transfers
 from fxpasses.offload.runtime import chain, device_copies, disk, host, kept, pinned
-from fxpasses.runtime import prefetching, transfers
 from tests.device import races, simulated
 
 # name: (where the function is, its name, the line to take out, what stands there instead)

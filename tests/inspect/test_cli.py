@@ -226,7 +226,7 @@ def test_the_environment_limits_the_graphs(monkeypatch):
 
 WRONG = """
 import torch
-from fxpasses.passes.hoist_metadata import _Cut
+from fxpasses.metadata.hoist_metadata import _Cut
 
 right = _Cut._add_input
 

@@ -124,7 +124,7 @@ def test_a_pass_that_fails_is_in_the_record(monkeypatch):
     def fails(self, gm, context):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("fxpasses.passes.hoist_metadata.HoistMetadata.__call__", fails)
+    monkeypatch.setattr("fxpasses.metadata.hoist_metadata.HoistMetadata.__call__", fails)
     with fxpasses.inspect.record() as record, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.compile(model, backend="fastpack", options={"fastpack.lowering": "eager"})(*inputs())

@@ -20,8 +20,8 @@ from fxpasses import FastpackCallback
 from fxpasses.integrations.trainer import Batch, _Collate
 from fxpasses.loss import region
 from fxpasses.loss.lazy_tensor import Source
-from fxpasses.runtime.batch_cache import batch_cache
-from fxpasses.runtime.transfers import to_host
+from fxpasses.metadata.runtime.batch_cache import batch_cache
+from fxpasses.metadata.runtime.transfers import to_host
 
 VOCABULARY = 32
 OPTIONS = {"fastpack.lowering": "aot_eager", "fastpack.strict": True}

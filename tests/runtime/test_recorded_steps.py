@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fxpasses
+from fxpasses.metadata.runtime.batch_cache import BatchCache
+from fxpasses.metadata.runtime.prologue import Prologue, live_prologues
+from fxpasses.metadata.runtime.transfers import to_host
 from fxpasses.runtime import cuda_extras
-from fxpasses.runtime.batch_cache import BatchCache
-from fxpasses.runtime.prologue import Prologue, live_prologues
-from fxpasses.runtime.transfers import to_host
 from tests.support import compiled
 
 TOKENS = 12

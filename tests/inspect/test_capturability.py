@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses.experts.runtime.grouped_linear  # noqa: F401 - registers operators
 from fxpasses.cuda_graphs import Capturability, NumberInput, Obstruction
-from fxpasses.graph.capturability import capturability
+from fxpasses.inspect.capturability import capturability
 from tests.support import captured
 
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ def test_what_inductor_lists_is_known() -> None:
     """Each operator of its list is one of ours, or makes an unbacked symbol, or checks one."""
     inductor = pytest.importorskip("torch._inductor.utils")
     listed = getattr(inductor, "FORBIDDEN_CUDAGRAPH_OPS", frozenset())
-    from fxpasses.graph import capturability as ours
+    from fxpasses.inspect import capturability as ours
 
     assert listed - ours._FORBIDDEN <= {"aten._local_scalar_dense", "aten._assert_scalar"}
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fxpasses.runtime.batch_cache import BatchCache, State, nbytes_of
-from fxpasses.runtime.prologue import Inputs, Prologue
+from fxpasses.metadata.runtime.batch_cache import BatchCache, State, nbytes_of
+from fxpasses.metadata.runtime.prologue import Inputs, Prologue
 
 _ENTRY = 256  # bytes, roughly, of an entry besides its tensors
 

@@ -17,10 +17,10 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.metadata_analysis import Closure
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import is_symbolic, symbol
 from fxpasses.graph.values import Tensor
+from fxpasses.metadata.analysis import Closure
 
 
 def index_by_positions(main: Region, closure: Closure, fake_mode: Any, may_change: Callable[[Node], bool]) -> bool:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 from fxpasses.errors import MetadataError
-from fxpasses.runtime.batch_cache import BatchCache, State, batch_cache
-from fxpasses.runtime.prologue import live_prologues
+from fxpasses.metadata.runtime.batch_cache import BatchCache, State, batch_cache
+from fxpasses.metadata.runtime.prologue import live_prologues
 from tests.support import compiled, events
 
 pytestmark = pytest.mark.usefixtures("little_garbage")

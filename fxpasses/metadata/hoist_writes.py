@@ -37,10 +37,10 @@ from torch.fx import GraphModule, Node
 
 from fxpasses.graph.aliases import AliasAnalysis, storages
 from fxpasses.graph.calls import argument, is_in_place, operator_of
-from fxpasses.graph.checkpoint_writes import is_idempotent
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
+from fxpasses.metadata.checkpoint_writes import is_idempotent
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Report
 

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fxpasses.runtime.kept_results import KeptResults
-from fxpasses.runtime.prefetching import (
+from fxpasses.metadata.runtime.kept_results import KeptResults
+from fxpasses.metadata.runtime.prefetching import (
     Arguments,
     arguments_of,
     keep_host_copies,

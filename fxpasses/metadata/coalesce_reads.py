@@ -29,12 +29,12 @@ from torch.fx import Graph, GraphModule, Node
 from fxpasses.graph import effects
 from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.building import NodeBuilder, erase_unused
-from fxpasses.graph.element_reads import constant_index
-from fxpasses.graph.host_copies import is_copy_to_host
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import declare_equal
+from fxpasses.metadata.element_reads import constant_index
+from fxpasses.metadata.host_copies import is_copy_to_host
 from fxpasses.pipeline import Context
 from fxpasses.report import Report
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from fxpasses.errors import RecordingError
+from fxpasses.metadata.runtime.batch_cache import BatchCache, State
 from fxpasses.runtime import cuda_extras
-from fxpasses.runtime.batch_cache import BatchCache, State
 
 log = logging.getLogger(__name__)
 _ALIGNMENT = 16  # bytes; a multiple of the size of every integer dtype

@@ -15,11 +15,11 @@ from torch.fx import GraphModule
 
 from fxpasses.containment import say
 from fxpasses.errors import MetadataError, RecordingError
-from fxpasses.prologue_program import Check, Output, Program
+from fxpasses.metadata.program import Check, Output, Program
+from fxpasses.metadata.runtime.batch_cache import BatchCache, State, batch_cache
+from fxpasses.metadata.runtime.transfers import to_device, to_host
 from fxpasses.runtime import cuda_extras
-from fxpasses.runtime.batch_cache import BatchCache, State, batch_cache
 from fxpasses.runtime.dispatch_modes import unseen
-from fxpasses.runtime.transfers import to_device, to_host
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from bench.cases.traced_decoder import Tracer
 from fxpasses.inspect import Record
 from fxpasses.inspect.figures import figures
+from fxpasses.metadata.coalesce_reads import CoalesceReads
 from fxpasses.options import Options
-from fxpasses.passes.coalesce_reads import CoalesceReads
 from fxpasses.pipeline import run_passes
 from tests.support import assert_same, compiled, events
 

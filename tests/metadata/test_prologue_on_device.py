@@ -12,10 +12,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxpasses.attention.runtime.operators  # noqa: F401 - registers operators
 from bench.cases.traced_decoder import Tracer
+from fxpasses.metadata.hoist_metadata import HoistMetadata
+from fxpasses.metadata.program import Program
 from fxpasses.options import Options
-from fxpasses.passes.hoist_metadata import HoistMetadata
 from fxpasses.pipeline import run_passes
-from fxpasses.prologue_program import Program
 
 DEVICE = torch.device("cuda")
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxpasses.graph.metadata_analysis import Closure, Walk
 from fxpasses.graph.regions import Region
+from fxpasses.metadata.analysis import Closure, Walk
 from fxpasses.report import Refusal
 
 _MOST_ROUNDS = 20

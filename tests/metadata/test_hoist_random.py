@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 import fxpasses.inspect
-from tests.passes.random_programs import SEQUENCES, STEPS, TOKENS, WIDTH, Layer, Plan, Program
+from tests.metadata.random_programs import SEQUENCES, STEPS, TOKENS, WIDTH, Layer, Plan, Program
 from tests.support import THOROUGH, compiled, reports_of
 
 chance = st.floats(0, 1, exclude_max=True, allow_subnormal=False)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fxpasses
 from fxpasses.attention.runtime import masks, operators
 from fxpasses.data import PrefetchLoader
-from fxpasses.runtime.batch_cache import BatchCache, State, batch_cache
+from fxpasses.metadata.runtime.batch_cache import BatchCache, State, batch_cache
 from tests.support import compiled
 
 pytestmark = pytest.mark.usefixtures("little_garbage")

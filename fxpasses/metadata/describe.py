@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.emission import slice_of
 from fxpasses.graph.provenance import in_program, source
 from fxpasses.graph.values import Entry, Ref, ValueTable
+from fxpasses.metadata.emission import slice_of
 
 _OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "truediv": "/", "mod": "%", "pow": "**", "and_": "&",

@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 import fxpasses
 import fxpasses.backend
 from fxpasses.errors import MetadataError
-from fxpasses.graph import prologue as building
-from fxpasses.runtime.batch_cache import BatchCache
-from fxpasses.runtime.prologue import Prologue, live_prologues
+from fxpasses.metadata import draft as building
+from fxpasses.metadata.runtime.batch_cache import BatchCache
+from fxpasses.metadata.runtime.prologue import Prologue, live_prologues
 from tests.support import assert_same, compiled, results
 
 TOKENS = 24

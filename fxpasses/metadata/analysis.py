@@ -1,6 +1,6 @@
 """One walk over a graph and its checkpoint bodies that numbers metadata and records its uses by other nodes.
 
-It applies the rules of `graph/closure.py` node by node, so that it can follow a graph that Dynamo is still writing.
+It applies the rules of `metadata/closure.py` node by node, so that it can follow a graph that Dynamo is still writing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fxpasses.graph.modes import regions_after
 from fxpasses.graph.provenance import source, where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
-from fxpasses.graph.size_expressions import arithmetic, is_arithmetic
 from fxpasses.graph.symbols import expression, is_symbolic, symbol
 from fxpasses.graph.values import Allocation, Many, Scalar, Tensor, Value, ValueTable, number_of
+from fxpasses.metadata.size_expressions import arithmetic, is_arithmetic
 from fxpasses.report import Reason, Refusal
 
 # These tell the shape environment the range of a number; separate nodes assert it at run time.

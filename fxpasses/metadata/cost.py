@@ -15,9 +15,9 @@ import torch
 
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import leaves
-from fxpasses.graph.emission import slice_of
 from fxpasses.graph.symbols import constant, elements_of, symbol
 from fxpasses.graph.values import Entry, Ref, ValueTable
+from fxpasses.metadata.emission import slice_of
 
 
 def elements_saved(

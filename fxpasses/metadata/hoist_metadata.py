@@ -11,9 +11,9 @@ After, the layers take `packed_0: "f32[12, 12]"`, an input of the graph, and the
 
     max_1 = input_0.max();  item = max_1.item();  full = torch.full((12, 12), -inf);  ...;  return (full,)
 
-*Find* the closure of the metadata (`graph/closure.py`), *decide* for each frontier value whether it becomes an input or
-is recomputed in place from smaller ones (views, sums of host numbers, plain factories), and *cut*. The report says what
-the pass leaves alone, and why.
+*Find* the closure of the metadata (`metadata/closure.py`), *decide* for each frontier value whether it becomes an input
+or is recomputed in place from smaller ones (views, sums of host numbers, plain factories), and *cut*. The report says
+what the pass leaves alone, and why.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ from torch.fx import GraphModule, Node
 
 from fxpasses.graph.building import replace_operand
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.closure import find_closure
-from fxpasses.graph.mask_indices import index_by_positions
-from fxpasses.graph.metadata_analysis import RANGES, Closure
-from fxpasses.graph.prologue import Assertion, Draft, Extra
 from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.regions import Region
@@ -46,6 +42,10 @@ from fxpasses.graph.symbols import (
     symbol,
 )
 from fxpasses.graph.values import Entry, Ref, Scalar, Tensor, Value, number_of
+from fxpasses.metadata.analysis import RANGES, Closure
+from fxpasses.metadata.closure import find_closure
+from fxpasses.metadata.draft import Assertion, Draft, Extra
+from fxpasses.metadata.mask_indices import index_by_positions
 from fxpasses.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 

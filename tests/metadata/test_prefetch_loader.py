@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from fxpasses.data import PrefetchLoader
-from fxpasses.runtime.batch_cache import batch_cache
-from fxpasses.runtime.prologue import live_prologues
+from fxpasses.metadata.runtime.batch_cache import batch_cache
+from fxpasses.metadata.runtime.prologue import live_prologues
 from tests.support import compiled, host_reads
 
 TOKENS = 12
@@ -22,7 +22,7 @@ LENGTHS = ([5, 4, 3], [2, 2, 8], [1, 10, 1], [4, 4, 4])
 @pytest.fixture(autouse=True)
 def no_prologues_of_other_tests(monkeypatch):
     """Dynamo keeps what it compiled of a function of a module whose graph breaks, as long as the module."""
-    monkeypatch.setattr("fxpasses.runtime.prologue._live", WeakSet())
+    monkeypatch.setattr("fxpasses.metadata.runtime.prologue._live", WeakSet())
 
 
 def layer(x, lengths):

@@ -389,7 +389,7 @@ def test_a_function_transform_is_left_alone():
 
 
 def test_what_is_large_and_used_once_stays_in_the_graph(monkeypatch):
-    import fxpasses.passes.hoist_metadata as module
+    import fxpasses.metadata.hoist_metadata as module
 
     def program(x, lengths):
         return x.sum() * lengths.max().item() + F.one_hot(lengths, 16)
@@ -412,7 +412,7 @@ def test_plain_factories_and_sizes_stay_where_a_compiler_sees_them():
 @pytest.mark.parametrize(("layers", "small", "moves"), [(1, 48, False), (1, 47, True), (2, 48, True)])
 def test_without_reads_a_small_value_goes_to_the_prologue_only_if_it_is_made_again(layers, small, moves, monkeypatch):
     """Made once, it was hoisted all the same: a small BERT's step took 1.05 times as long, for its one mask."""
-    monkeypatch.setattr("fxpasses.passes.hoist_metadata._SMALL", small)
+    monkeypatch.setattr("fxpasses.metadata.hoist_metadata._SMALL", small)
 
     def program(x, lengths):
         for _ in range(layers):

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.closure import find_closure
 from fxpasses.graph.regions import Region
+from fxpasses.metadata.closure import find_closure
 from fxpasses.report import Reason, Refusal
 from tests.support import captured
 

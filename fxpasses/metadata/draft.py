@@ -19,14 +19,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.describe import comparison, describe
-from fxpasses.graph.element_reads import read_lists
-from fxpasses.graph.emission import Emitter, slice_of
-from fxpasses.graph.prologue_cost import elements_saved
 from fxpasses.graph.provenance import where
 from fxpasses.graph.symbols import elements_of
 from fxpasses.graph.values import Entry, Ref, ValueTable
-from fxpasses.prologue_program import Check, Output, Program
+from fxpasses.metadata.cost import elements_saved
+from fxpasses.metadata.describe import comparison, describe
+from fxpasses.metadata.element_reads import read_lists
+from fxpasses.metadata.emission import Emitter, slice_of
+from fxpasses.metadata.program import Check, Output, Program
 
 # Compiling takes seconds, and a run has some thousand batches. It pays if each batch saves writing this many elements,
 # which takes about 2.5 ms on a CPU core.

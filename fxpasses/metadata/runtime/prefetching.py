@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fxpasses.containment import contained
-from fxpasses.runtime.batch_cache import State, batch_cache
-from fxpasses.runtime.kept_results import KeptResults, known_on_host
-from fxpasses.runtime.prologue import Prologue, live_prologues
-from fxpasses.runtime.transfers import PendingCopy, start_copy
+from fxpasses.metadata.runtime.batch_cache import State, batch_cache
+from fxpasses.metadata.runtime.kept_results import KeptResults, known_on_host
+from fxpasses.metadata.runtime.prologue import Prologue, live_prologues
+from fxpasses.metadata.runtime.transfers import PendingCopy, start_copy
 
 log = logging.getLogger(__name__)
 _side_streams: dict[torch.device, torch.Stream] = {}

@@ -1,0 +1,1 @@
+"""Prologues, their cache, copies to the host, and prefetching."""
