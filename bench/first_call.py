@@ -94,7 +94,7 @@ def _observed() -> Iterator[_Clock]:
         for name, also in (("log_event_start", clock.begin), ("log_event_end", clock.end)):
             stack.enter_context(patch.object(logger, name, beside(getattr(logger, name), also)))
         if "fxpasses" in sys.modules:
-            backend = importlib.import_module("fxpasses.backend")
+            backend = importlib.import_module("fxpasses.compiler.backend")
             stack.enter_context(patch.object(backend, "run_passes", _as_phase(clock, PASSES, backend.run_passes)))
         clock.last = time.process_time()  # so far it was imports
         yield clock

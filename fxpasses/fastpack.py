@@ -8,8 +8,8 @@ A wrong `FASTPACK_OPTIONS` is a `ValueError` here, in `torch.compile`, and not i
 """
 
 from fxpasses import default_options
-from fxpasses.backend import fastpack_backend
 from fxpasses.capture import flags, retracing
+from fxpasses.compiler.backend import fastpack_backend
 
 __all__ = ["fastpack_backend"]
 

@@ -17,7 +17,7 @@ import torch
 import torch._dynamo.guards
 import torch.distributed as dist
 
-from fxpasses import once
+from fxpasses.base import once
 from fxpasses.capture import flags
 from tests import rounding
 from tests.support import thorough

@@ -15,15 +15,16 @@ MAY_IMPORT = {
     "graph": set(),
     "runtime": set(),
     "collectives": {"graph"},
-    "metadata": {"graph", "runtime", "pipeline"},
-    "fold": {"graph", "pipeline"},
-    "topk": {"graph", "pipeline"},
-    "attention": {"graph", "runtime", "metadata", "pipeline"},
-    "experts": {"graph", "runtime", "capture", "pipeline"},
+    "metadata": {"graph", "runtime", "passes"},
+    "fold": {"graph", "passes"},
+    "topk": {"graph", "passes"},
+    "attention": {"graph", "runtime", "metadata", "passes"},
+    "experts": {"graph", "runtime", "capture", "passes"},
+    "passes": {"graph", "metadata"},
     "offload": {"graph", "runtime", "fold"},
-    "rows": {"graph", "runtime", "metadata", "attention", "experts", "capture", "pipeline"},
-    "loss": {"graph", "runtime", "metadata", "rows", "capture", "pipeline"},
-    "capture": {"graph", "runtime", "metadata", "experts", "ddp_buckets"},
+    "rows": {"graph", "runtime", "metadata", "attention", "experts", "capture", "passes"},
+    "loss": {"graph", "runtime", "metadata", "rows", "capture", "passes"},
+    "capture": {"graph", "runtime", "metadata", "experts", "collectives"},
     "inspect": {
         "graph",
         "runtime",
@@ -34,14 +35,11 @@ MAY_IMPORT = {
         "rows",
         "capture",
         "pipeline",
-        "ddp_buckets",
+        "collectives",
     },
 }
 # Plain data, errors and words: they import one another alone.
-BASE = {
-    "containment", "counts", "cuda_graphs", "default_options", "errors", "once", "options", "overrides", "report",
-    "units", "version",
-}  # fmt: skip
+BASE = {"base", "default_options", "errors", "options", "report", "version"}
 
 
 def modules() -> dict[str, Path]:

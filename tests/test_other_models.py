@@ -100,11 +100,11 @@ def test_nothing_that_others_read_is_changed() -> None:
 
 
 def test_another_backend_inside_a_trace_of_ours_finds_the_process_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fxpasses.backend
+    import fxpasses.compiler.backend
 
     inside, in_thread = Stock(), Stock()
     threads: list[threading.Thread] = []
-    stock = fxpasses.backend.run_passes
+    stock = fxpasses.compiler.backend.run_passes
 
     def run_passes(*args: Any) -> Any:
         torch.compile(reads, backend=inside)(X, LENGTHS)
@@ -112,7 +112,7 @@ def test_another_backend_inside_a_trace_of_ours_finds_the_process_flags(monkeypa
         threads[-1].start()  # it waits for Dynamo's lock
         return stock(*args)
 
-    monkeypatch.setattr(fxpasses.backend, "run_passes", run_passes)
+    monkeypatch.setattr(fxpasses.compiler.backend, "run_passes", run_passes)
     compiled(reads)(X, LENGTHS)
     threads[0].join()
     assert inside.flags == in_thread.flags == {(False, False)}

@@ -1,6 +1,6 @@
 """The ways to compile a model that the cases compare. Each is called in a process of its own, so flags may stay set.
 
-`fxpasses.backend` adds to Dynamo when it is imported, so only the contenders of ours import it.
+`fxpasses.compiler.backend` adds to Dynamo when it is imported, so only the contenders of ours import it.
 """
 
 from __future__ import annotations

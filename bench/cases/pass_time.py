@@ -13,10 +13,10 @@ COPY = "copying the graph"
 
 def build(parameters: Parameters, device: str, passes: Sequence[str] = ()) -> Program:
     """The step is the pipeline with these passes: a copy of the graph for each, the pass, and the checks after it."""
-    from fxpasses.backend import PASSES
+    from fxpasses.compiler.backend import PASSES
     from fxpasses.graph.copying import copy_graph_module
     from fxpasses.options import Options
-    from fxpasses.pipeline import run_passes
+    from fxpasses.passes.pipeline import run_passes
 
     gm, examples = (decoder_graph if parameters["graph"] == "decoder" else expert_graph)(parameters["size"])
 

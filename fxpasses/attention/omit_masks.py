@@ -35,7 +35,7 @@ from fxpasses.graph.symbols import elements_of, expression, is_unbacked
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.metadata.draft import Draft, Extra
 from fxpasses.metadata.emission import slice_of
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 
 # 2048 × 2048 pairs take 4 MiB, and 16 MiB more where attention runs dense. Smaller masks save little, and dense plans,

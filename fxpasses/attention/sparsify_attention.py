@@ -45,7 +45,7 @@ from fxpasses.graph.symbols import hint_of, is_unbacked
 from fxpasses.graph.values import Tensor
 from fxpasses.metadata.analysis import Closure
 from fxpasses.metadata.closure import find_closure
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
 # Attention of fewer pairs takes about 0.2 ms on a CPU core, and tiles would save little of it.

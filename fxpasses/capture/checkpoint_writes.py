@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
+from fxpasses.base.containment import say
+from fxpasses.base.once import warn_once
 from fxpasses.capture.attempt import Feature, Left
 from fxpasses.capture.dynamo_names import DynamoNames, in_short, user_place
 from fxpasses.capture.failures import is_ours
 from fxpasses.capture.interceptions import Handlers, Proceed, method
-from fxpasses.containment import say
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import CHECKPOINT
 from fxpasses.metadata.checkpoint_writes import inputs, is_idempotent, is_recomputed, writes
-from fxpasses.once import warn_once
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+from fxpasses.base.containment import say
 from fxpasses.capture.attempt import Feature
 from fxpasses.capture.failures import FailedFeatures
-from fxpasses.containment import say
 
 _MOST_ERRORS = 1
 

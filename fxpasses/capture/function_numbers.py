@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
 
+from fxpasses.base.once import warn_once
 from fxpasses.capture.attempt import Feature
 from fxpasses.capture.dynamo_names import DynamoNames, user_line
 from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.capture.retracing import comes_of_capture
 from fxpasses.graph.symbols import unbacked_symbols
-from fxpasses.once import warn_once
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace

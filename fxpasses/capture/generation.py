@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from fxpasses.base.containment import contained
 from fxpasses.capture.dynamo_names import find
-from fxpasses.containment import contained
 
 _MODULE, _FUNCTION = "transformers.generation.utils", "generate"
 _MOST = 4  # half of Dynamo's limit

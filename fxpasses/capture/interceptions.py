@@ -39,10 +39,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxpasses.base.once import warn_once
 from fxpasses.capture.attempt import Feature
 from fxpasses.capture.dynamo_names import CHECKED, MissingName, find
 from fxpasses.capture.failures import mark_as_passed
-from fxpasses.once import warn_once
 
 if TYPE_CHECKING:
     from fxpasses.capture.trace import Trace

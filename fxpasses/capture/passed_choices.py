@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxpasses.containment import contained
+from fxpasses.base.containment import contained
 from fxpasses.experts.routing_facts import is_integer
 from fxpasses.graph.calls import FACTORIES, operator_of
 from fxpasses.graph.effects import leaves

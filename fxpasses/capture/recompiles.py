@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fxpasses.base.once import forget, warn_once
 from fxpasses.graph.provenance import source
 from fxpasses.graph.symbols import constant
-from fxpasses.once import forget, warn_once
 
 _MOST = 3
 # By frame and input, the sizes compiled so far: Dynamo keeps no such history.

@@ -32,7 +32,9 @@ from typing import Any
 import torch._dynamo.config as _config
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxpasses import ddp_buckets, default_options
+from fxpasses import default_options
+from fxpasses.base.containment import contained, error_text, say
+from fxpasses.base.once import warn_once
 from fxpasses.capture import checks, flags, generation, tracing, variants
 from fxpasses.capture.attempt import Attempt, Feature
 from fxpasses.capture.dynamo_names import DynamoNames, MissingName
@@ -49,10 +51,9 @@ from fxpasses.capture.interceptions import effect_of
 from fxpasses.capture.size_defaults import UnknownDefault, WrongDefault
 from fxpasses.capture.trace import Trace
 from fxpasses.capture.unproved import Unproved
-from fxpasses.containment import contained, error_text, say
+from fxpasses.collectives import ddp_buckets
 from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.provenance import forget_leftovers
-from fxpasses.once import warn_once
 from fxpasses.options import PREFIX
 
 log = logging.getLogger(__name__)

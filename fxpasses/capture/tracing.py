@@ -19,6 +19,8 @@ from typing import Any
 import torch._dynamo.config as _config
 from torch.fx import GraphModule
 
+from fxpasses.base.containment import contained, error_text, is_unsaid, say
+from fxpasses.base.once import warn_once
 from fxpasses.capture import collective_operands, guarding, variants
 from fxpasses.capture.assumptions import assumptions_of
 from fxpasses.capture.attempt import Attempt, Feature, Place
@@ -28,11 +30,9 @@ from fxpasses.capture.flags import Values
 from fxpasses.capture.interceptions import Installation, current
 from fxpasses.capture.trace import Trace
 from fxpasses.capture.unproved import Function
-from fxpasses.containment import contained, error_text, is_unsaid, say
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import CHECKPOINT
 from fxpasses.metadata.checkpoint_writes import remaining
-from fxpasses.once import warn_once
 from fxpasses.report import Reason, Refusal, Report
 
 log = logging.getLogger(__name__)

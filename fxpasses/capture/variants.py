@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxpasses.base.once import warn_once
 from fxpasses.capture.attempt import Place
-from fxpasses.once import warn_once
 
 if TYPE_CHECKING:
     from fxpasses.capture.assumptions import Assumption

@@ -36,7 +36,7 @@ from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.checkpoints import save_routing
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.regions import Region
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
 _MOST_FAMILIES = 3  # experts, and those that return their input, zeros or a constant

@@ -35,7 +35,7 @@ from fxpasses.graph.provenance import where
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import NotProved, Refused
 from fxpasses.graph.symbols import declare_equal
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Refusal
 
 _WRITE_BY_KEY = ("setitem", "index_put_", "index_put")

@@ -13,8 +13,8 @@ After, with the body `layer_0(h, w): return (gelu(linear(h, w)),)`:
     ...
 
 *Find* the kinds of equal segments (`fold/repetition.py`), *check* that each can be compiled by itself, and *outline*
-them. The lowering compiles each body once, and what lies between the calls (`lowering_segments.py`). This pass is the
-last one: other passes take away the differences between layers, and do not look into the bodies.
+them. The lowering compiles each body once, and what lies between the calls (`compiler/lowering_segments.py`). This pass
+is the last one: other passes take away the differences between layers, and do not look into the bodies.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from fxpasses.base.units import amount
 from fxpasses.fold import policies
 from fxpasses.fold.legality import Legality
 from fxpasses.fold.outlining import call_layer, checked_here, outline
@@ -43,9 +44,8 @@ from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import batch_sizes_of
 from fxpasses.options import FOLD_LEAST, Options
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
-from fxpasses.units import amount
 
 _CALLS = ("call_function", "call_method", "call_module")
 # A body that is one product, such as a projection to queries or keys, has no kernel to compile: the nine of a BERT of

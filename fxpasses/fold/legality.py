@@ -20,7 +20,7 @@ from fxpasses.graph.effects import leaves
 from fxpasses.graph.modes import Mode, enters_autocast, modes
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import unbacked_symbols
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 
 

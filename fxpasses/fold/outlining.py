@@ -19,7 +19,7 @@ from fxpasses.fold.segments import is_reference
 from fxpasses.graph import modes
 from fxpasses.graph.modes import Mode
 
-# The versions of torch on which graphs were compiled in pieces, layer by layer (`lowering_segments.py`).
+# The versions of torch on which graphs were compiled in pieces, layer by layer (`compiler/lowering_segments.py`).
 CHECKED = ("2.11", "2.13", "2.15")
 
 

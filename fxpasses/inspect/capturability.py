@@ -33,7 +33,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from fxpasses.cuda_graphs import Capturability, NumberInput, Obstacle, Obstruction
+from fxpasses.base.cuda_graphs import Capturability, NumberInput, Obstacle, Obstruction
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.provenance import in_program, module_of, source, where
 from fxpasses.graph.symbols import constant, free_symbols, is_symbolic, unbacked_symbols

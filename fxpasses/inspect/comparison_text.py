@@ -6,11 +6,11 @@ import textwrap
 
 from tabulate import tabulate
 
+from fxpasses.base.units import duration, size
 from fxpasses.inspect.comparison import GraphComparison
 from fxpasses.inspect.figures import saved_before_and_after
 from fxpasses.inspect.model import Run
 from fxpasses.inspect.text import Style, figure_rows, name, section_lines
-from fxpasses.units import duration, size
 
 
 def run_differences(before: Run, after: Run) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpasses.containment import contained
+from fxpasses.base.containment import contained
 from fxpasses.report import Reason, Report
 from fxpasses.rows.row_stats import row_stats
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxpasses.attention.runtime.stats import AttentionStats
-from fxpasses.cuda_graphs import Capturability
+from fxpasses.base.cuda_graphs import Capturability
 from fxpasses.report import Report
 from fxpasses.rows.row_stats import RowStats
 

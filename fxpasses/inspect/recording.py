@@ -27,17 +27,17 @@ import torch
 from torch.fx import GraphModule
 
 from fxpasses.attention.runtime.stats import attention_stats
+from fxpasses.base.once import warn_once
 from fxpasses.inspect import codec, end_of_run
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.inspect.rank import process_rank
-from fxpasses.once import warn_once
 from fxpasses.report import Report
 from fxpasses.rows.row_stats import row_stats
 from fxpasses.version import __version__
 
 if TYPE_CHECKING:
     from fxpasses.options import Options
-    from fxpasses.pipeline import Result
+    from fxpasses.passes.pipeline import Result
 
 FOLDER = "FXPASSES_RECORD"
 VALUES = "FXPASSES_RECORD_VALUES"

@@ -12,13 +12,13 @@ from typing import TextIO
 
 from tabulate import tabulate
 
+from fxpasses.base.units import amount, duration, size
 from fxpasses.inspect.changes import MARKS, Kind, diff
 from fxpasses.inspect.collapse import Line, Section, collapse, lines_of
 from fxpasses.inspect.figures import Figures, before_and_after, saved_before_and_after
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.whynot import NearMiss, near_misses
-from fxpasses.units import amount, duration, size
 
 _COLORS = {
     Kind.REMOVED: "31", Kind.PROLOGUE: "36", Kind.ADDED: "32",

@@ -42,7 +42,7 @@ def _run(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
     try:
         hook(module)
     except Exception as error:
-        from fxpasses.once import warn_once
+        from fxpasses.base.once import warn_once
 
         warn_once(
             ("autoload", module.__name__),

@@ -24,12 +24,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from fxpasses import inspect
+from fxpasses.compiler.partitioner import Partitioner
 from fxpasses.experts.group_experts import GroupExperts
 from fxpasses.graph.provenance import input_sources
 from fxpasses.metadata.coalesce_reads import CoalesceReads
 from fxpasses.options import PREFIX, Options
-from fxpasses.partitioner import Partitioner
-from fxpasses.pipeline import Pass, run_passes
+from fxpasses.passes.pipeline import Pass, run_passes
 from fxpasses.topk.split_topk import SplitTopk
 from fxpasses.version import __version__
 

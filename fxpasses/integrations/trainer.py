@@ -15,11 +15,11 @@ import torch
 from transformers import TrainerCallback
 
 from fxpasses import default_options
+from fxpasses.base.containment import contained
+from fxpasses.base.once import warn_once
 from fxpasses.compiling import backend_of
-from fxpasses.containment import contained
 from fxpasses.data import bucket_lengths
 from fxpasses.metadata.runtime.prefetching import keep_host_copies
-from fxpasses.once import warn_once
 
 _OUTPUTS = "fastpack.outputs"
 # Ends of sequences in a batch, as flash attention takes them: `DataCollatorWithFlattening(return_flash_attn_kwargs)`.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxpasses.base.units import size
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
@@ -30,9 +31,8 @@ from fxpasses.graph.symbols import batch_sizes_of
 from fxpasses.loss.region import LossRegion, candidates, find_regions
 from fxpasses.loss.rewrite import Rewrite
 from fxpasses.loss.spelling import spell_out
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
-from fxpasses.units import size
 
 
 class ChunkLoss:

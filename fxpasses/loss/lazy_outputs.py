@@ -23,6 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
+from fxpasses.base.once import warn_once
 from fxpasses.capture.checks import Check
 from fxpasses.capture.dynamo_names import add_guard
 from fxpasses.capture.guarding import can_guard
@@ -35,7 +36,6 @@ from fxpasses.graph.symbols import is_unbacked
 from fxpasses.loss.lazy_tensor import LazyTensor, Source
 from fxpasses.loss.region import candidates, find_regions
 from fxpasses.metadata.runtime.prologue import autocast_state
-from fxpasses.once import warn_once
 from fxpasses.report import Reason, Refusal, Report
 from fxpasses.rows.nodes import shape_of
 

@@ -35,7 +35,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fxpasses.containment import say
+from fxpasses.base.containment import say
 from fxpasses.runtime.dispatch_modes import unseen, with_autograd
 
 _ROWS = 48  # while tracing: any number that is no usual size

@@ -35,7 +35,7 @@ from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import declare_equal
 from fxpasses.metadata.element_reads import constant_index
 from fxpasses.metadata.host_copies import is_copy_to_host
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Report
 
 # Each fits into an int64, so one copy may hold elements of several tensors.

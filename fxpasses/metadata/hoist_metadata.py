@@ -46,7 +46,7 @@ from fxpasses.metadata.analysis import RANGES, Closure
 from fxpasses.metadata.closure import find_closure
 from fxpasses.metadata.draft import Assertion, Draft, Extra
 from fxpasses.metadata.mask_indices import index_by_positions
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
 # A tensor that is made once and larger than this (bytes) stays where a compiler may fuse it away:

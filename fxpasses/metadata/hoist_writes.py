@@ -41,7 +41,7 @@ from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.metadata.checkpoint_writes import is_idempotent
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 
 WHOLE_PROGRAM = "fxpasses.whole_program"  # in the `meta` of a graph that is all that was given to `torch.compile`

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from fxpasses.base.units import duration, size
 from fxpasses.fold.outlining import WHOLE, Place
 from fxpasses.graph.aliases import AliasSets
 from fxpasses.graph.provenance import where
@@ -25,7 +26,6 @@ from fxpasses.offload.saved import Group, Partition, groups
 from fxpasses.offload.transfers import transfers
 from fxpasses.options import Offload
 from fxpasses.report import Reason, Refusal, Report
-from fxpasses.units import duration, size
 
 NAME = "offload_activations"
 

@@ -32,7 +32,7 @@ from fxpasses.graph.values import Tensor
 from fxpasses.metadata.closure import find_closure
 from fxpasses.metadata.mask_indices import index_by_positions
 from fxpasses.options import Options
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 from fxpasses.rows import choice
 from fxpasses.rows.layout import Layout, find_layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpasses.counts import taken
+from fxpasses.base.counts import taken
 
 
 @dataclass

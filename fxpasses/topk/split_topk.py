@@ -28,7 +28,7 @@ from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import hint_of, is_symbolic, is_unbacked, sizes_of
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 from fxpasses.topk.blocks import DEVICES, DTYPES, block_length, lies_along
 

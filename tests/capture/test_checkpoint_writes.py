@@ -110,7 +110,7 @@ def compare(model, **options):
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_made_as_often_as_in_eager_mode(write):
     with pytest.warns(UserWarning, match=r"writes to memory that outlives the checkpoint at test_checkpoint_writes.py"):
-        fxpasses.once._given.clear()
+        fxpasses.base.once._given.clear()
         record = compare(Model(write))
     refusals = [refusal for report in reports_of(record, "capture") for refusal in report.refusals]
     assert {refusal.reason for refusal in refusals} == {Reason.REPEATED_WRITE}

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import fxpasses.backend
+import fxpasses.compiler.backend
 import fxpasses.data
 import fxpasses.fastpack
 import fxpasses.inspect
-from fxpasses import output_strides, partitioner, pipeline
 from fxpasses.capture import (
     checks,
     guarding,
@@ -34,12 +33,14 @@ from fxpasses.capture import (
 from fxpasses.capture.failures import FailedFeatures
 from fxpasses.capture.interceptions import Handler, Row
 from fxpasses.capture.trace import Trace
+from fxpasses.compiler import output_strides, partitioner
 from fxpasses.graph import values
 from fxpasses.inspect import recording
 from fxpasses.metadata import analysis as metadata_analysis
 from fxpasses.metadata.runtime import batch_cache, prologue
 from fxpasses.metadata.runtime.prologue import Prologue
-from fxpasses.pipeline import Pass
+from fxpasses.passes import pipeline
+from fxpasses.passes.pipeline import Pass
 from tests.capture.reaching import BATCH, PROGRAMS, X, requires_gradient
 from tests.support import results
 
@@ -197,10 +198,10 @@ def pass_that_fails(kind: Callable[[], Pass], when: str) -> Callable[[], Pass]:
 
 
 @pytest.mark.parametrize("when", ["at once", "half way", "at its end"])
-@pytest.mark.parametrize("name", fxpasses.backend.PASSES)
+@pytest.mark.parametrize("name", fxpasses.compiler.backend.PASSES)
 def test_a_pass_that_fails_is_dropped(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = {name: pass_that_fails(fxpasses.backend.PASSES[name], when)}
-    monkeypatch.setattr(fxpasses.backend, "PASSES", {**fxpasses.backend.PASSES, **failing})
+    failing = {name: pass_that_fails(fxpasses.compiler.backend.PASSES[name], when)}
+    monkeypatch.setattr(fxpasses.compiler.backend, "PASSES", {**fxpasses.compiler.backend.PASSES, **failing})
     (said,) = said_in_two_steps(metadata_in_layers)
     assert f"the pass {name} failed and was dropped (ZeroDivisionError: a defect)" in said
 
@@ -261,12 +262,12 @@ BOOKKEEPING: dict[str, tuple[Any, str]] = {
     "record of a pass": (recording._Recorder, "after_pass"),
     "record of a lowering": (recording._Recorder, "lowering"),
     "end of a record": (recording._Recorder, "finish"),
-    "report": (fxpasses.backend.tracing, "report"),
-    "whole program": (fxpasses.backend.tracing, "is_whole"),
-    "sizes": (fxpasses.backend.recompiles, "note_sizes"),
+    "report": (fxpasses.compiler.backend.tracing, "report"),
+    "whole program": (fxpasses.compiler.backend.tracing, "is_whole"),
+    "sizes": (fxpasses.compiler.backend.recompiles, "note_sizes"),
     "checks of a trace": (tracing, "check"),
     "guards without Dynamo": (guarding, "checked"),
-    "choices of routers": (fxpasses.backend.passed_choices, "noting"),
+    "choices of routers": (fxpasses.compiler.backend.passed_choices, "noting"),
     "copies for passes": (pipeline, "copy_graph_module"),
     "contexts of passes": (pipeline, "_context"),
     "end of a graph": (Trace, "close"),
@@ -320,7 +321,7 @@ SIZES: dict[str, tuple[Any, str]] = {
     "the operators of a trace": (size_defaults.SizeDefaults, "running"),
     "what may break": (size_defaults.SizeDefaults, "check"),
     "what is guarded": (size_defaults.SizeDefaults, "_guard"),
-    "sizes of one": (fxpasses.backend, "make_exact"),
+    "sizes of one": (fxpasses.compiler.backend, "make_exact"),
 }
 
 
@@ -357,9 +358,9 @@ PIECES: dict[str, tuple[Any, str, str]] = {
     "which results": (output_strides.TracedStrides, "given_to", "inductor"),
     "strides that differ": (output_strides, "_differs", "inductor"),
     "copies of results": (output_strides, "_copy", "inductor"),
-    "integers of floats": (fxpasses.backend, "_check_integers", "inductor"),
-    "a second way": (fxpasses.backend, "recovering", "inductor"),
-    "its assertions": (fxpasses.backend, "unasserted", "inductor"),
+    "integers of floats": (fxpasses.compiler.backend, "_check_integers", "inductor"),
+    "a second way": (fxpasses.compiler.backend, "recovering", "inductor"),
+    "its assertions": (fxpasses.compiler.backend, "unasserted", "inductor"),
 }
 
 

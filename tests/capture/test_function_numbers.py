@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import fxpasses.once
+import fxpasses.base.once
 from fxpasses.capture import function_numbers
 from tests.support import assert_same, reports_of
 
@@ -81,7 +81,7 @@ def test_a_number_in_a_function_is_captured_with_the_model(function):
 
 
 def test_the_graph_breaks_at_a_function_alone():
-    fxpasses.once._given.clear()
+    fxpasses.base.once._given.clear()
     with pytest.warns(UserWarning, match=r"`Clipped`, called at test_function_numbers.py:\d+, needs a number") as given:
         record = assert_same(Model(Clipped), batches(), "aot_eager")
     assert sum("fxpasses" in str(warning.message) for warning in given) == 1
@@ -91,7 +91,7 @@ def test_the_graph_breaks_at_a_function_alone():
 def test_a_function_whose_numbers_do_not_compile_is_left_alone(monkeypatch):
     original, given = function_numbers._break, []
     monkeypatch.setattr(function_numbers, "_break", lambda *args: given.append(args) or original(*args))
-    from fxpasses import backend
+    from fxpasses.compiler import backend
 
     def lower(result, gm, *args):
         if any("autograd_function_apply" in str(node.target) for node in gm.graph.nodes):

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fxpasses
-from fxpasses import backend
 from fxpasses.attention import omit_masks
 from fxpasses.attention.runtime import dense, flash
 from fxpasses.attention.runtime import operators as attention
+from fxpasses.compiler import backend
 from fxpasses.experts.runtime import grouped_kernels
 from fxpasses.inspect.cli import main
 from fxpasses.metadata.runtime.batch_cache import batch_cache

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxpasses
-from fxpasses import once
+from fxpasses.base import once
 from fxpasses.offload.runtime import chain, disk, pinned
 from fxpasses.offload.runtime.disk import DiskTier
 from fxpasses.offload.runtime.host import HostTier

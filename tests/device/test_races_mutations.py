@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxpasses
-from fxpasses import once
+from fxpasses.base import once
 from fxpasses.metadata.runtime import prefetching, transfers
 from fxpasses.offload.runtime import chain, device_copies, disk, host, kept, pinned
 from tests.device import races, simulated

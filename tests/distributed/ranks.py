@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessException
 from tests import rounding
 
 # The last ones are what AOTAutograd's partitioner imports when it is first called.
-_PRELOADED = ["torch._dynamo", "torch.distributed", "fxpasses.backend", "tests.support"]
+_PRELOADED = ["torch._dynamo", "torch.distributed", "fxpasses.compiler.backend", "tests.support"]
 _PRELOADED += ["torch._inductor.pattern_matcher", "torch._inductor.codecache", "networkx"]
 _GRACE = 1.0  # seconds between the stack of a rank that hangs, and its end
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.fx import GraphModule
 
-from fxpasses import backend
 from fxpasses.capture import variants
 from fxpasses.collectives.eager_sequences import Sequences
 from fxpasses.collectives.partitioner import CollectivePartitioner
+from fxpasses.compiler import backend
 from fxpasses.errors import MetadataError
 from fxpasses.inspect import record
-from fxpasses.pipeline import Context
+from fxpasses.passes.pipeline import Context
 from fxpasses.report import Report
 from tests.distributed.breakable_programs import BREAKABLE
 from tests.distributed.collective_programs import PROGRAMS, Program, gathered, of_numbers, reduced, twice

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import fxpasses
-import fxpasses.backend
+import fxpasses.compiler.backend
 import fxpasses.inspect
 from fxpasses.inspect import Record
 from tests.distributed.ranks import run_on_ranks
@@ -336,8 +336,8 @@ def test_a_graph_with_a_piece_that_fails_is_compiled_whole(monkeypatch: pytest.M
             raise KeyError("u0")
         return lower(*args, **kwargs)
 
-    lower = fxpasses.backend.lower
-    monkeypatch.setattr(fxpasses.backend, "lower", fails_once)
+    lower = fxpasses.compiler.backend.lower
+    monkeypatch.setattr(fxpasses.compiler.backend, "lower", fails_once)
     with pytest.warns(UserWarning, match=r"at DDP's buckets, failed (?s:.*)compiled whole"):
         record = assert_equals_eager(lambda: Decoder(2), lambda m: ddp(compiled(m, **{"fastpack.strict": False})))
     assert len(attempts) == 3  # the first piece, the second, and the whole graph

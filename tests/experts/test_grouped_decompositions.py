@@ -6,8 +6,8 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxpasses.compiler.lowering import _decompositions
 from fxpasses.experts.runtime.grouped_linear import grouped_mm, grouped_mm_covering
-from fxpasses.lowering import _decompositions
 
 LIBRARY = "aten._grouped_mm.default"
 OURS = {"fxpasses.grouped_mm.default", "fxpasses.grouped_outer.default"}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fxpasses.inspect
 from fxpasses.experts.group_experts import GroupExperts
 from fxpasses.options import Options
-from fxpasses.pipeline import run_passes
+from fxpasses.passes.pipeline import run_passes
 from tests.experts.models import HIDDEN
 from tests.experts.spellings import DECOYS, SPELLINGS, Moe, cases, name_of
 from tests.experts.test_group_experts import TOKENS, assert_equal, model_of, run, tokens

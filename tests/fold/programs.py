@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpasses.fold.fold_layers import FoldLayers
 from fxpasses.options import Options
-from fxpasses.pipeline import run_passes
+from fxpasses.passes.pipeline import run_passes
 from fxpasses.report import Report
 from tests.support import captured
 

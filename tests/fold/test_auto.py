@@ -77,7 +77,7 @@ class Repeated(nn.Module):
 
 def refusals(number: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Refusal]:
     """Under "auto", without what Inductor does."""
-    monkeypatch.setattr("fxpasses.backend.lower", lambda gm, *others: gm.forward)
+    monkeypatch.setattr("fxpasses.compiler.backend.lower", lambda gm, *others: gm.forward)
     with fxpasses.inspect.record() as record:
         program = compiled(Repeated(number), "inductor", fold="auto")
         program(torch.ones(1, WIDTH, requires_grad=True), torch.tensor([3, 5]))

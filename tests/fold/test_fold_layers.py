@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import fxpasses
 import fxpasses.inspect
-from fxpasses import overrides
+from fxpasses.base import overrides
 from fxpasses.fold.fold_layers import FoldLayers
 from fxpasses.inspect import Record
 from fxpasses.offload.runtime import chain
 from fxpasses.options import Offload, Options
-from fxpasses.pipeline import run_passes
+from fxpasses.passes.pipeline import run_passes
 from fxpasses.report import Reason, Report
 from tests.fold.programs import Block, Plan, Stack, report_on, tokens
 from tests.support import captured, compiled, reports_of
@@ -226,7 +226,7 @@ def test_off():
 
 
 def test_where_a_piece_does_not_compile_the_graph_is_compiled_whole(monkeypatch):
-    monkeypatch.setattr("fxpasses.backend.lower_segments", lambda *args: 1 / 0)
+    monkeypatch.setattr("fxpasses.compiler.backend.lower_segments", lambda *args: 1 / 0)
     torch.manual_seed(0)
     model = Stack(BLOCKS)
     program = compiled(model, "aot_eager", fold="on", strict=False)
@@ -248,7 +248,7 @@ def test_without_gradients():
     "plan", [Plan(("dropout",) * 4, checkpointed=EVERY), Plan(("attention", "routed") * 4)], ids=["dropout", "kinds"]
 )
 def test_inductor_compiles_each_body_once(plan, monkeypatch):
-    import fxpasses.backend as backend
+    import fxpasses.compiler.backend as backend
 
     pieces: list[str] = []
     lower = backend.lower

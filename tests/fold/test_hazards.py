@@ -18,7 +18,7 @@ import fxpasses.inspect
 from fxpasses.fold.fold_layers import FoldLayers
 from fxpasses.graph.symbols import sizes_of
 from fxpasses.options import Options
-from fxpasses.pipeline import run_passes
+from fxpasses.passes.pipeline import run_passes
 from fxpasses.report import Reason, Report
 from tests.fold.programs import WIDTH, Block
 from tests.support import captured, compiled, reports_of

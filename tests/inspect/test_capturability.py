@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses.experts.runtime.grouped_linear  # noqa: F401 - registers operators
-from fxpasses.cuda_graphs import Capturability, NumberInput, Obstruction
+from fxpasses.base.cuda_graphs import Capturability, NumberInput, Obstruction
 from fxpasses.inspect.capturability import capturability
 from tests.support import captured
 

@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.variables import lists
 
 import fxpasses.inspect
-from fxpasses import overrides
+from fxpasses.base import overrides
 from fxpasses.inspect.cli import main
 from tests.inspect.programs import inputs, model, recorded, refused
 from tests.support import compiled

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses.inspect
-from fxpasses.cuda_graphs import Capturability, Obstruction
+from fxpasses.base.cuda_graphs import Capturability, Obstruction
 from fxpasses.inspect import Record
 from fxpasses.inspect.model import Partition
 from fxpasses.inspect.partition import partition

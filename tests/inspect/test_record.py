@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxpasses.inspect
-from fxpasses import once
+from fxpasses.base import once
 from fxpasses.inspect import codec, recording
 from fxpasses.inspect.codec import RecordError
 from fxpasses.inspect.model import MAIN, Run

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fxpasses.inspect
+from fxpasses.base.units import amount, duration, size
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.figures import before_and_after, figures, saved_before_and_after
 from fxpasses.inspect.ledger import ledger
@@ -19,7 +20,6 @@ from fxpasses.inspect.summary import summary
 from fxpasses.inspect.text import Style, report
 from fxpasses.inspect.whynot import near_misses
 from fxpasses.report import Reason, Refusal, Report, Transfer
-from fxpasses.units import amount, duration, size
 from tests.inspect.programs import recorded, refused
 from tests.inspect.stages import call, given, ref, result, stage, tensor
 

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpasses
 import fxpasses.inspect
-from fxpasses import once
+from fxpasses.base import once
 from fxpasses.graph import provenance
 from fxpasses.graph.provenance import in_program
 from fxpasses.loss import chunks, operators, region, row_program
 from fxpasses.loss.chunk_loss import ChunkLoss
 from fxpasses.options import Options
-from fxpasses.pipeline import run_passes
+from fxpasses.passes.pipeline import run_passes
 from fxpasses.report import Reason
 from tests.loss import heads
 from tests.loss.heads import COLUMNS, HIDDEN, LEFT, TAKEN, Head, Loss, batch

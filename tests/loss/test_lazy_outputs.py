@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpasses.inspect
-from fxpasses import once
+from fxpasses.base import once
 from fxpasses.loss import chunks, lazy_outputs, region
 from fxpasses.loss.lazy_tensor import LazyTensor
 from fxpasses.report import Reason

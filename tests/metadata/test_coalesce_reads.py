@@ -19,7 +19,7 @@ from fxpasses.inspect import Record
 from fxpasses.inspect.figures import figures
 from fxpasses.metadata.coalesce_reads import CoalesceReads
 from fxpasses.options import Options
-from fxpasses.pipeline import run_passes
+from fxpasses.passes.pipeline import run_passes
 from tests.support import assert_same, compiled, events
 
 pytestmark = pytest.mark.usefixtures("capture_flags")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpasses.inspect
 from fxpasses.metadata.hoist_writes import WHOLE_PROGRAM, HoistWrites
 from fxpasses.options import Options
-from fxpasses.pipeline import run_passes
+from fxpasses.passes.pipeline import run_passes
 from fxpasses.report import Reason
 from tests.support import captured, compiled, reports_of
 

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fxpasses
-import fxpasses.backend
+import fxpasses.compiler.backend
 from fxpasses.errors import MetadataError
 from fxpasses.metadata import draft as building
 from fxpasses.metadata.runtime.batch_cache import BatchCache
@@ -164,7 +164,7 @@ def test_what_fails_to_compile_runs_operator_by_operator(monkeypatch):
     def failing(*arguments):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(fxpasses.backend, "lower_prologue", failing)
+    monkeypatch.setattr(fxpasses.compiler.backend, "lower_prologue", failing)
     with pytest.warns(UserWarning, match=r"prologue failed \(RuntimeError: no compiler\). It runs operator by op"):
         actual = results(compiled(packed, strict=False), batch(9, 0, 15))
     torch.testing.assert_close(actual, results(packed, batch(9, 0, 15)), rtol=0, atol=0)

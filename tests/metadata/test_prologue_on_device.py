@@ -15,7 +15,7 @@ from bench.cases.traced_decoder import Tracer
 from fxpasses.metadata.hoist_metadata import HoistMetadata
 from fxpasses.metadata.program import Program
 from fxpasses.options import Options
-from fxpasses.pipeline import run_passes
+from fxpasses.passes.pipeline import run_passes
 
 DEVICE = torch.device("cuda")
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import fxpasses
-from fxpasses import OffloadError, once
+from fxpasses import OffloadError
+from fxpasses.base import once
 from fxpasses.offload.runtime import chain, device_copies, disk, operators, pinned
 from fxpasses.offload.runtime.disk import DiskTier, UnlinkedFile
 from fxpasses.offload.runtime.host import HostTier

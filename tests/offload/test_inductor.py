@@ -16,9 +16,9 @@ from torch._functorch.partitioners import default_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import fxpasses
+from fxpasses.compiler.partitioner import Partitioner
 from fxpasses.offload.runtime.disk import UnlinkedFile
 from fxpasses.options import Offload
-from fxpasses.partitioner import Partitioner
 from tests.offload import programs
 from tests.offload.test_offload_activations import assert_equal, numbers
 

@@ -12,7 +12,9 @@ from torch import nn
 
 import fxpasses
 import fxpasses.inspect
-from fxpasses import fastpack_backend, once, partitioner
+from fxpasses import fastpack_backend
+from fxpasses.base import once
+from fxpasses.compiler import partitioner
 from fxpasses.offload import offload_activations
 from fxpasses.report import Reason
 from tests.offload import programs

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 import fxpasses.inspect
-from fxpasses import once
+from fxpasses.base import once
 from fxpasses.rows import choice
 from tests.rows.models import TOKENS, VOCABULARY, WIDTH, Exit, Model, batch
 from tests.support import compiled, reports_of, results

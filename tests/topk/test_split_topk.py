@@ -42,7 +42,7 @@ def test_values_and_gradients_are_those_of_one_stage():
 def test_the_graph_before_and_after():
     """That of the pass's docstring."""
     from fxpasses.options import Options
-    from fxpasses.pipeline import run_passes
+    from fxpasses.passes.pipeline import run_passes
     from fxpasses.topk.split_topk import SplitTopk
 
     gm = captured(lambda x: torch.topk(x, 5)[0], torch.randn(2, COLUMNS))

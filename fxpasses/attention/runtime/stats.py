@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from fxpasses.counts import taken
-from fxpasses.units import amount
+from fxpasses.base.counts import taken
+from fxpasses.base.units import amount
 
 
 @dataclass

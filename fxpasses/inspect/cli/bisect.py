@@ -120,7 +120,7 @@ def _report(graph: Graph, culprit: str) -> Report | None:
 
 
 def _bisect(check: _Check, given: argparse.Namespace) -> int:
-    from fxpasses.overrides import GRAPHS, PASSES
+    from fxpasses.base.overrides import GRAPHS, PASSES
 
     if not check.fails("with all passes", {}):
         print("there is nothing to find: the script does not fail")
@@ -175,7 +175,7 @@ def _smallest_change(
     check: _Check, environment: Mapping[str, str], culprit: str, graph: Graph, before: int
 ) -> _Change | None:
     """The change within a graph that makes the check fail; None if the pass requests none, or not the wrong one."""
-    from fxpasses.overrides import CHANGES
+    from fxpasses.base.overrides import CHANGES
 
     report = _report(graph, culprit)
     asked = report.asked if report is not None else 0
@@ -206,7 +206,7 @@ def _smallest_change(
 
 def _smallest_limit(check: _Check, environment: Mapping[str, str], graphs: int) -> int | None:
     """The number of graphs that must be rewritten for the check to fail; the last of them is the culprit."""
-    from fxpasses.overrides import GRAPHS
+    from fxpasses.base.overrides import GRAPHS
 
     def fails(limit: int) -> bool:
         what = f"with passes on the first {limit} graphs" if limit != 1 else "with passes on the first graph"
@@ -233,8 +233,8 @@ def _print_culprit(
     found: _Change | None,
     given: argparse.Namespace,
 ) -> None:
+    from fxpasses.base.overrides import CHANGES
     from fxpasses.inspect.text import Style, changes
-    from fxpasses.overrides import CHANGES
 
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
     command = f"{variables} python {shlex.join([given.script, *given.arguments])}"
@@ -332,8 +332,8 @@ class _Reproduction:
         return alone(self.given.output, self.given.timeout)
 
     def _passes_without(self) -> bool:
+        from fxpasses.base.overrides import PASSES
         from fxpasses.inspect.cli.trials import alone, outcome
-        from fxpasses.overrides import PASSES
 
         return outcome(alone(self.given.output, self.given.timeout, {PASSES: ""})) == "agree"
 

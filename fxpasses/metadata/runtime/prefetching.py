@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpasses.containment import contained
+from fxpasses.base.containment import contained
 from fxpasses.metadata.runtime.batch_cache import State, batch_cache
 from fxpasses.metadata.runtime.kept_results import KeptResults, known_on_host
 from fxpasses.metadata.runtime.prologue import Prologue, live_prologues

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
-from fxpasses.containment import say
+from fxpasses.base.containment import say
 from fxpasses.errors import MetadataError, RecordingError
 from fxpasses.metadata.program import Check, Output, Program
 from fxpasses.metadata.runtime.batch_cache import BatchCache, State, batch_cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fxpasses.once import warn_once
+from fxpasses.base.once import warn_once
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch._inductor.compile_fx as compile_fx
 from torch import Tensor
 from torch._inductor.utils import get_donated_idxs
 
-from fxpasses.lowering_by_operator import forward_by_operator
+from fxpasses.compiler.lowering_by_operator import forward_by_operator
 from tests.support import assert_same, compiled, results
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import fxpasses.backend as backend
+import fxpasses.compiler.backend as backend
 from fxpasses import fastpack_backend
 from tests.support import assert_same, compiled, results
 

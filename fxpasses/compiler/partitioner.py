@@ -18,15 +18,15 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule
 
+from fxpasses.compiler.saved_order import order_saved
 from fxpasses.fold.outlining import WHOLE, Place
 from fxpasses.graph.copying import copy_graph
 from fxpasses.offload.inputs import movable
 from fxpasses.offload.offload_activations import NAME, OffloadActivations
 from fxpasses.offload.saved import Partition
 from fxpasses.options import Offload
-from fxpasses.pipeline import dropped
+from fxpasses.passes.pipeline import dropped
 from fxpasses.report import Report
-from fxpasses.saved_order import order_saved
 from fxpasses.version import code_digest
 
 log = logging.getLogger(__name__)

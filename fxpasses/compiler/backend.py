@@ -14,18 +14,27 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxpasses import ddp_buckets, default_options, inspect, overrides
+from fxpasses import default_options, inspect
 from fxpasses.attention.omit_masks import OmitMasks
 from fxpasses.attention.sparsify_attention import SparsifyAttention
-from fxpasses.broken_kernels import building_anew
+from fxpasses.base import overrides
+from fxpasses.base.containment import contained, error_text, is_unsaid, say
+from fxpasses.base.once import warn_once
 from fxpasses.capture import collective_operands, guarding, leaves, passed_choices, recompiles, retracing, tracing
 from fxpasses.capture.attempt import Feature
 from fxpasses.capture.dispatch_state import restored_if_it_fails
 from fxpasses.capture.dynamo_names import asks_for_another_trace
 from fxpasses.capture.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
 from fxpasses.capture.trace import Trace
+from fxpasses.collectives import ddp_buckets
 from fxpasses.collectives.as_written import uncompiled
-from fxpasses.containment import contained, error_text, is_unsaid, say
+from fxpasses.compiler.broken_kernels import building_anew
+from fxpasses.compiler.eager_frame import eager_frame
+from fxpasses.compiler.lowering import lower
+from fxpasses.compiler.lowering_prologues import lower_prologue
+from fxpasses.compiler.lowering_recovery import recovering, unasserted
+from fxpasses.compiler.lowering_segments import lower_segments
+from fxpasses.compiler.sizes_of_one import make_exact
 from fxpasses.experts.branches import BRANCHES
 from fxpasses.experts.group_experts import GroupExperts
 from fxpasses.fold.fold_layers import FoldLayers
@@ -35,24 +44,17 @@ from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
 from fxpasses.loss import lazy_outputs
 from fxpasses.loss.chunk_loss import ChunkLoss
-from fxpasses.lowering import lower
-from fxpasses.lowering_prologues import lower_prologue
-from fxpasses.lowering_recovery import recovering, unasserted
-from fxpasses.lowering_segments import lower_segments
 from fxpasses.metadata.coalesce_reads import CoalesceReads
 from fxpasses.metadata.hoist_metadata import HoistMetadata
 from fxpasses.metadata.hoist_writes import WHOLE_PROGRAM, HoistWrites
 from fxpasses.metadata.program import Program
 from fxpasses.metadata.runtime.prologue import Prologue, with_prologue
-from fxpasses.once import warn_once
 from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
-from fxpasses.pipeline import AfterPass, Pass, Result, run_further, run_passes
+from fxpasses.passes.pipeline import AfterPass, Pass, Result, run_further, run_passes
 from fxpasses.report import OnReport, Report
 from fxpasses.rows import choice
 from fxpasses.rows.live_rows import LiveRows
-from fxpasses.runtime.eager_frame import eager_frame
-from fxpasses.sizes_of_one import make_exact
 from fxpasses.topk.split_topk import SplitTopk
 
 log = logging.getLogger(__name__)

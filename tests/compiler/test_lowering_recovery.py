@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import fxpasses.backend as backend
+import fxpasses.compiler.backend as backend
 from fxpasses.errors import MetadataError
 from tests.support import compiled, results
 

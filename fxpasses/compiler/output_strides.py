@@ -25,8 +25,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.printers import PythonPrinter
 
+from fxpasses.compiler.lowering_by_operator import Boxed
 from fxpasses.graph.symbols import expression, is_unbacked, symbol
-from fxpasses.lowering_by_operator import Boxed
 
 Strides = Callable[[Sequence[Any], Sequence[Any]], tuple[int, ...]]
 

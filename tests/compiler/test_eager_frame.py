@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fxpasses.runtime.eager_frame import eager_frame
+from fxpasses.compiler.eager_frame import eager_frame
 
 X, Y = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
 

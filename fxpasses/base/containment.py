@@ -9,7 +9,7 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
-from fxpasses.once import is_new, warn_once
+from fxpasses.base.once import is_new, warn_once
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses import pipeline
 from fxpasses.errors import PassError
 from fxpasses.graph.regions import CHECKPOINT
 from fxpasses.options import Options
-from fxpasses.pipeline import run_further, run_passes
+from fxpasses.passes import pipeline
+from fxpasses.passes.pipeline import run_further, run_passes
 from fxpasses.report import Report
 from tests.support import captured
 

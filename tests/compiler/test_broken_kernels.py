@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.runtime_utils import cache_dir
 
-from fxpasses.broken_kernels import building_anew
+from fxpasses.compiler.broken_kernels import building_anew
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpasses.broken_kernels import building_anew
-from fxpasses.lowering_by_operator import Boxed, backward_by_operator
-from fxpasses.output_strides import TracedStrides
+from fxpasses.compiler.broken_kernels import building_anew
+from fxpasses.compiler.lowering_by_operator import Boxed, backward_by_operator
+from fxpasses.compiler.output_strides import TracedStrides
 
 
 def _changes(gm: GraphModule, is_backward: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, StatelessSymbolicContext
 
-from fxpasses.saved_order import order_saved
+from fxpasses.compiler.saved_order import order_saved
 
 
 def graphs(values: dict[str, Any], unchecked: set[str] = frozenset()) -> tuple[GraphModule, GraphModule]:  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses import lowering
+from fxpasses.compiler import lowering
 from tests.support import assert_same
 
 pytestmark = pytest.mark.usefixtures("capture_flags")

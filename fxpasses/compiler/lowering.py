@@ -13,23 +13,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from fxpasses.collectives.as_written import uncompiled
+from fxpasses.compiler import masked_writes
+from fxpasses.compiler.lowering_backward import containing_backward
+from fxpasses.compiler.lowering_by_operator import backward_by_operator, forward_by_operator
+from fxpasses.compiler.overwritten_inputs import SavingPartitioner, writes_in_place
+from fxpasses.compiler.saved_order import may_save_objects
 from fxpasses.experts.runtime import grouped_decompositions
 from fxpasses.fold.outlining import WHOLE, Place
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.regions import Region
-from fxpasses.lowering_backward import containing_backward
-from fxpasses.lowering_by_operator import backward_by_operator, forward_by_operator
 from fxpasses.options import Options
-from fxpasses.overwritten_inputs import SavingPartitioner, writes_in_place
 from fxpasses.report import OnReport, Report, in_each
-from fxpasses.runtime import masked_writes
-from fxpasses.saved_order import may_save_objects
 from fxpasses.version import code_digest
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    from fxpasses.partitioner import Partitioner
+    from fxpasses.compiler.partitioner import Partitioner
 
 Compiled = Callable[..., Any]
 
@@ -95,8 +95,8 @@ def _partitioners(
     if not offloads and not may_save_objects(gm):
         yield inner, None
         return
+    from fxpasses.compiler.partitioner import Partitioner
     from fxpasses.offload.inputs import activations
-    from fxpasses.partitioner import Partitioner
 
     functorch: Any = torch._functorch.config
     # Backward may overwrite a donated buffer, which is a saved tensor. It must not overwrite handles, which map files.

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxpasses import overrides
-from fxpasses.containment import error_text, is_unsaid, say
+from fxpasses.base import overrides
+from fxpasses.base.containment import error_text, is_unsaid, say
+from fxpasses.base.once import warn_once
 from fxpasses.errors import PassError
 from fxpasses.graph.aliases import AliasAnalysis, storages_of
 from fxpasses.graph.collectives import sequence
@@ -22,7 +23,6 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.graph.well_formed import check_well_formed
 from fxpasses.metadata.draft import Draft
 from fxpasses.metadata.program import Program
-from fxpasses.once import warn_once
 from fxpasses.options import Options
 from fxpasses.report import Reason, Report
 
@@ -198,7 +198,7 @@ def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence
 
 
 def _verify(graph_pass: Pass, before: Result, after: GraphModule, context: Context) -> None:
-    from fxpasses.verification import compare
+    from fxpasses.passes.verification import compare
 
     difference = compare(
         before.gm, before.program, after, context.program, before.example_inputs, exact=graph_pass.exact

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxpasses.base.containment import contained
+from fxpasses.base.once import warn_once
 from fxpasses.collectives.as_written import is_in_checkpoint, uncompiled
-from fxpasses.containment import contained
 from fxpasses.errors import MetadataError, OffloadError, RecordingError
 from fxpasses.graph.aliases import AliasSets, written_operands
 from fxpasses.graph.calls import OperatorCall
@@ -24,7 +25,6 @@ from fxpasses.graph.collectives import communicates
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import binds_symbols, bytes_of
-from fxpasses.once import warn_once
 
 Run = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses.runtime import masked_writes
+from fxpasses.compiler import masked_writes
 from tests.support import assert_same, results
 
 aten = torch.ops.aten

@@ -1,0 +1,1 @@
+"""Errors that are contained, what is said once, counts, units: what all parts of the package use."""
