@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fxpasses import default_options
-from fxpasses.capture import flags, retracing
 from fxpasses.compiler.backend import fastpack_backend
+from fxpasses.dynamo import flags, retracing
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 

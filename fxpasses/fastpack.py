@@ -1,15 +1,15 @@
 """The entry point of `torch.compile(model, backend="fastpack")`.
 
 Without Dynamo's two capture flags, `.item()` and `nonzero` break the graph before any backend sees it. They are on
-while a frame is traced for this backend (`capture/flags.py`), and importing this module changes nothing for the
+while a frame is traced for this backend (`dynamo/flags.py`), and importing this module changes nothing for the
 process. Only with a torch in which no trace can be intercepted, of which a warning tells, does it switch them on.
 
 A wrong `FASTPACK_OPTIONS` is a `ValueError` here, in `torch.compile`, and not in the model's first call.
 """
 
 from fxpasses import default_options
-from fxpasses.capture import flags, retracing
 from fxpasses.compiler.backend import fastpack_backend
+from fxpasses.dynamo import flags, retracing
 
 __all__ = ["fastpack_backend"]
 

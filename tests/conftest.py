@@ -18,7 +18,7 @@ import torch._dynamo.guards
 import torch.distributed as dist
 
 from fxpasses.base import once
-from fxpasses.capture import flags
+from fxpasses.dynamo import flags
 from tests import rounding
 from tests.support import thorough
 

@@ -12,7 +12,7 @@ import torch
 import fxpasses
 import fxpasses.inspect
 from fxpasses import default_options
-from fxpasses.capture import retracing
+from fxpasses.dynamo import retracing
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from fxpasses.capture import collective_operands, flags, interceptions
+from fxpasses.dynamo import collective_operands, flags, interceptions
 from tests.support import compiled
 
 CONFIGURATIONS = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)

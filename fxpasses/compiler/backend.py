@@ -20,12 +20,6 @@ from fxpasses.attention.sparsify_attention import SparsifyAttention
 from fxpasses.base import overrides
 from fxpasses.base.containment import contained, error_text, is_unsaid, say
 from fxpasses.base.once import warn_once
-from fxpasses.capture import collective_operands, guarding, leaves, passed_choices, recompiles, retracing, tracing
-from fxpasses.capture.attempt import Feature
-from fxpasses.capture.dispatch_state import restored_if_it_fails
-from fxpasses.capture.dynamo_names import asks_for_another_trace
-from fxpasses.capture.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
-from fxpasses.capture.trace import Trace
 from fxpasses.collectives import ddp_buckets
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.compiler.broken_kernels import building_anew
@@ -35,6 +29,12 @@ from fxpasses.compiler.lowering_prologues import lower_prologue
 from fxpasses.compiler.lowering_recovery import recovering, unasserted
 from fxpasses.compiler.lowering_segments import lower_segments
 from fxpasses.compiler.sizes_of_one import make_exact
+from fxpasses.dynamo import collective_operands, guarding, leaves, passed_choices, recompiles, retracing, tracing
+from fxpasses.dynamo.attempt import Feature
+from fxpasses.dynamo.dispatch_state import restored_if_it_fails
+from fxpasses.dynamo.dynamo_names import asks_for_another_trace
+from fxpasses.dynamo.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
+from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.branches import BRANCHES
 from fxpasses.experts.group_experts import GroupExperts
 from fxpasses.fold.fold_layers import FoldLayers
@@ -162,7 +162,7 @@ def _compiled(
     return compiled
 
 
-fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which capture/ recognises its own traces
+fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which dynamo/ recognises its own traces
 
 
 def _rewritten(

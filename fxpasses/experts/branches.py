@@ -39,8 +39,8 @@ class SpeculatedBranch:
     - "tensor": the truth value of the node marked CONDITION is `truth`.
     - "hit": `index` is among the experts that the node marked CONDITION lists.
     - "numbers": no condition, and no branch: NumPy's integers were treated as Python's
-    (`experts/capture/numpy_counts.py`). The
-      obligation is discharged when the graph no longer contains a node marked READ.
+      (`experts/capture/numpy_counts.py`). The obligation is discharged when the graph no longer contains a node
+      marked READ.
 
     live_outs: the number of live variables that hold another tensor after the branch. parts: the number of tensors that
     the branch appended to lists. Each list is concatenated once, and otherwise only tested for emptiness, assuming that

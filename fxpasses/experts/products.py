@@ -52,7 +52,7 @@ def product(lifting: Lifting, template: Template, rows: Any) -> Rows:
 
 
 def _has_decomposition(product: torch.Tensor) -> bool:
-    """Whether a compiler may call the product from C++: see `grouped_decompositions.py`."""
+    """Whether a compiler may call the product from C++: see `runtime/grouped_decompositions.py`."""
     return product.device.type == "cpu" and product.dtype is torch.bfloat16
 
 

@@ -116,7 +116,7 @@ def batch_sizes_of(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _in_batch(size: torch.SymInt) -> Any:
-    """The traced value of a size, or what the batch makes of it where values are known (`capture/trace.py`)."""
+    """The traced value of a size, or what the batch makes of it where values are known (`dynamo/trace.py`)."""
     if size.node.hint is not None:
         return size.node.hint
     shape_env, unbacked = size.node.shape_env, unbacked_symbols(size)

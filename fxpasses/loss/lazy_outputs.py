@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from fxpasses.base.once import warn_once
-from fxpasses.capture.checks import Check
-from fxpasses.capture.dynamo_names import add_guard
-from fxpasses.capture.guarding import can_guard
+from fxpasses.dynamo.checks import Check
+from fxpasses.dynamo.dynamo_names import add_guard
+from fxpasses.dynamo.guarding import can_guard
 from fxpasses.graph.aliases import written_operands
 from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.collectives import communicates

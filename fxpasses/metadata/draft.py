@@ -6,7 +6,7 @@ exactly (integers and bools) are computed on the host; floating-point values, wh
 stay where the user computed them.
 
 On the CPU the prologue is one graph, except for large tensors that are built in many passes over memory: they have a
-separate graph, which takes only numbers, for a compiler (`prologue_cost.py`).
+separate graph, which takes only numbers, for a compiler (`cost.py`).
 """
 
 from __future__ import annotations

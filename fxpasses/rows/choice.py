@@ -17,9 +17,9 @@ import torch
 from torch.fx import GraphModule
 
 from fxpasses.base.containment import contained
-from fxpasses.capture.checks import Check
-from fxpasses.capture.dynamo_names import add_guard
-from fxpasses.capture.guarding import can_guard
+from fxpasses.dynamo.checks import Check
+from fxpasses.dynamo.dynamo_names import add_guard
+from fxpasses.dynamo.guarding import can_guard
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.values import Ref
 from fxpasses.metadata.draft import Draft, Extra

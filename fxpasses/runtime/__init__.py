@@ -1,4 +1,1 @@
-"""The code that runs in a training step: prologues, their cache, transfers, and this package's operators.
-
-Nothing here knows a graph's nodes.
-"""
+"""What the features' runtimes share: autocast, dispatch modes, CUDA. Nothing here knows a graph's nodes."""

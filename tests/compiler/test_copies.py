@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxpasses
 import fxpasses.inspect
-from fxpasses.capture import flags
+from fxpasses.dynamo import flags
 
 
 class Reader(nn.Module):

@@ -49,7 +49,7 @@ def generate(device: AbsentDevice, program: Any, *inputs: Any, **options: Any) -
 
         return stop
 
-    backend._is_fastpack = True  # type: ignore[attr-defined] - capture/ recognises its traces by it
+    backend._is_fastpack = True  # type: ignore[attr-defined] - dynamo/ recognises its traces by it
     torch._dynamo.reset()
     with collecting() as found, contextlib.suppress(_Stop):
         torch.compile(device.tensors(program), backend=backend, fullgraph=True)(*device.tensors(inputs))

@@ -1,6 +1,7 @@
 """What counts as device code, and which of it needs a real device.
 
-Device code is what moves tensors and metadata in `fxpasses/runtime`, and elsewhere the branches that ask for a device.
+Device code is what moves tensors and metadata in `runtime`, and in folders of that name of some features, and elsewhere
+the branches that ask for a device.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fxpasses"
-WHOLE = ("runtime/*.py", "runtime/offload/*.py", "attention/runtime/cuda.py")
+WHOLE = (
+    "runtime/*.py",
+    *(f"{feature}/runtime/*.py" for feature in ("metadata", "experts", "offload")),
+    "attention/runtime/cuda.py",
+)
 _ASKS = re.compile(
     r"\.device\b|device\.type|\.is_cuda|on_device|on_accelerator|on_host|accelerator\.|_is_remote|is_cpu|cuda_extras\."
     r"|reads_offsets|[\"'](cpu|cuda)[\"']"

@@ -18,10 +18,10 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.fx import GraphModule
 
-from fxpasses.capture import variants
 from fxpasses.collectives.eager_sequences import Sequences
 from fxpasses.collectives.partitioner import CollectivePartitioner
 from fxpasses.compiler import backend
+from fxpasses.dynamo import variants
 from fxpasses.errors import MetadataError
 from fxpasses.inspect import record
 from fxpasses.passes.pipeline import Context

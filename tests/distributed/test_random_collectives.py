@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from fxpasses.capture import variants
+from fxpasses.dynamo import variants
 from tests.distributed.random_collectives import made, sources, steps_of_ranks
 from tests.distributed.recorded_group import recorded_group
 from tests.distributed.test_collectives import assert_same_step

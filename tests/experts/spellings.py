@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.experts import decoys
-from tests.experts import expert_loops as loops
-from tests.experts import expert_loops_sorted as cut
+from tests.experts import decoys, loops
+from tests.experts import loops_sorted as cut
 from tests.experts.models import (
     Experts,
     GeluLinears,

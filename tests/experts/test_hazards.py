@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpasses.capture import flags
+from fxpasses.dynamo import flags
 from tests import rounding
 from tests.experts.layer import EXPERTS, TOKENS, WIDTH, Layer, check, level_of
 from tests.support import assert_same, compiled

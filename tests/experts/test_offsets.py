@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses.inspect
-from fxpasses.capture import flags
+from fxpasses.dynamo import flags
 from fxpasses.experts.runtime import grouped_kernels, grouped_ways
 from fxpasses.experts.runtime.grouped_ways import Way
 from tests.experts.models import HIDDEN

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses.capture import flags
+from fxpasses.dynamo import flags
 from tests.support import assert_same
 
 WIDTH, EXPERTS = 8, 3

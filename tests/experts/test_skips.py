@@ -17,10 +17,10 @@ from torch import Tensor
 
 import fxpasses.inspect
 from fxpasses import fastpack_backend
-from fxpasses.capture import retracing
-from fxpasses.capture.attempt import Attempt, Feature
-from fxpasses.capture.flags import Values
 from fxpasses.compiler import backend
+from fxpasses.dynamo import retracing
+from fxpasses.dynamo.attempt import Attempt, Feature
+from fxpasses.dynamo.flags import Values
 from fxpasses.experts.group_experts import GroupExperts
 from tests.experts.skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
 from tests.experts.skipping_decoys import NOT_SPECULATED, OTHER_MASKS, TAKEN_BACK, looks_at_hits

@@ -194,7 +194,7 @@ def test_levels(level: str, plain: int, decoy: int) -> None:
 def test_the_report_names_spelling_level_size_and_reason() -> None:
     _, report = rewritten(model_of(FIRST["where_pairs"]), tokens(FIRST["where_pairs"]))
     [change] = report.changes
-    assert change.startswith("torch.where(mask) … index_add_ ×4 at expert_loops.py:")
+    assert change.startswith("torch.where(mask) … index_add_ ×4 at loops.py:")
     assert change.endswith("→ level 2, one grouped program (E = 4, top-2)")
     _, report = rewritten(model_of(FIRST["centred_rows"]), tokens(FIRST["centred_rows"]))
     [change] = report.changes

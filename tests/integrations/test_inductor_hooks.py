@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 import fxpasses.inspect
-from fxpasses.capture.flags import FLAGS
+from fxpasses.dynamo.flags import FLAGS
 
 EXPERTS, TOKENS, HIDDEN = 4, 24, 8
 

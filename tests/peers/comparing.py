@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 import fxpasses
-from fxpasses.capture import flags
+from fxpasses.dynamo import flags
 
 LOWERING = "aot_eager"
 Function = Callable[..., Any]

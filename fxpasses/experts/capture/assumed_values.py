@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.capture.dispatch_state import as_in_new_thread
+from fxpasses.dynamo.dispatch_state import as_in_new_thread
 from fxpasses.experts.routing import Routing, writes_integers
 from fxpasses.experts.routing_facts import Ends, Hits, Presence
 from fxpasses.graph import effects

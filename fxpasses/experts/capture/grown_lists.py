@@ -19,9 +19,9 @@ import torch
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.capture.hints import BUILTIN, TORCH_FUNCTION, take
-from fxpasses.capture.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.capture.trace import Trace
+from fxpasses.dynamo.hints import BUILTIN, TORCH_FUNCTION, take
+from fxpasses.dynamo.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.branches import PART, mark
 from fxpasses.experts.capture.speculation import Speculation, born
 

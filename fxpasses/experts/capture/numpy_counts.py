@@ -20,12 +20,12 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable
 from torch.fx import Node
 
-from fxpasses.capture.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.experts.branches import READ, SpeculatedBranch, mark
 from fxpasses.experts.routing import writes_integers
 
 if TYPE_CHECKING:
-    from fxpasses.capture.trace import Trace
+    from fxpasses.dynamo.trace import Trace
     from fxpasses.experts.capture.speculation import Speculation
 
 # Operations whose results are equal for NumPy's and Python's integers.

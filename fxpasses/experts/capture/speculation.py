@@ -29,7 +29,7 @@ nothing about older symbols, and it is in the graph for the pass to check.
 `for e in hit`, over a tensor of the experts that have tokens, is a loop over all experts with such a branch: in this
 loop alone, `hit` is replaced by all experts, and numbers read from it are known.
 
-A pass must discharge every branch, else the trace is taken back (`capture/retracing.py`).
+A pass must discharge every branch, else the trace is taken back (`dynamo/retracing.py`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from torch._dynamo import variables
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx import Node
 
-from fxpasses.capture.dynamo_names import user_line
-from fxpasses.capture.failures import Unprovable
-from fxpasses.capture.unproved import Function, function_of
+from fxpasses.dynamo.dynamo_names import user_line
+from fxpasses.dynamo.failures import Unprovable
+from fxpasses.dynamo.unproved import Function, function_of
 from fxpasses.experts.branches import AFTER, BEFORE, CONDITION, INSIDE, SpeculatedBranch, mark
 from fxpasses.experts.capture.assumed_values import (
     AssumedValues,
@@ -104,7 +104,7 @@ class OpenBranch:
 
 
 class Speculation:
-    """The speculated branches of one trace. answers: those of the batch so far. given_up: see `capture/unproved.py`."""
+    """The speculated branches of one trace. answers: those of the batch so far. given_up: see `dynamo/unproved.py`."""
 
     def __init__(self, answers: Sized, given_up: frozenset[Function] = frozenset()) -> None:
         self.branches: list[SpeculatedBranch] = []

@@ -13,8 +13,8 @@ import torch
 from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.capture.hints import BUILTIN, TENSOR, TORCH_FUNCTION, is_asked, take
-from fxpasses.capture.interceptions import (
+from fxpasses.dynamo.hints import BUILTIN, TENSOR, TORCH_FUNCTION, is_asked, take
+from fxpasses.dynamo.interceptions import (
     CONDITIONAL_JUMP,
     NOT_HANDLED,
     TRANSLATOR,
@@ -27,7 +27,7 @@ from fxpasses.capture.interceptions import (
     resolve,
     with_subclasses,
 )
-from fxpasses.capture.trace import Trace
+from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.assumed_values import choices_of, is_routing
 from fxpasses.experts.capture.speculation import Speculation, born, stamp
 

@@ -96,8 +96,8 @@ def _devices() -> Iterator[Finding]:
 def _capture() -> Iterator[Finding]:
     import torch._dynamo
 
-    from fxpasses.capture.dynamo_names import DynamoNames, MissingName
-    from fxpasses.capture.flags import KEEP_CONFIG
+    from fxpasses.dynamo.dynamo_names import DynamoNames, MissingName
+    from fxpasses.dynamo.flags import KEEP_CONFIG
 
     known = "fastpack" in torch._dynamo.list_backends(exclude_tags=())
     without = "torch does not find it: `pip install` fxpasses again"
@@ -120,7 +120,7 @@ def _interceptions() -> Iterator[Finding]:
     """The handlers that run in place of Dynamo's methods while a frame is traced, in order."""
     import torch
 
-    from fxpasses.capture.interceptions import Row, off_in, table
+    from fxpasses.dynamo.interceptions import Row, off_in, table
 
     def describe(row: Row) -> str:
         if row.missing or row.feature in off:

@@ -1,0 +1,138 @@
+"""What one attempt at tracing a frame may do, as a value. A later attempt may do less.
+
+Dynamo traces a frame again after an attempt ends in `RestartAnalysis`; `dynamo/retracing.py` determines the next
+attempt.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from fxpasses.dynamo.flags import Values
+from fxpasses.dynamo.unproved import Function
+
+
+class Feature(enum.Enum):
+    """A part of the capture that installs handlers in Dynamo (`dynamo/interceptions.py`); the value is its name."""
+
+    FLOATS = "floating-point arithmetic"
+    HINTS = "value hints"
+    MEMBERS = "members of lists"
+    CHUNKS = "ranges over chunks"
+    SLICES = "sizes of slices"
+    LAYOUTS = "layouts of convolutions"
+    OUTPUTS = "recorded outputs"
+    STORES = "stored values"
+    SHARED = "shared tensors"
+    GRADIENTS = "required gradients"
+    OUT = "out= arguments"
+    ROPE = "positions of images"
+    CTC = "CTC losses"
+    PADDED = "padded sequences"
+    STRIDES = "strides in backward functions"
+    RANDOM = "random numbers"
+    WARNINGS = "warnings"
+    BUFFERS = "unmoved buffers"
+    SCALARS = "integer tensors in indices"
+    STRINGS = "strings with sizes"
+    OPERANDS = "repeated operands"
+    FUNCTIONS = "numbers of autograd functions"
+    INSIDE = "numbers captured in autograd functions"  # a part of the one before, without handlers of its own
+    PLANS = "plans of random blocks"
+    SPECULATION = "speculation"
+    NUMPY = "NumPy's numbers"
+    LISTS = "grown lists"
+    INDICES = "lists of indices"
+    HOOKS = "repeated hooks"
+    WRITES = "writes in checkpoints"
+    MOVED = "writes moved out of checkpoints"  # an exception to the one before, without handlers of its own
+
+    def needs(self, other: Feature) -> bool:
+        """Whether this feature is off if `other` is."""
+        if self in _WITHOUT_HINTS:
+            return other is self
+        if (self, other) in ((Feature.MOVED, Feature.WRITES), (Feature.INSIDE, Feature.FUNCTIONS)):
+            return True
+        return other in (self, Feature.HINTS) or (other is Feature.SPECULATION and self in _SPECULATIVE)
+
+
+_SPECULATIVE = (Feature.NUMPY, Feature.LISTS, Feature.INDICES)
+_WITHOUT_HINTS = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.MEMBERS, Feature.STRINGS, Feature.WRITES})
+_OFF = Values(False, False)
+
+Place = tuple[str, int, bool]  # where the program asks a question: file, line, and whether an operator asks it
+Question = tuple[Place, str]  # what an operator asks at a place, as text: whether a size is 1
+
+
+@dataclass(frozen=True)
+class Left:
+    """A checkpoint that is left to eager mode: the node that writes, why, and `file.py:12` of the checkpoint."""
+
+    write: str
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """flags: Dynamo's capture flags; None to leave them unchanged, under `fullgraph=True`, which sets both.
+
+    refused: the places whose questions about the batch get no answer (`dynamo/variants.py`). given_up: the functions
+    on whose branches is not speculated (`dynamo/unproved.py`). left: the checkpoints at which an earlier attempt broke
+    the graph. strict: errors of this package are raised. answered: the questions about sizes that the batch answers,
+    which PyTorch would take for granted (`dynamo/size_defaults.py`).
+    """
+
+    flags: Values | None = None
+    features: frozenset[Feature] = frozenset()
+    refused: frozenset[Place] = frozenset()
+    given_up: frozenset[Function] = frozenset()
+    left: frozenset[Left] = frozenset()
+    strict: bool = False
+    answered: frozenset[Question] = frozenset()
+
+    def without(self, *features: Feature) -> Attempt:
+        """The same attempt without some features and those that need them."""
+        kept = frozenset(own for own in self.features if not any(own.needs(other) for other in features))
+        return replace(self, features=kept)
+
+    def after_failure(self, feature: Feature) -> Attempt | None:
+        """The same attempt without a feature that failed, or else without any; None if it has none."""
+        if feature is Feature.HINTS and (following := self.without_flags()) is not None:
+            return following  # with the flags alone Dynamo answers some questions wrongly: `4 in lengths.tolist()`
+        if not self.features:
+            return None
+        following = self.without(feature)
+        return following if following != self else replace(self, features=frozenset())
+
+    def refusing(self, places: Iterable[Place]) -> Attempt:
+        """The same attempt, without answers at more places, if it answers anything."""
+        return replace(self, refused=self.refused.union(places)) if self.features else self
+
+    def leaving(self, left: Iterable[Left]) -> Attempt:
+        return replace(self, left=self.left.union(left))
+
+    def answering(self, questions: Iterable[Question]) -> Attempt:
+        """The same attempt, with answers to more questions about sizes."""
+        return replace(self, answered=self.answered.union(questions))
+
+    def with_fewer_flags(self) -> Attempt | None:
+        """The same attempt without the second flag, or else without both; None if both are off.
+
+        After speculation was taken back, both go at once: what breaks the graph then is the loop over experts, without
+        the second flag as well, only later.
+        """
+        if self.flags in (None, _OFF):
+            return None
+        taken_back = Feature.HINTS in self.features and Feature.SPECULATION not in self.features
+        if self.flags == Values(True, True) and not taken_back:
+            return replace(self, flags=Values(True, False))
+        return self.without_flags()
+
+    def without_flags(self) -> Attempt | None:
+        """As stock PyTorch traces the frame; None if it was traced so, or under `fullgraph=True`."""
+        if self.flags in (None, _OFF):
+            return None
+        return Attempt(_OFF, self.features & _WITHOUT_HINTS, strict=self.strict)

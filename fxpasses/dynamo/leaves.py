@@ -1,0 +1,47 @@
+"""Guard which inputs of a graph are leaves, where activations are offloaded.
+
+Dynamo guards whether a tensor requires a gradient, but not whether it is a leaf. Blocks that are compiled one by one
+share graphs. If the input of the first block is a leaf (embeddings, under `enable_input_require_grads`), which must not
+be offloaded, the activations of all other blocks would not be offloaded either; and in the opposite case, leaves would.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from fxpasses.dynamo.checks import Check
+from fxpasses.dynamo.dynamo_names import MissingName, add_guard
+from fxpasses.graph.provenance import input_sources
+
+log = logging.getLogger(__name__)
+
+
+def guard(gm: GraphModule, examples: Sequence[object]) -> None:
+    """Called while Dynamo compiles `gm`: guard that exactly those inputs are leaves that are leaves in `examples`."""
+    context = torch._guards.TracingContext.try_get()
+    found = {
+        source: example.is_leaf
+        for source, example in zip(input_sources(gm), examples, strict=False)
+        if source and isinstance(example, torch.Tensor) and _may_be_either(example)
+    }
+    if context is None or not found:
+        return
+    expected = list(found.values())
+
+    def are_as_before(*values: torch.Tensor) -> bool:
+        return [value.is_leaf for value in values] == expected
+
+    text = "; ".join(f"{source}.is_leaf is {leaf}" for source, leaf in found.items())
+    try:
+        check = Check(are_as_before, None, None, "which inputs are leaves")
+        add_guard(context.guards_context.dynamo_guards, check, list(found), text)
+    except MissingName as missing:
+        log.debug("leaves and activations share graphs: %s", missing)
+
+
+def _may_be_either(example: torch.Tensor) -> bool:
+    return example.requires_grad and not isinstance(example, torch.nn.Parameter)

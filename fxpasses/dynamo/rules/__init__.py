@@ -1,0 +1,1 @@
+"""What programs write that Dynamo does not trace, or traces wrongly: a module of handlers for each."""

@@ -1,0 +1,183 @@
+"""Tensors that checkpointed layers share through a dict of their caller, in one graph.
+
+In Gemma 3n and 4, some layers attend to the keys and values of an earlier layer, which stores them in a dict:
+
+    shared = {}                                             # made by the frame
+    x = checkpoint(layers[0], x, shared)                    # shared["full"] = k, v
+    x = checkpoint(layers[1], x, shared)                    # k, v = shared["full"]
+
+In a checkpoint, Dynamo breaks the graph at the store ("HOP: Unsafe side effect"), because eager mode repeats it in the
+recomputation and compiled code does not. Here the first body returns the tensors, and the second takes them as
+operands. In eager mode the second body, which is recomputed first, reads the tensors of forward as well, and the first
+one's recomputation stores equal tensors, which nobody reads any more. This holds if
+
+- the frame made the dict, and is captured as a whole;
+- each key is stored in the body of one checkpoint, and never later, with the random state preserved, which is the
+  default;
+- no body reads the key before the store, and nothing but items is read or stored: no length, no iteration;
+- the tensors are not written to.
+
+Every other store breaks the graph as in stock PyTorch. If a violation shows too late, the frame is traced again without
+this feature.
+
+Private names, checked on torch 2.11 and 2.13, besides the handlers' sites: `ValueMutationNew`,
+`is_side_effect_safe`, and `side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint
+returns the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch._dynamo.side_effects import allow_externally_visible_side_effects_in_subtracer, is_side_effect_safe
+from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Place, Proceed, Site, method
+from fxpasses.dynamo.rules.bodies import outer_body
+from fxpasses.dynamo.rules.value_parts import parts_of
+from fxpasses.graph.aliases import is_written
+
+if TYPE_CHECKING:
+    from fxpasses.dynamo.trace import Trace
+
+_DICT = "torch._dynamo.variables.dicts.ConstDictVariable"
+_READS = ("__contains__", "__getitem__", "get")
+_HAS_SLOTS = hasattr(ConstDictVariable, "mp_ass_subscript_impl")  # torch 2.11 has no methods but `call_method`
+_ALL = object()
+_IMMUTABLE = (TensorVariable, TupleVariable)  # of the parts of a value; writes to a tensor are looked for
+
+handlers = Handlers(checked=("2.11.0", "2.13.0"), elsewhere=False)  # 2.15 asks for the length elsewhere
+
+
+class SharedTensors:
+    """The items that bodies store and read in the dicts of one trace. conflicts: why an allowed store would be visible.
+
+    A dict is known by its mutation type, which Dynamo's copies of the dict have in common.
+    """
+
+    def __init__(self) -> None:
+        self._by: dict[tuple[Any, Any], Any] = {}  # the body that stored an item, by dict and key
+        self._read: set[tuple[Any, Any]] = set()
+        self._tensors: list[Any] = []  # stored ones, as fake tensors
+        self._is_storing = False
+        self.conflicts: list[str] = []
+
+    @property
+    def any(self) -> bool:
+        return bool(self._by)
+
+    def conflict(self, gm: Any) -> str:
+        if is_written(gm, self._tensors):
+            return "a tensor that a checkpoint stored is written to"
+        return next(iter(self.conflicts), "")
+
+    def read(self, shared: Any, key: Any, body: Any) -> None:
+        if self._by.get((shared, key), self) is not body:
+            self._read.add((shared, key))
+
+    def changed(self, shared: Any, key: Any) -> None:
+        """Record a change by the frame or a body, which the recomputation of an earlier storing body would undo."""
+        if not self._is_storing and any(known is shared and key in (_ALL, other) for known, other in self._by):
+            self.conflicts.append("an item that a checkpoint stored is changed")
+
+    def allow(self, shared: Any, key: Any, value: Any, body: Any) -> bool:
+        """Whether a body may store an item; if so, the store is recorded."""
+        parts = list(parts_of(value))
+        if any(type(part) not in _IMMUTABLE for part in parts):
+            return False
+        if {(shared, key), (shared, _ALL)} & self._read or (shared, key) in self._by:
+            return False
+        self._by[shared, key] = body
+        tensors = [part for part in parts if type(part) is TensorVariable]
+        self._tensors += [tensor.as_proxy().node.meta["example_value"] for tensor in tensors]
+        return True
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """While an item is stored, Dynamo notes that the dict changes."""
+        self._is_storing = True
+        try:
+            yield
+        finally:
+            self._is_storing = False
+
+
+def _slots(*names: str) -> Site:
+    """The methods of a dict that a torch has."""
+
+    def places() -> Iterable[Place]:
+        return [(ConstDictVariable, name) for name in names if hasattr(ConstDictVariable, name)]
+
+    return Site(f"{_DICT}.{names[0]}", places)
+
+
+@handlers.at(method(_DICT, "call_method"))
+def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name == "__setitem__":
+        return (
+            NOT_HANDLED if _HAS_SLOTS else _store(trace, tx, self, args, lambda: proceed(self, tx, name, args, kwargs))
+        )
+    return _read(trace, tx, self, args[0] if name in _READS else None)
+
+
+@handlers.at(_slots("mp_subscript_impl", "sq_contains"), without="keys and values that layers share break the graph")
+def read_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, /) -> Any:
+    return _read(trace, tx, self, key)
+
+
+@handlers.at(
+    _slots("mp_length", "nb_inplace_or_impl", "nb_or_impl", "richcompare_impl", "tp_iter_impl", "unpack_var_sequence"),
+    without="keys and values that layers share break the graph",
+)
+def read_all(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    return _read(trace, tx, self, None)
+
+
+@handlers.at(_slots("mp_ass_subscript_impl"), without="keys and values that layers share break the graph")
+def store_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, value: Any) -> Any:
+    return _store(trace, tx, self, (key, value), lambda: proceed(self, tx, key, value))
+
+
+@handlers.at(method("torch._dynamo.side_effects.SideEffects", "mutation"), order=3)
+def change(trace: Trace, proceed: Proceed, self: Any, var: Any) -> Any:
+    """Changes other than a store of an item: `clear`, `pop`, `update`."""
+    if _is_of_frame(var):
+        trace.shared.changed(var.mutation_type, _ALL)
+    return NOT_HANDLED
+
+
+def _is_of_frame(variable: Any) -> bool:
+    return type(variable) is ConstDictVariable and isinstance(variable.mutation_type, ValueMutationNew)
+
+
+def _key(variable: Any) -> Any:
+    if variable is None or not variable.is_python_constant():
+        return _ALL
+    return variable.as_python_constant()
+
+
+def _read(trace: Trace, tx: Any, variable: Any, key: Any) -> Any:
+    body = outer_body(tx)
+    if _is_of_frame(variable) and (body is not None or _key(key) is _ALL):
+        trace.shared.read(variable.mutation_type, _key(key), body)
+    return NOT_HANDLED
+
+
+def _store(trace: Trace, tx: Any, variable: Any, item: Any, proceed: Callable[[], Any]) -> Any:
+    if not _is_of_frame(variable):
+        return NOT_HANDLED
+    key, value = item
+    shared, body = variable.mutation_type, outer_body(tx)
+    trace.shared.changed(shared, _key(key))
+    with trace.shared.storing():
+        if body is None or is_side_effect_safe(shared) or _key(key) is _ALL or value is None:
+            return proceed()
+        if not trace.shared.allow(shared, _key(key), value, body):
+            return proceed()
+        with allow_externally_visible_side_effects_in_subtracer(tx):
+            return proceed()

@@ -1,0 +1,191 @@
+"""Values that a checkpointed layer stores on an outer object, in one graph: `self.splits = counts.tolist()`.
+
+torchtitan's expert parallel records in a layer how many rows it sent to each process; RecurrentGemma stores the state
+of its recurrence. In a checkpoint, Dynamo breaks the graph at such a store ("HOP: Unsafe side effect"), because eager
+mode repeats it in the recomputation and compiled code does not. The difference is invisible if the repeated store does
+not change the attribute:
+
+- The attribute is stored in the body of one checkpoint of the frame, and never stored later. Of several stores in one
+  body, the recomputation may execute only the first ones: it stops as soon as it has all that backward needs. So a
+  product that keeps an operand for backward has to follow the last one.
+- No body reads it before the store, so that the recomputation reads nothing that differs from forward. Later reads, by
+  the same body or the frame, see the stored value.
+- The stored value consists of integers, constants and tensors, in lists and tuples, that are not changed later. With
+  the random state preserved, which is the default, the recomputation computes the same value.
+- The frame was passed to `torch.compile`, and is captured as a whole. For a frame that is compiled separately because
+  the graph broke in its caller, or for part of a frame, the stores of the rest are unknown.
+
+Every other store breaks the graph as in stock PyTorch. If a violation shows too late (a store by the frame), the frame
+is traced again without this feature. After a step the attribute holds the value stored by the last forward pass. In
+eager mode it holds the value stored by the last recomputation, which is equal, unless the surrounding program stores to
+the attribute between forward and backward, or runs backward through several forward passes in their order.
+
+Private names, checked on torch 2.13 and 2.15, besides the handlers' sites:
+`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the stored value; a
+function of `torch/_dynamo/eval_frame.py` calls compiled code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._dynamo import side_effects
+from torch._dynamo.variables.base import AttributeMutationExisting
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.fx import GraphModule, Node
+
+import fxpasses
+from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.rules.bodies import outer_body
+from fxpasses.dynamo.rules.value_parts import parts_of
+from fxpasses.graph.aliases import is_written
+from fxpasses.graph.calls import operator_of
+
+if TYPE_CHECKING:
+    from fxpasses.dynamo.trace import Trace
+
+_OBJECTS = (UserDefinedObjectVariable, UnspecializedNNModuleVariable)  # `read` sees all reads of their attributes
+_ALL = "__dict__"
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm"})
+_EFFECTS = "torch._dynamo.side_effects.SideEffects"
+_OBJECT = "torch._dynamo.variables.user_defined.UserDefinedObjectVariable"
+
+_DYNAMO = os.path.dirname(torch._dynamo.__file__)
+_CALLER, _CALLED = os.path.join(_DYNAMO, "eval_frame.py"), os.path.join(_DYNAMO, "external_utils.py")
+# The files of the stack frames between the caller and the traced frame: Dynamo, this package, and a module's call.
+_BETWEEN = (
+    _DYNAMO,
+    os.path.dirname(fxpasses.__file__),
+    str(torch.nn.modules.module.__file__),
+    str(torch._utils_internal.__file__),
+    str(contextlib.__file__),
+)
+
+handlers = Handlers(checked=("2.13.0", "2.15.0"))
+Key = tuple[int, str]  # an object, by identity, and the name of its attribute
+
+
+class StoredValues:
+    """The stores and reads of the bodies of one trace. conflicts: why an allowed store would be visible."""
+
+    def __init__(self) -> None:
+        self._by: dict[Key, Any] = {}  # the body that stored the attribute
+        self._read: set[Key] = set()
+        self._lists: dict[int, tuple[Any, Any]] = {}  # stored lists, and the body that stored each
+        self._tensors: list[Any] = []  # stored ones, as fake tensors
+        self._again: dict[Key, Node] = {}  # of several stores in a body, the node before the last one
+        self.conflicts: list[str] = []
+
+    @property
+    def any(self) -> bool:
+        return bool(self._by)
+
+    def read(self, key: Key, body: Any) -> None:
+        if self._by.get(key) is not body:
+            self._read.add(key)
+
+    def stored(self, key: Key, body: Any) -> None:
+        """Record a store by a body or the frame, which the recomputation of an earlier storing body would undo."""
+        if key in self._by and self._by[key] is not body:
+            self.conflicts.append(f"`{key[1]}` is stored again")
+
+    def changed(self, value: Any, body: Any) -> None:
+        if id(value) in self._lists and self._lists[id(value)][1] is not body:
+            self.conflicts.append("a list that was stored is changed")
+
+    def allow(self, key: Key, value: Any, body: Any) -> bool:
+        """Whether a body may store a value; if so, the store is recorded."""
+        parts = list(parts_of(value))
+        if {key, (key[0], _ALL)} & self._read or self._by.get(key, body) is not body or None in parts:
+            return False
+        if key in self._by:
+            self._again[key] = next(iter(reversed(body.graph.nodes)))
+        self._by[key] = body
+        self._tensors += [part.as_proxy().node.meta["example_value"] for part in parts if part.is_tensor()]
+        self._lists |= {id(part): (part, body) for part in parts if not part.is_tensor()}
+        return True
+
+    def conflict(self, gm: GraphModule) -> str:
+        """Why an allowed store would be visible, now that the graph is complete; "" if it is not."""
+        for key, last in self._again.items():
+            if last._erased or not any(map(_keeps_operand, _after(last))):
+                return f"`{key[1]}` is stored several times, and a recomputation may stop between"
+        if is_written(gm, self._tensors):
+            return "a tensor that was stored is written to"
+        return next(iter(self.conflicts), "")
+
+
+def _after(node: Node) -> Iterator[Node]:
+    while node.next.op != "root":
+        node = node.next
+        yield node
+
+
+def _keeps_operand(node: Node) -> bool:
+    """Whether eager mode keeps an operand of a call for backward."""
+    example = node.meta.get("example_value")
+    return operator_of(node) in _PRODUCTS and isinstance(example, torch.Tensor) and example.requires_grad
+
+
+def traces_what_was_given() -> bool:
+    """Whether the traced frame was passed to `torch.compile` itself, and is not one that such a frame calls."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != _CALLER:
+        name = frame.f_code.co_filename
+        if name == _CALLED or not name.startswith(_BETWEEN):
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+@handlers.at(method(_EFFECTS, "store_attr"))
+def store(
+    trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, value: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if type(item) not in _OBJECTS or not isinstance(item.mutation_type, AttributeMutationExisting):
+        return NOT_HANDLED
+    tx = self.output_graph_weakref().current_tx
+    key, body = (id(item.value), name), outer_body(tx)
+    trace.stores.stored(key, body)
+    if body is None or side_effects.is_side_effect_safe(item.mutation_type) or not trace.stores.allow(key, value, body):
+        return NOT_HANDLED
+    with side_effects.allow_externally_visible_side_effects_in_subtracer(tx):
+        return proceed(self, item, name, value, *args, **kwargs)
+
+
+@handlers.at(method(_EFFECTS, "mutation"))
+def change(trace: Trace, proceed: Proceed, self: Any, var: Any) -> Any:
+    trace.stores.changed(var, outer_body(self.output_graph_weakref().current_tx))
+    return NOT_HANDLED
+
+
+@handlers.at(method(_OBJECT, "tp_getattro_impl", "var_getattr"))
+def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
+    return _record_read(trace, self, tx, name)
+
+
+@handlers.at(method(_EFFECTS, "load_attr"))
+def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Torch 2.15 reads an attribute that the trace has stored from here, and not from the object."""
+    if type(item) not in _OBJECTS:
+        return NOT_HANDLED
+    return _record_read(trace, item, self.output_graph_weakref().current_tx, name)
+
+
+def _record_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
+    body = outer_body(tx)
+    if body is not None and not (name == _ALL and _is_of_module(tx)):
+        trace.stores.read((id(variable.value), name), body)
+    return NOT_HANDLED
+
+
+def _is_of_module(tx: Any) -> bool:
+    """Whether a method of `nn.Module` itself is traced, which looks up parameters in `__dict__`."""
+    return tx.f_code in (nn.Module.__setattr__.__code__, nn.Module.__getattr__.__code__)

@@ -1,0 +1,1 @@
+"""Operators that stand for calls which Dynamo cannot trace."""

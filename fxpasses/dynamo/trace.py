@@ -1,0 +1,353 @@
+"""The state of one attempt at tracing a frame: numbers of the batch, which answer questions, and the answers given.
+
+Dynamo represents every `.item()` and every data-dependent size by a symbol without a value. A question about it (`if n
+> 512`, whether an [n, n] mask fits [t, t] scores) breaks the graph or raises. PyTorch's shape environment accepts
+values for such symbols: it uses them to answer, and adds each answer to the graph as a run-time assertion. Here a value
+is computed only on demand, and only for metadata (`dynamo/partial_graph.py`); each answer is recorded, and becomes an
+assumption (`dynamo/assumptions.py`), so that a batch with another answer gets another graph.
+
+A loop that asks something of each token would get another graph for each batch, after a trace as long as the batch. A
+place that has asked for 8 numbers, and got both answers, gets none any more: the graph breaks there, as under stock
+PyTorch.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
+values that `evaluate_expr` consults last, and `ShapeEnv._log_real_tensor_propagation(expression, answer)`, which it
+calls if the dict determined the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch.fx import GraphModule
+
+from fxpasses.dynamo.attempt import Attempt, Feature, Left, Place
+from fxpasses.dynamo.dynamo_names import in_short, is_in_try, user_place
+from fxpasses.dynamo.failures import Failure, is_ours
+from fxpasses.dynamo.partial_graph import NotKnown, PartialGraph, input_of
+from fxpasses.dynamo.size_defaults import SizeDefaults
+from fxpasses.experts.branches import SpeculatedBranch
+from fxpasses.metadata.runtime.prologue import autocast_state
+
+if TYPE_CHECKING:
+    from fxpasses.dynamo.rules.required_gradients import RequiredGradients
+    from fxpasses.dynamo.rules.shared_tensors import SharedTensors
+    from fxpasses.dynamo.rules.stored_values import StoredValues
+    from fxpasses.experts.capture.numpy_counts import NumpyCounts
+    from fxpasses.experts.capture.speculation import Speculation
+
+_MOST_QUESTIONS = 8  # of one place: as many as Dynamo keeps graphs of a frame, and each may make another
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The batch's answer to a question about symbols, as a condition that holds.
+
+    is_number: whether the question was for a number, and not for a truth. is_choice: whether it is known that eager
+    mode runs a batch with another answer. is_tacit: whether PyTorch takes the answer for granted.
+    """
+
+    condition: Any
+    place: Place
+    is_number: bool = False
+    is_choice: bool = False
+    is_tacit: bool = False
+
+    @property
+    def inside_operator(self) -> bool:
+        """Whether an operator asked the question, and not the user's program."""
+        return self.place[2]
+
+    @property
+    def where(self) -> str:
+        """`file.py:12`, or ""."""
+        return in_short(*self.place[:2])
+
+    @property
+    def states_consistency(self) -> bool:
+        """Whether the operator fails otherwise, because two sizes must be equal.
+
+        A size of 1 is broadcast, and an operator that asks for a number (`x.unbind()`) takes any.
+        """
+        if self.is_number or self.is_choice or not self.inside_operator:
+            return False
+        return isinstance(self.condition, sympy.Eq) and not {0, 1}.intersection(self.condition.args)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The value of a symbol that an operator created, an expression over other symbols, if the conditions hold."""
+
+    value: Any
+    conditions: tuple[Any, ...]
+
+
+class Trace:
+    """The state of one attempt. The parts of features that are off are absent.
+
+    given: whether the traced frame is known to be what was passed to `torch.compile`.
+    """
+
+    speculation: Speculation
+    numpy: NumpyCounts
+    stores: StoredValues
+    shared: SharedTensors
+    required: RequiredGradients
+
+    def __init__(self, attempt: Attempt, given: bool = False) -> None:
+        self.attempt = attempt
+        self.given = given
+        self.code: CodeType | None = None  # of the frame
+        self.failure: Failure | None = None  # the first error of this package's own
+        self.is_over = False  # Dynamo has traced the frame, or given up: what is left of its graph may be no graph
+        self.graph: PartialGraph | None = None
+        self.answers: list[Answer] = []
+        self.crowded: dict[Place, str] = {}  # places that have asked too many questions, and how many
+        self._truths: dict[Place, dict[Any, bool]] = {}  # of those that the program asked
+        self.definitions: dict[Any, Definition] = {}
+        self.hook_guards: dict[str, Any] = {}  # of modules with idempotent hooks, by the source of the hooks
+        self.warnings: list[Callable[[], None]] = []  # that the program gives, to be shown if the trace succeeds
+        self.range_ends: dict[Any, Any] = {}  # of ranges over chunks: the end that the program gave
+        self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
+        self.operators = 0  # the depth of operators that are running on fake tensors
+        self.numpy_state: Any = None  # of NumPy's generator, once the program has seeded it
+        self.without_cudnn = 0  # the depth of statements that switch cuDNN off
+        self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
+        self.has_function_numbers = False  # whether an autograd function reads a number that is captured
+        self.has_repeatable_writes = False  # in a captured checkpoint, for a pass to move
+        self.has_communicated = False  # whether the program has issued a collective
+        self.has_read = False  # whether a number was read since the last walk
+        self.autocast = autocast_state()
+        self._answering = True
+        self._choosing = False  # whether the question that is being answered is a choice
+        self.sizes = SizeDefaults(self)
+        if self.has(Feature.SPECULATION):  # each of these modules imports private names that torch may lack
+            from fxpasses.experts.capture.speculation import Speculation
+
+            self.speculation = Speculation(self.answers, attempt.given_up)
+        if self.has(Feature.NUMPY):
+            from fxpasses.experts.capture.numpy_counts import NumpyCounts
+
+            self.numpy = NumpyCounts(self.speculation)
+        if self.has(Feature.STORES):
+            from fxpasses.dynamo.rules.stored_values import StoredValues
+
+            self.stores = StoredValues()
+        if self.has(Feature.SHARED):
+            from fxpasses.dynamo.rules.shared_tensors import SharedTensors
+
+            self.shared = SharedTensors()
+        if self.has(Feature.GRADIENTS):
+            from fxpasses.dynamo.rules.required_gradients import RequiredGradients
+
+            self.required = RequiredGradients(self.autocast)
+
+    def has(self, feature: Feature) -> bool:
+        return feature in self.attempt.features
+
+    def note_error(self, feature: Feature, error: Exception) -> None:
+        """Note an error that passes through code of a feature; if it is this package's, the feature has failed."""
+        if self.failure is None and is_ours(error):
+            self.failure = Failure(feature, error)
+
+    def _note_failed_walk(self, error: Exception) -> None:
+        if not self.is_over:
+            self.note_error(Feature.HINTS, error)
+
+    def attach(self, output: Any) -> None:
+        """Attach Dynamo's `OutputGraph`, which exists once the frame's first instruction is traced."""
+        if self.graph is None:
+            self.graph = PartialGraph(output, self.autocast, self._note_failed_walk)
+            output.shape_env.real_tensor_prop_unbacked_vals = _Values(self)
+            output.shape_env._log_real_tensor_propagation = self.note
+            self.sizes.attach(output.shape_env)
+
+    def inputs(self, gm: GraphModule, positions: Iterable[int]) -> list[Any]:
+        """The inputs at some positions of a captured graph, of the batch at hand."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        return [input_of(placeholders[position]) for position in positions]
+
+    def is_in_try(self) -> bool:
+        """Whether the program may catch an error of the traced instruction."""
+        return self.graph is not None and is_in_try(self.graph.output.current_tx)
+
+    def close(self) -> None:
+        """Called when the graph is complete: the knowledge about it is final."""
+        self.sizes.close()
+        if self.graph is not None:
+            self.graph.close()
+        if self.has(Feature.NUMPY):
+            self.numpy.finish()
+
+    def end(self) -> None:
+        """Called when the frame is compiled: restore the shape environment, and release the batch."""
+        self._answering = False
+        if self.graph is not None:
+            shape_env = self.graph.output.shape_env
+            shape_env.real_tensor_prop_unbacked_vals = {}
+            del shape_env._log_real_tensor_propagation
+            self.sizes.detach()
+            self.graph = None
+
+    def catch_up(self) -> None:
+        """Walk the numbers read so far: the tracer of a body that fails is gone when `numbers_found` is called."""
+        if self.has_read and self.graph is not None:
+            self.graph.walk_on()
+            self.has_read = False
+
+    def numbers_found(self) -> int:
+        """How many distinct numbers of the batch the trace has captured so far."""
+        if self.graph is None:
+            return 0
+        self.close()
+        return len({extra for extra in self.graph.walk.numbers.values() if extra.dimension is None})
+
+    def speculated(self) -> list[SpeculatedBranch]:
+        """The speculated branches of the complete graph."""
+        self.close()
+        return self.speculation.branches if self.has(Feature.SPECULATION) else []
+
+    def discharge(self, numbers: Iterable[int]) -> None:
+        if self.has(Feature.SPECULATION):
+            self.speculation.discharged.update(numbers)
+
+    def unproved(self) -> list[SpeculatedBranch]:
+        return [branch for branch in self.speculated() if branch.number not in self.speculation.discharged]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No hints inside: a compiler must not specialise the graph on the numbers of one batch."""
+        before, self._answering = self._answering, False
+        try:
+            yield
+        finally:
+            self._answering = before
+
+    def value(self, symbol: Any) -> Any:
+        """The value of a symbol, or None."""
+        if not self._answering or self.graph is None or self._is_refused():
+            return None
+        if symbol in self.definitions:
+            return self.number(self.definitions[symbol].value)
+        try:
+            value = sympy.sympify(self.graph.value(symbol))
+        except NotKnown:
+            return None
+        return None if value is sympy.nan else value  # which sympy does not compare
+
+    def compute(self, symbols: Iterable[Any]) -> None:
+        """Compute the values of symbols at once, which takes less time than one by one."""
+        if self.graph is not None and self._answering:
+            self.graph.compute(symbols)
+
+    def number(self, expression: Any) -> Any:
+        """The value of an expression over symbols and sizes, or None."""
+        graph = self.graph
+        values = {
+            found: graph.size(found) if graph is not None and graph.is_size(found) else self.value(found)
+            for found in expression.free_symbols
+        }
+        return None if None in values.values() else expression.xreplace(values)
+
+    def defined(self, condition: Any) -> Any:
+        """A condition in which symbols that operators created are replaced by their definitions."""
+        while made := [found for found in condition.free_symbols if found in self.definitions]:
+            conditions = [c for found in made for c in self.definitions[found].conditions]
+            condition = sympy.And(condition.xreplace({s: self.definitions[s].value for s in made}), *conditions)
+        return condition
+
+    def can_answer(self, number: Any) -> bool:
+        """Whether a question about `number`, symbolic or not, has an answer."""
+        if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return True
+        return self.number(number.node.expr) is not None
+
+    def note(self, question: Any, answer: Any) -> None:
+        """Record that the batch's answer to `question`, an expression, is `answer`, a number or a truth value."""
+        try:
+            self._note(question, answer)
+        except Exception as error:
+            self.note_error(Feature.HINTS, error)
+            raise
+
+    def _note(self, question: Any, answer: Any) -> None:
+        if answer == sympy.true:
+            condition = question
+        elif answer == sympy.false:
+            condition = sympy.Not(question)
+        else:
+            condition = sympy.Eq(question, answer)
+        is_number, is_choice = answer not in (sympy.true, sympy.false), self._choosing or self.sizes.is_caught
+        found = Answer(condition, self.place(), is_number, is_choice)
+        self.answers.append(found)
+        if not found.is_number and not found.inside_operator:
+            self._count(found, question, answer == sympy.true)
+
+    def note_choice(self, question: Any, answer: bool, place: Place) -> None:
+        """Record what was taken for granted at a place, and of which the shape environment knows nothing."""
+        condition = question if answer else sympy.Not(question)
+        self.answers.append(Answer(condition, place, is_choice=True, is_tacit=True))
+
+    @contextmanager
+    def choosing(self) -> Iterator[None]:
+        """Answers inside are choices."""
+        self._choosing = True
+        try:
+            yield
+        finally:
+            self._choosing = False
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether an operator that runs is the program's, and not one that the walk runs again."""
+        return self._answering and self.graph is not None and not self.graph.is_walking
+
+    def _count(self, answer: Answer, question: Any, truth: bool) -> None:
+        truths = self._truths.setdefault(answer.place, {})
+        truths[question] = truth
+        if len(truths) >= _MOST_QUESTIONS and len(set(truths.values())) == 2 and self.attempt.flags is not None:
+            text = f"{answer.where} asks for {len(truths)} numbers of one batch, and their answers differ"
+            self.crowded.setdefault(answer.place, text)
+
+    def place(self) -> Place:
+        """The place of the question that is being asked."""
+        walking = self.graph is not None and self.graph.is_walking  # the walk runs operators again
+        return (*user_place(), self.operators > 0 or walking)
+
+    def _is_refused(self) -> bool:
+        refused = self.attempt.refused.union(self.crowded) if self.crowded else self.attempt.refused
+        return bool(refused) and self.place() in refused
+
+
+class _Values(dict[Any, Any]):
+    """A dict of the values of all symbols, each computed on lookup."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __bool__(self) -> bool:
+        return self._trace._answering
+
+    def __contains__(self, symbol: object) -> bool:
+        return self.get(symbol) is not None
+
+    def __getitem__(self, symbol: Any) -> Any:
+        value = self.get(symbol)
+        if value is None:
+            raise KeyError(symbol)
+        return value
+
+    def get(self, symbol: Any, default: Any = None) -> Any:
+        try:
+            value = self._trace.value(symbol) if isinstance(symbol, sympy.Symbol) else None
+        except Exception as error:
+            self._trace.note_error(Feature.HINTS, error)
+            raise
+        return default if value is None else value

@@ -1,0 +1,260 @@
+"""The trace of a frame, from its start in Dynamo until its graph is guarded.
+
+The handlers in Dynamo (`dynamo/interceptions.py`) are installed only while some thread traces a frame for this
+package's backend. They find the trace in the context of the running thread, and none in traces for other backends.
+
+Private name, checked on torch 2.11, 2.13 and 2.15: `compile_subgraph_reason`, of an `OutputGraph` and of its graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import CodeType
+from typing import Any
+
+import torch._dynamo.config as _config
+from torch.fx import GraphModule
+
+from fxpasses.base.containment import contained, error_text, is_unsaid, say
+from fxpasses.base.once import warn_once
+from fxpasses.dynamo import collective_operands, guarding, variants
+from fxpasses.dynamo.assumptions import assumptions_of
+from fxpasses.dynamo.attempt import Attempt, Feature, Place
+from fxpasses.dynamo.dynamo_names import in_short
+from fxpasses.dynamo.failures import Failure, FeatureRejected
+from fxpasses.dynamo.flags import Values
+from fxpasses.dynamo.interceptions import Installation, current
+from fxpasses.dynamo.trace import Trace
+from fxpasses.dynamo.unproved import Function
+from fxpasses.graph.provenance import where
+from fxpasses.graph.regions import CHECKPOINT
+from fxpasses.metadata.checkpoint_writes import remaining
+from fxpasses.report import Reason, Refusal, Report
+
+log = logging.getLogger(__name__)
+
+
+def first_attempt(
+    frame: Mapping[str, Any],
+    flags: Values | None,
+    captures: bool,
+    given_up: frozenset[Function],
+    strict: bool,
+) -> Attempt:
+    """The first attempt at a frame, given by the arguments of `trace_frame`.
+
+    captures: whether the user enables more than the flags. given_up: see `Attempt`.
+    """
+    code, names = frame["code"], {"L": frame.get("locals"), "G": frame.get("globals")}
+    refused: frozenset[Place] = frozenset()
+    with contained("counting the graphs of a frame", strict=strict):
+        refused = variants.begin(code, described(code), names)
+    if not captures or (flags is not None and not flags.scalar_outputs):
+        return Attempt(flags, frozenset({Feature.FLOATS}), strict=strict)
+    if flags is None:  # under `fullgraph=True` a break would be an error
+        refused = frozenset()
+    return Attempt(flags, frozenset(Feature), refused, given_up, strict=strict)
+
+
+@contextmanager
+def traced(attempt: Attempt) -> Iterator[Trace]:
+    """Run with a new trace; features whose private names this torch lacks are off in its attempt."""
+    with ExitStack() as stack:
+        stack.enter_context(collective_operands.unknown())
+        try:
+            trace = _started(attempt, stack)
+        except Exception as error:
+            if attempt.strict:
+                raise
+            say("the capture", error, "Frames are traced with Dynamo's flags alone.")
+            trace = Trace(replace(attempt, features=frozenset()))
+        yield stack.enter_context(as_current(trace))
+
+
+def _started(attempt: Attempt, stack: ExitStack) -> Trace:
+    """A new trace, with what it needs in Dynamo until `stack` is closed."""
+    given = False
+    if attempt.features:
+        attempt = attempt.without(*_installation.enter())
+        stack.callback(_installation.leave)
+        # transformers' `logger.warning_once`, which some models call in every layer, would break the graph
+        once: set[Any] = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
+        stack.enter_context(_config.patch(ignore_logging_functions=_config.ignore_logging_functions | once))
+    if Feature.STORES in attempt.features:
+        from fxpasses.dynamo.rules.stored_values import traces_what_was_given
+
+        given = traces_what_was_given()
+        attempt = attempt if given else attempt.without(Feature.STORES)
+    return Trace(attempt, given)
+
+
+@contextmanager
+def as_current(trace: Trace | None) -> Iterator[Any]:
+    """Run with `trace` as the current one; with None for another backend's trace inside one for ours."""
+    token = current.set(trace)
+    try:
+        yield trace
+    finally:
+        if trace is not None:
+            with contained("the end of a trace", "It may keep a batch in memory."):
+                trace.end()
+        current.reset(token)
+
+
+def running() -> Trace:
+    """The current trace; an empty one if a graph is compiled that Dynamo does not trace."""
+    return current.get() or Trace(Attempt())
+
+
+def described(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def function_of(code: CodeType | None) -> tuple[str, str]:
+    """The file and the name of the function of a frame, also for what Dynamo makes of the rest behind a graph break."""
+    if code is None:
+        return "", ""
+    return code.co_filename, re.sub(r"^(torch_dynamo_resume_in_)+|(_at_\d+)+$", "", code.co_name)
+
+
+def finish(trace: Trace, output: Any, code: CodeType) -> None:
+    """Guard the assumptions of a finished trace about the batch, and show the warnings of its program.
+
+    An error is noted as a failure of the trace: a graph whose assumptions cannot be guarded must not run.
+    """
+    try:
+        batch_guard = guarding.guard(output, trace)
+        if batch_guard is not None:
+            log.info("%s assumes %s", code.co_name, batch_guard.text)
+            variants.add(code, batch_guard)
+    except Exception as error:
+        trace.failure = trace.failure or Failure(Feature.HINTS, error)
+        return
+    for show in trace.warnings:
+        show()
+
+
+def warn_given_up(trace: Trace, code: CodeType, error: BaseException, reason: str) -> None:
+    """Warn once for a frame that its capture was given up, if it had read numbers of the batch or communicated."""
+    many = trace.numbers_found()
+    if many:
+        what = f"reads {many} {'numbers' if many > 1 else 'number'} of its batch"
+        effect = "The reads stay in every layer, as under stock PyTorch."
+    elif trace.has_communicated:
+        what, reason = "issues collectives", reason + _place_of(error)
+        effect = "It runs as under stock PyTorch, in eager mode or in several graphs."
+    else:
+        return
+    text = f"capture was given up for {described(code)}, which {what}: {reason}. {effect}"
+    cause = error
+    while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
+        cause = inner
+    if is_unsaid(cause, function_of(code)):  # by a graph that runs uncompiled
+        warn_once(("given up", function_of(code)), f"{text} TORCH_LOGS=graph_breaks shows the place.")
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of the program that Dynamo could not trace; `real_stack` of its errors was checked on torch 2.13."""
+    stack: Any = getattr(error, "real_stack", None)
+    return f", at {in_short(stack[-1].filename, stack[-1].lineno or 0)}" if stack else ""
+
+
+def report(trace: Trace) -> Report | None:
+    """A report of a trace's assumptions about its batch, and of checkpoints left to eager mode; None without any.
+
+    Raises `FeatureRejected` if the trace has failed.
+    """
+    trace.close()
+    if trace.failure is not None:
+        raise FeatureRejected(trace.failure.feature, error_text(trace.failure.error))
+    found = [assumption for assumption in assumptions_of(trace) if not assumption.is_tacit]
+    left = sorted(trace.attempt.left, key=lambda checkpoint: checkpoint.where)
+    refusals = [Refusal(c.write, Reason.REPEATED_WRITE, c.text, c.where) for c in left]
+    if not found:
+        return Report("capture", refusals=refusals) if refusals else None
+    many = f"{len(found)} assumptions" if len(found) > 1 else "1 assumption"
+    what = "compiles another graph" if guarding.can_guard() else "raises AssumptionError"
+    return Report(
+        "capture",
+        summary=f"{many} on the batch; a batch that breaks one {what}",
+        changes=[f"assumed: {assumption}" for assumption in found],
+        figures={"assumptions": len(found)},
+        refusals=refusals,
+    )
+
+
+def check(trace: Trace, gm: GraphModule | None = None, rewritten: GraphModule | None = None) -> None:
+    """Raise `FeatureRejected` for an unproved branch, a visible store in a checkpoint, or a gradient that is lost;
+    `WrongDefault` or `UnknownDefault` for a graph that fails for the traced batch, or may.
+
+    gm: the graph, once it is complete. rewritten: what passes have made of it.
+    """
+    if unproved := trace.unproved():
+        text = f"the branch at {unproved[0].where} is not known to have no effect without tokens"
+        raise FeatureRejected(Feature.SPECULATION, text)
+    if trace.has(Feature.STORES) and (conflict := _store_conflict(trace, trace.stores, gm)):
+        raise FeatureRejected(Feature.STORES, conflict)
+    if trace.has(Feature.SHARED) and (conflict := _store_conflict(trace, trace.shared, gm)):
+        raise FeatureRejected(Feature.SHARED, conflict)
+    if gm is not None and trace.has(Feature.GRADIENTS) and (conflict := trace.required.conflict(gm)):
+        raise FeatureRejected(Feature.GRADIENTS, conflict)
+    if rewritten is not None and trace.has_repeatable_writes:
+        write = remaining(rewritten, trace.graph.output.fake_mode if trace.graph is not None else None)
+        if write is not None:
+            raise FeatureRejected(Feature.MOVED, f"`{write.name}` at {where(write)} stays in a checkpoint")
+    trace.sizes.check(rewritten)
+
+
+def _store_conflict(trace: Trace, stores: Any, gm: GraphModule | None) -> str:
+    """Why a captured store in a checkpoint, on an object or in a dict, would be visible; "" if it is not."""
+    if not stores.any:
+        return ""
+    calls = gm.graph.find_nodes(op="call_function", target=CHECKPOINT) if gm is not None else []
+    if any(call.kwargs.get("preserve_rng_state") is False for call in calls):
+        return "a recomputation draws other random numbers"
+    if gm is not None and (trace.graph is None or _is_part_of_frame(trace.graph.output)):
+        return "the graph breaks in the frame"
+    return stores.conflict(gm) if gm is not None else next(iter(stores.conflicts), "")
+
+
+def is_whole(trace: Trace, gm: GraphModule) -> bool:
+    """Whether a complete graph is known to be all that was given to `torch.compile`."""
+    return trace.given and not _is_part_of_frame(gm)
+
+
+def _is_part_of_frame(output: Any) -> bool:
+    """Whether the complete graph of Dynamo's `OutputGraph` ends at a graph break."""
+    reason = getattr(output, "compile_subgraph_reason", None)
+    return reason is None or reason.graph_break
+
+
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """Hints also while a graph is compiled; a graph from a cache would ask no questions, and so have no guards."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    with functorch.patch(enable_autograd_cache=False), inductor.patch(fx_graph_cache=False), _without_warnings():
+        yield
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Without PyTorch's warning about each size that a hint determines."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("propagate_real_tensors")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+_installation = Installation()
