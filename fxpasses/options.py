@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fxpasses import registry
+
 PREFIX = "fastpack."
-PASSES = ("hoist_writes", "group_experts", "live_rows", "chunk_loss", "sparsify_attention", "hoist_metadata",
-          "omit_masks", "coalesce_reads", "split_topk", "fold_layers", "offload_activations")  # fmt: skip
 _CHOICES = {
     "lowering": ("inductor", "aot_eager", "eager"),
     "capture": ("on", "off"),
@@ -99,7 +99,7 @@ class Options:
     without prefix.
     """
 
-    passes: tuple[str, ...] = PASSES
+    passes: tuple[str, ...] = field(default_factory=registry.names)
     lowering: str = "inductor"
     capture: str = "on"
     experts: str = "auto"
@@ -120,6 +120,10 @@ class Options:
     def folds(self) -> bool:
         """Whether `fold` asks for anything under the lowering."""
         return self.fold == "on" or (self.fold == "auto" and self.lowering == "inductor")
+
+    @property
+    def offloads(self) -> bool:
+        return self.offload.tier != "off" and "offload_activations" in self.passes
 
     @property
     def takes_whole_graphs(self) -> bool:
@@ -186,12 +190,13 @@ def _check_inductor(given: Mapping[str, Any]) -> None:
 
 
 def _passes(value: Any) -> tuple[str, ...]:
+    known = registry.names()
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
-        raise ValueError(f"{PREFIX}passes is {value!r}; it takes a list of pass names: {', '.join(PASSES)}")
+        raise ValueError(f"{PREFIX}passes is {value!r}; it takes a list of pass names: {', '.join(known)}")
     for name in value:
-        if name not in PASSES:
-            raise ValueError(f"{PREFIX}passes holds {name!r}; choices: {', '.join(PASSES)}{_nearest(name, PASSES)}")
-    return tuple(name for name in PASSES if name in value)
+        if name not in known:
+            raise ValueError(f"{PREFIX}passes holds {name!r}; choices: {', '.join(known)}{_nearest(name, known)}")
+    return tuple(name for name in known if name in value)
 
 
 def _nearest(name: Any, known: list[str] | tuple[str, ...]) -> str:

@@ -13,17 +13,17 @@ COPY = "copying the graph"
 
 def build(parameters: Parameters, device: str, passes: Sequence[str] = ()) -> Program:
     """The step is the pipeline with these passes: a copy of the graph for each, the pass, and the checks after it."""
-    from fxpasses.compiler.backend import PASSES
     from fxpasses.graph.copying import copy_graph_module
     from fxpasses.options import Options
     from fxpasses.passes.pipeline import run_passes
+    from fxpasses.registry import selected
 
     gm, examples = (decoder_graph if parameters["graph"] == "decoder" else expert_graph)(parameters["size"])
 
     def step() -> Any:
         if not passes:
             return copy_graph_module(gm)
-        return run_passes([PASSES[name]() for name in passes], gm, examples, Options(strict=True))
+        return run_passes([entry.load()() for entry in selected(passes)], gm, examples, Options(strict=True))
 
     def figures() -> Mapping[str, float]:
         result = step()

@@ -60,8 +60,7 @@ class SparsifyAttention:
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
-        hoists = "hoist_metadata" in context.options.passes  # else each layer would compute a plan of its own
-        if context.options.attention == "dense" or not hoists:
+        if context.options.attention == "dense":
             return report
         main = Region(gm)
         sites = [site for site in _sites(main) if is_fused_attention(site.node) or is_softmax(site.node)]

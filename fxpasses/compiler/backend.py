@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxpasses import default_options, inspect
-from fxpasses.attention.omit_masks import OmitMasks
-from fxpasses.attention.sparsify_attention import SparsifyAttention
+from fxpasses import default_options, inspect, registry
 from fxpasses.base import overrides
 from fxpasses.base.containment import contained, error_text, is_unsaid, say
 from fxpasses.base.once import warn_once
@@ -35,43 +33,20 @@ from fxpasses.dynamo.dispatch_state import restored_if_it_fails
 from fxpasses.dynamo.dynamo_names import asks_for_another_trace
 from fxpasses.dynamo.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
 from fxpasses.dynamo.trace import Trace
-from fxpasses.experts.branches import BRANCHES
-from fxpasses.experts.group_experts import GroupExperts
-from fxpasses.fold.fold_layers import FoldLayers
 from fxpasses.fold.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
 from fxpasses.loss import lazy_outputs
-from fxpasses.loss.chunk_loss import ChunkLoss
-from fxpasses.metadata.coalesce_reads import CoalesceReads
-from fxpasses.metadata.hoist_metadata import HoistMetadata
-from fxpasses.metadata.hoist_writes import WHOLE_PROGRAM, HoistWrites
 from fxpasses.metadata.program import Program
 from fxpasses.metadata.runtime.prologue import Prologue, with_prologue
-from fxpasses.options import PASSES as ALL_PASSES
 from fxpasses.options import Options
-from fxpasses.passes.pipeline import AfterPass, Pass, Result, run_further, run_passes
+from fxpasses.passes.pipeline import AfterPass, Pass, Result, run_further
 from fxpasses.report import OnReport, Report
 from fxpasses.rows import choice
 from fxpasses.rows.live_rows import LiveRows
-from fxpasses.topk.split_topk import SplitTopk
 
 log = logging.getLogger(__name__)
-
-# The passes on the captured graph. `fold_layers` follows, and `offload_activations` works on the partitioned graphs, in
-# `lowering`.
-PASSES: Mapping[str, Callable[[], Pass]] = {
-    "hoist_writes": HoistWrites,
-    "group_experts": GroupExperts,
-    "live_rows": LiveRows,
-    "chunk_loss": ChunkLoss,
-    "sparsify_attention": SparsifyAttention,
-    "hoist_metadata": HoistMetadata,
-    "omit_masks": OmitMasks,
-    "coalesce_reads": CoalesceReads,
-    "split_topk": SplitTopk,
-}
 
 
 @collective_operands.unknown()
@@ -89,7 +64,7 @@ def fastpack_backend(
     stop the program: the graph runs as it was captured, with one warning.
     """
     settings = default_options.parse(options, mode)
-    settings = replace(settings, passes=overrides.passes(settings.passes, known=ALL_PASSES))
+    settings = replace(settings, passes=overrides.passes(settings.passes, known=registry.names()))
     trace = tracing.running()
     try:
         outputs = _left_out(gm, settings, trace)
@@ -127,12 +102,11 @@ def _compiled(
     for report in (assumed, before):
         if report is not None:
             observer.after_pass(report, captured, "")
-    gm.meta[BRANCHES] = trace.speculated()
-    gm.meta[WHOLE_PROGRAM] = False
     with contained("finding out whether a graph is the whole program", strict=strict):
-        gm.meta[WHOLE_PROGRAM] = tracing.is_whole(trace, gm)
-    result, rows = _rewritten(gm, example_inputs, settings, trace, observer.after_pass)
-    folding = [FoldLayers()] if FoldLayers.name in settings.passes and settings.folds else []
+        captured.is_whole = tracing.is_whole(trace, gm)
+    captured.branches = trace.speculated()
+    result, rows = _rewritten(captured, settings, trace, observer.after_pass)
+    folding = [entry.load()() for entry in registry.selected(settings.passes, registry.FOLDING) if settings.folds]
     folded = run_further(folding, result, settings, observer.after_pass)
     trace.discharge(result.discharged)
     with contained("counting the sizes of a batch", strict=strict):
@@ -166,23 +140,24 @@ fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which d
 
 
 def _rewritten(
-    gm: GraphModule, example_inputs: Sequence[Any], settings: Options, trace: Trace, after_pass: AfterPass
+    captured: Result, settings: Options, trace: Trace, after_pass: AfterPass
 ) -> tuple[Result, choice.RowCounts | None]:
     """The result of the passes on the captured graph, and what counts its rows, if they are counted.
 
     Without `live_rows` where the batch at hand has too few dead rows; the graph is guarded by that. Where it cannot be
     packed, its masks may hold biases: then once more, with attention as it is written.
     """
-    passes = [PASSES[name]() for name in settings.passes if name in PASSES]
+    gm = captured.gm
+    passes: list[Pass] = [entry.load()() for entry in registry.selected(settings.passes)]
     if settings.rows == "all":
-        return run_passes(passes, gm, example_inputs, settings, after_pass), None
+        return run_further(passes, captured, settings, after_pass), None
     told: list[tuple[Report, Result, str]] = []
     rows, packs = None, True
 
     def run(biases: bool) -> Result:
         told.clear()
         own = [type(each)(biases) if isinstance(each, LiveRows) else each for each in passes]
-        return run_passes(own, gm, example_inputs, settings, lambda *each: told.append(each))
+        return run_further(own, captured, settings, lambda *each: told.append(each))
 
     result = run(biases=False)
     with contained("counting rows", "They stay packed for each batch.", settings.strict):
@@ -196,7 +171,7 @@ def _rewritten(
             rows, packs = counts, packed
     if not packs:
         others = [each for each in passes if not isinstance(each, LiveRows)]
-        return run_passes(others, gm, example_inputs, settings, after_pass), rows
+        return run_further(others, captured, settings, after_pass), rows
     for each in told:
         after_pass(*each)
     return result, rows

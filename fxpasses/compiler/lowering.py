@@ -91,7 +91,7 @@ def _partitioners(
         inner = SavingPartitioner(inner)
     if spans_ranks():
         inner = _keeping_collectives(gm, inner)
-    offloads = options.offload.tier != "off" and "offload_activations" in options.passes
+    offloads = options.offloads
     if not offloads and not may_save_objects(gm):
         yield inner, None
         return

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from fxpasses.experts.routing_facts import is_integer
 from fxpasses.graph.aliases import written_operands
 
-BRANCHES = "fxpasses_branches"  # in a graph module's meta: its speculated branches; in a node's: (number, role) of each
+BRANCHES = "fxpasses_branches"  # in a node's meta: (number, role) of each
 INSIDE = "inside"  # made by the branch
 CONDITION = "condition"  # the tensor that the branch's condition reads
 PART = "part"  # the tensor that the branch appended to a list, which is concatenated later
@@ -94,7 +94,3 @@ class Marked:
 
     def first(self, number: int, role: str) -> Node | None:
         return next(iter(self.all(number, role)), None)
-
-
-def branches_of(gm: GraphModule) -> dict[int, SpeculatedBranch]:
-    return {branch.number: branch for branch in gm.meta.get(BRANCHES, [])}

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 
 from fxpasses.experts.anti_unification import Unifier
-from fxpasses.experts.branches import SpeculatedBranch, branches_of
+from fxpasses.experts.branches import SpeculatedBranch
 from fxpasses.experts.grouping import Grouping
 from fxpasses.experts.loops import Loop, Merge, find_loops
 from fxpasses.experts.obligations import erase_answers, prove_idle, prove_numbers
@@ -54,7 +54,10 @@ class GroupExperts:
         level = context.options.experts
         if level == "off":
             return report
-        counts, branches = {"loops_grouped": 0, "loops_sliced": 0}, branches_of(gm)
+        counts, branches = (
+            {"loops_grouped": 0, "loops_sliced": 0},
+            {branch.number: branch for branch in context.branches},
+        )
         for region in Region(gm).walk():
             erase_answers(region.gm.graph)
             memory = context.aliases(region.gm.graph, region.autocast)

@@ -168,7 +168,7 @@ def _check_options(options: Options) -> None:
     """Raise `Refused` where "auto" does not fold on this torch, or other options need the graph of all layers."""
     if options.fold == "auto" and not checked_here():
         raise Refused(Reason.UNCHECKED_TORCH, f'{torch.__version__}; fastpack.fold "on" folds nevertheless')
-    moves = options.offload.tier != "off" and "offload_activations" in options.passes
+    moves = options.offloads
     if moves and options.offload.device_budget is not None:
         raise Refused(Reason.BUDGETED, f"fastpack.offload.device_budget is {options.offload.device_budget}")
     if options.takes_whole_graphs:

@@ -3,8 +3,8 @@
     torch.compile(model, backend="inductor", options=fxpasses.inductor_options())
 
 A stack that calls the compiler itself (vLLM's, torchtitan's) leaves room for Inductor's hooks alone. They get a graph
-and return one: nothing runs once per batch, nothing intercepts the trace, and nothing is compiled apart. `_REFUSED`
-says for each pass that needs one of these why it cannot be had.
+and return one: nothing runs once per batch, nothing intercepts the trace, and nothing is compiled apart. The table
+of passes (`registry.py`) says for each pass that needs one of these why it cannot be had.
 
 Checked on torch 2.11, 2.13 and 2.15: `pre_grad_custom_pass`, which gets the graph that Dynamo captured, after those of
 its bodies, and `custom_partitioner_fn`; both have a `uuid` for PyTorch's caches.
@@ -12,49 +12,27 @@ its bodies, and `custom_partitioner_fn`; both have a `uuid` for PyTorch's caches
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from fxpasses import inspect
+from fxpasses import inspect, registry
 from fxpasses.compiler.partitioner import Partitioner
-from fxpasses.experts.group_experts import GroupExperts
 from fxpasses.graph.provenance import input_sources
-from fxpasses.metadata.coalesce_reads import CoalesceReads
 from fxpasses.options import PREFIX, Options
 from fxpasses.passes.pipeline import Pass, run_passes
-from fxpasses.topk.split_topk import SplitTopk
-from fxpasses.version import __version__
+from fxpasses.version import code_digest
 
-_GIVEN: Mapping[str, Callable[[], Pass]] = {
-    "group_experts": GroupExperts,
-    "coalesce_reads": CoalesceReads,
-    "split_topk": SplitTopk,
-}
-_OFFLOAD = "offload_activations"
-_REFUSED = {
-    "hoist_writes": "it has to know that the graph is all of the program, which no hook tells",
-    "hoist_metadata": "its prologue runs once per batch, before the compiled code, and no hook runs there",
-    "live_rows": "which rows are live is known once per batch, from the prologue of hoist_metadata",
-    "chunk_loss": "its programs live in the process, and no hook runs for a graph that PyTorch's cache has",
-    "sparsify_attention": "its plans would be made in every layer, without the prologue of hoist_metadata",
-    "omit_masks": "it leaves out what sparsify_attention makes superfluous",
-    "fold_layers": "it compiles the bodies of layers apart, and Inductor calls its hooks when it has the whole graph",
-}
+_REFUSED = {entry.name: entry.not_in_inductor for entry in registry.PASSES if entry.not_in_inductor}
 _WITHOUT_EFFECT = {
+    **{option: entry.not_in_inductor for entry in registry.PASSES if entry.not_in_inductor for option in entry.options},
     "capture": "no hook sees Dynamo's trace; set torch._dynamo.config.capture_scalar_outputs and "
     "capture_dynamic_output_shape_ops yourself",
-    "attention": _REFUSED["sparsify_attention"],
-    "rows": _REFUSED["live_rows"],
-    "loss": _REFUSED["chunk_loss"],
-    "fold": _REFUSED["fold_layers"],
     "lowering": "the lowering is Inductor's",
     "mode": "pass the options of torch._inductor.list_mode_options(mode) along",
 }
@@ -80,10 +58,10 @@ def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]
             raise ValueError(f'{PREFIX}passes holds {name!r}, which needs backend="fastpack": {_REFUSED[name]}')
     settings = Options.parse(given)
     found: dict[str, Any] = dict(settings.inductor)
-    passes = [name for name in settings.passes if name in _GIVEN]
+    passes = [entry for entry in registry.selected(settings.passes) if not entry.not_in_inductor]
     if passes:
         _take(found, "pre_grad_custom_pass", PassesOnCapturedGraph(passes, replace(settings, inductor={})))
-    if settings.offload.tier != "off" and _OFFLOAD in settings.passes:
+    if settings.offloads:
         functorch: Any = torch._functorch.config
         if functorch.donated_buffer:
             raise ValueError(
@@ -103,8 +81,8 @@ def _take(found: dict[str, Any], hook: str, own: Any) -> None:
 class PassesOnCapturedGraph(CustomGraphPass):
     """Runs passes on the graph that Dynamo captured, with its bodies, in place; a pass that fails is dropped."""
 
-    def __init__(self, names: Sequence[str], settings: Options) -> None:
-        self.names, self.settings = tuple(names), settings
+    def __init__(self, passes: Sequence[registry.Entry], settings: Options) -> None:
+        self.passes, self.settings = tuple(passes), settings
 
     def __call__(self, graph: Graph) -> None:
         gm = graph.owning_module
@@ -112,7 +90,7 @@ class PassesOnCapturedGraph(CustomGraphPass):
             return  # a checkpoint's body, which Inductor passes on its own: it is rewritten with the graph around it
         examples = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
         observer = inspect.observe(gm, examples, self.settings)
-        passes: list[Pass] = [_GIVEN[name]() for name in self.names]
+        passes: list[Pass] = [entry.load()() for entry in self.passes]
         result = run_passes(passes, gm, examples, self.settings, observer.after_pass)
         if result.gm is not gm:
             _put(result.gm, gm)
@@ -120,12 +98,9 @@ class PassesOnCapturedGraph(CustomGraphPass):
 
     def uuid(self) -> str:
         """Of the package, the passes and the options: PyTorch's caches keep what these made."""
-        code = hashlib.sha256()
-        for folder in ("graph", "passes"):
-            for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
-                code.update(file.read_bytes())
-        options = json.dumps([self.names, self.settings.experts, self.settings.topk], default=str)
-        return f"fxpasses:{__version__}:{code.hexdigest()}:{options}"
+        names = [entry.name for entry in self.passes]
+        options = json.dumps([names, self.settings.experts, self.settings.topk], default=str)
+        return f"fxpasses:{code_digest()}:{options}"
 
 
 def _put(rewritten: GraphModule, gm: GraphModule) -> None:

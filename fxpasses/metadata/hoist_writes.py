@@ -44,8 +44,6 @@ from fxpasses.metadata.checkpoint_writes import is_idempotent
 from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 
-WHOLE_PROGRAM = "fxpasses.whole_program"  # in the `meta` of a graph that is all that was given to `torch.compile`
-
 _SAME_MEMORY = ("_get_data_attr", "data", "detach")  # the first is what Dynamo makes of `.data`
 
 
@@ -77,7 +75,7 @@ class HoistWrites:
         for region in regions:
             for write in list(_writes_to_inputs(region)):
                 try:
-                    if not gm.meta.get(WHOLE_PROGRAM, False):
+                    if not context.is_whole:
                         raise Refused(Reason.INPUT_WRITTEN, "and the graph is not known to be all of the program")
                     _check(write, analyses)
                     context.check_may_change(write.node)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -26,6 +26,9 @@ from fxpasses.metadata.program import Program
 from fxpasses.options import Options
 from fxpasses.report import Reason, Report
 
+if TYPE_CHECKING:
+    from fxpasses.experts.branches import SpeculatedBranch
+
 log = logging.getLogger(__name__)
 
 
@@ -36,7 +39,8 @@ class Context:
     example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
     shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass extracted one;
     draft: its source. discharged: the numbers of the branches (`experts/branches.py`) that passes have proved.
-    pass_name: of the pass that gets this context.
+    pass_name: of the pass that gets this context. branches: the speculated branches of the trace. is_whole: whether the
+    graph is known to be all that was given to `torch.compile`.
     """
 
     options: Options
@@ -47,6 +51,8 @@ class Context:
     pass_name: str = ""
     draft: Draft | None = None
     discharged: set[int] = field(default_factory=set)
+    branches: Sequence[SpeculatedBranch] = ()
+    is_whole: bool = False
     _requested: dict[Node, bool] = field(default_factory=dict)
 
     def may_change(self, node: Node) -> bool:
@@ -88,7 +94,7 @@ class Pass(Protocol):
 class Result:
     """The graph after all passes, the examples for its placeholders, the prologue, and a report for each pass.
 
-    discharged: see `Context`; without the proofs of passes that were dropped.
+    discharged, branches, is_whole: see `Context`; without the proofs of passes that were dropped.
     """
 
     gm: GraphModule
@@ -97,6 +103,8 @@ class Result:
     reports: list[Report] = field(default_factory=list)
     draft: Draft | None = None
     discharged: frozenset[int] = frozenset()
+    branches: Sequence[SpeculatedBranch] = ()
+    is_whole: bool = False
 
 
 AfterPass = Callable[[Report, Result, str], None]
@@ -125,7 +133,8 @@ def run_further(
     options: Options,
     after_pass: AfterPass = lambda report, result, failure: None,
 ) -> Result:
-    """Run more passes, as `run_passes` does, on the result of the ones before."""
+    """Run more passes, as `run_passes` does, on the result of the ones before, which stays as it is."""
+    result = replace(result, reports=[*result.reports])
     for graph_pass in passes:
         name = graph_pass.name
         try:
@@ -161,9 +170,11 @@ def _run(graph_pass: Pass, gm: GraphModule, context: Context, before: Result) ->
     report.seconds = time.perf_counter() - started
     report.asked = context.requested_changes
     discharged = frozenset(context.discharged)
-    if not report.changed:
-        return report, replace(before, discharged=discharged)
-    return report, Result(gm, context.example_inputs, context.program, before.reports, context.draft, discharged)
+    after = replace(before, discharged=discharged)
+    if report.changed:
+        inputs = context.example_inputs
+        after = replace(after, gm=gm, example_inputs=inputs, program=context.program, draft=context.draft)
+    return report, after
 
 
 def _tell(after_pass: AfterPass, report: Report, result: Result, failure: str, strict: bool) -> None:
@@ -185,8 +196,10 @@ def _context(gm: GraphModule, result: Result, options: Options, name: str) -> Co
     if fake_mode is None:
         return None  # a graph without tensors, or not from Dynamo: passes have nothing to do
     shared = _inputs_that_share_memory(placeholders, result.example_inputs)
-    inputs, discharged = list(result.example_inputs), set(result.discharged)
-    return Context(options, inputs, fake_mode, shared, result.program, name, result.draft, discharged)
+    return Context(
+        options, list(result.example_inputs), fake_mode, shared, result.program, name, result.draft,
+        set(result.discharged), result.branches, result.is_whole,
+    )  # fmt: skip
 
 
 def _inputs_that_share_memory(placeholders: list[Node], example_inputs: Sequence[Any]) -> frozenset[Node]:

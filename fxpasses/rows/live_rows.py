@@ -50,7 +50,7 @@ class LiveRows:
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
-        if context.options.rows == "all" or "hoist_metadata" not in context.options.passes:
+        if context.options.rows == "all":
             return report
         main = Region(gm)
         _simplify(main, context.fake_mode)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses.inspect
-from fxpasses.metadata.hoist_writes import WHOLE_PROGRAM, HoistWrites
+from fxpasses.metadata.hoist_writes import HoistWrites
 from fxpasses.options import Options
-from fxpasses.passes.pipeline import run_passes
+from fxpasses.passes.pipeline import Result, run_further
 from fxpasses.report import Reason
 from tests.support import captured, compiled, reports_of
 
@@ -134,8 +134,8 @@ def test_the_graph_before_and_after():
 
     gm = captured(lambda x: checkpoint(body, x, use_reentrant=False), x)
     examples = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    gm.meta[WHOLE_PROGRAM] = True  # as the backend found out
-    result = run_passes([HoistWrites()], gm, examples, Options(strict=True))
+    given = Result(gm, examples, is_whole=True)  # as the backend finds out
+    result = run_further([HoistWrites()], given, Options(strict=True))
     graphs = result.gm.graph, result.gm.wrap_body_0.graph
     names = [[node.name for node in graph.nodes if node.op.startswith("call")] for graph in graphs]
     assert names == [["_get_data_attr", "clamp_", "tag_activation_checkpoint", "getitem"], ["matmul", "tanh"]]
