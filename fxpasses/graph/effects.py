@@ -85,11 +85,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.refuse = refuse
         self.written: set[int] = set()
+        self.draws = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if self.refuse:
             check_operator(func)
         for position, argument in enumerate(func._schema.arguments):
@@ -274,6 +276,24 @@ def touch(
         return None
     returns = frozenset(i for i, key in enumerate(storages) if key in returned)
     return Touch(frozenset(recorder.positions(storages)), returns)
+
+
+def draws(node: Node, fake_mode: Any) -> bool:
+    """Whether a node draws random numbers, or is not known not to; run on its operands' examples.
+
+    Functions that switch modes and transforms are not run: they draw none.
+    """
+    module = getattr(node.target, "__module__", None) or ""
+    if any(module == m or module.startswith(m + ".") for m in _STATEFUL_MODULES):
+        return module.startswith(("torch.random", "torch.cuda"))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("example_value"))
+    recorder = _Recorder(refuse=False)
+    try:
+        with quiet(fake_mode), recorder:
+            call(node, args, kwargs)
+    except Exception:
+        return True
+    return recorder.draws
 
 
 def _tensors(values: list[Any]) -> list[torch.Tensor]:

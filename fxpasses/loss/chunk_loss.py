@@ -47,12 +47,13 @@ class ChunkLoss:
         products = candidates(gm.graph)
         if not products or context.options.loss == "full":
             return report
-        spell_out(
-            main,
-            context.fake_mode,
-            reached(products, lambda node: node.users).keys(),
-            min(int(node.meta["example_value"].shape[-1]) for node in products),
-        )
+        depending = reached(products, lambda node: node.users).keys()
+        least = min(int(node.meta["example_value"].shape[-1]) for node in products)
+        try:
+            spell_out(main, context.fake_mode, depending, least)
+        except Refused as refused:  # a mode of the process or a function transform, in which nothing is known
+            report.refusals.append(refused.of(next(iter(products))))
+            return report
         columns = rows = saved = 0
         for region in find_regions(main, products):
             first = region.products[0].node

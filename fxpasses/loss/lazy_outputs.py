@@ -12,28 +12,31 @@ something has read a lazy output, the frame is compiled again, with all of its o
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.utils._sympy.printers import PythonPrinter
 
 from fxpasses.base.once import warn_once
 from fxpasses.dynamo.checks import Check
 from fxpasses.dynamo.dynamo_names import add_guard
 from fxpasses.dynamo.guarding import can_guard
-from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.aliases import storages, written_operands
 from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.effects import draws
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import is_unbacked
-from fxpasses.loss.lazy_tensor import LazyTensor, Source
+from fxpasses.loss.lazy_tensor import Source, lazy_output
 from fxpasses.loss.region import candidates, find_regions
 from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.report import Reason, Refusal, Report
@@ -47,19 +50,22 @@ _read: weakref.WeakSet[CodeType] = weakref.WeakSet()
 class LeftOut:
     """A graph without some outputs. gm: the graph. captured: runs it with all. positions: of the outputs left out.
 
-    examples: of these. code: of the frame. report: what was done.
+    examples: of these. sizes: compute theirs from the inputs. code: of the frame. report: what was done. may_draw:
+    whether the graph has operators of which it is not known that they draw no random numbers.
     """
 
     gm: GraphModule
     captured: Callable[..., Any]
     positions: tuple[int, ...]
     examples: tuple[Any, ...]
+    sizes: Sequence[Callable[..., Any]]
     code: CodeType | None
     report: Report
+    may_draw: bool
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, with lazy tensors in place of what it does not compute."""
-        sizes = _sizes(self.gm, self.examples)
+        sizes, may_draw = self.sizes, self.may_draw
         kept: Any = self.gm.graph.output_node().args[0]
         count = len(kept) + len(self.positions)
         autocast = autocast_state()
@@ -68,10 +74,19 @@ class LeftOut:
         def run(*inputs: Any) -> Any:
             if any(isinstance(value, FakeTensor) for value in inputs):  # DDPOptimizer asks for the form of results
                 return captured(*inputs)
+            before = _random_state(inputs) if may_draw else ()
             found = iter(compiled(*inputs))
+            drew = may_draw and any(map(_differ, before, _random_state(inputs)))
+            if drew and self.code is not None:
+                _read.add(self.code)
 
             def compute() -> Sequence[Any]:
-                with torch.enable_grad(), contextlib.ExitStack() as stack:
+                if drew:
+                    raise RuntimeError(
+                        "this output was not computed, and would be computed with other random numbers than the loss: "
+                        'the next call computes it, or compile with options={"fastpack.outputs": "exact"}'
+                    )
+                with contextlib.ExitStack() as stack:
                     for device in ("cpu", "cuda"):
                         known = {own: dtype for own, dtype, _ in autocast}
                         enabled = device in known
@@ -82,7 +97,7 @@ class LeftOut:
 
             source = Source(compute, inputs, self._is_read)
             lazy = [
-                LazyTensor(of(*inputs), example.dtype, example.device, example.requires_grad, source, at)
+                lazy_output(of(*inputs), example.dtype, example.device, example.requires_grad, source, at)
                 for at, (of, example) in enumerate(zip(sizes, examples, strict=True))
             ]
             placed = dict(zip(positions, lazy, strict=True))
@@ -115,7 +130,14 @@ def leave_out(gm: GraphModule, code: CodeType | None, is_whole: bool) -> LeftOut
     if not positions or not trained:
         return None
     report = Report("lazy_outputs")
+    sizes = _sizes(gm, [results[at].meta["example_value"] for at in positions])
     refusal = _refusal(gm, [results[at] for at in positions], is_whole)
+    if refusal is None and sizes is None:
+        refusal = Refusal(results[positions[0]].name, Reason.UNKNOWN_SIZE)
+    shared = {storage for at in positions for storage in storages(results[at])}
+    others = [node for at, node in enumerate(results) if at not in positions and isinstance(node, Node)]
+    if refusal is None and any(not shared.isdisjoint(storages(node)) for node in others):
+        refusal = Refusal(results[positions[0]].name, Reason.ESCAPES)
     if refusal is None and code is not None and code in _read:
         refusal = Refusal(results[positions[0]].name, Reason.READ_IN_FULL, "the program has read it before")
     if refusal is None and (code is None or not _guard(code)):
@@ -137,7 +159,8 @@ def leave_out(gm: GraphModule, code: CodeType | None, is_whole: bool) -> LeftOut
     report.summary = f"{len(positions)} output{'s' * (len(positions) > 1)} computed if read"
     report.figures = {"lazy_outputs": len(positions)}
     examples = tuple(results[at].meta["example_value"] for at in positions)
-    return LeftOut(rest, gm.forward, positions, examples, code, report)
+    assert sizes is not None
+    return LeftOut(rest, gm.forward, positions, examples, sizes, code, report, any(map(_is_opaque, _nodes(gm))))
 
 
 def _logits(gm: GraphModule) -> set[Node]:
@@ -165,27 +188,43 @@ def _refusal(gm: GraphModule, logits: Sequence[Node], is_whole: bool) -> Refusal
         return Refusal(first, Reason.COLLECTIVE, "the graph would communicate twice")
     if any(is_unbacked(node.meta["example_value"]) for node in logits):
         return Refusal(first, Reason.UNKNOWN_SIZE)
-    for region in Region(gm).walk():
-        for node in region.gm.graph.nodes:
-            if _draws(node):
-                return Refusal(first, Reason.RANDOM, f"`{node.name}` would draw other numbers")
-            given = [operand for operand in written_operands(node) if operand.op == "placeholder"]
-            if given:
-                return Refusal(first, Reason.INPUT_WRITTEN, f"`{given[0].name}` would be written twice")
+    given = {storage for node in _nodes(gm) if node.op in ("placeholder", "get_attr") for storage in storages(node)}
+    for node in _nodes(gm):
+        if _draws(node, logits[0].meta["example_value"].fake_mode):
+            return Refusal(first, Reason.RANDOM, f"`{node.name}` would draw other numbers")
+        for written in written_operands(node):
+            if written.op == "placeholder" or not given.isdisjoint(storages(written)):
+                return Refusal(first, Reason.INPUT_WRITTEN, f"`{written.name}` would be written twice")
     return None
 
 
-def _draws(node: Node) -> bool:
+def _nodes(gm: GraphModule) -> Iterator[Node]:
+    """Of a graph and of all bodies in it."""
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether a node calls an operator of another library, whose tags may be missing."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "fxpasses")
+
+
+def _draws(node: Node, fake_mode: Any) -> bool:
     """Whether a node draws random numbers."""
-    name, call = operator_of(node), OperatorCall.of(node)
     if not node.op.startswith("call"):
         return False
+    name, call = operator_of(node), OperatorCall.of(node)
     if "dropout" in name and "::" not in name:
         p, training = call.argument("p", 0.5), call.argument("training", call.argument("train", True))
         return training is not False and p not in (0, 0.0)
     if call.argument("dropout_p") not in (None, 0, 0.0):
         return True
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if packet is None and isinstance(node.target, FunctionType):  # of Python, which may call anything
+        return draws(node, fake_mode)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
     if packet is None or name == "scaled_dot_product_attention":
         return False
     overloads = (getattr(packet, each) for each in packet.overloads())
@@ -211,8 +250,17 @@ def _guard(code: CodeType) -> bool:
     return True
 
 
-def _sizes(gm: GraphModule, examples: Sequence[Any]) -> list[Callable[..., Any]]:
-    """For each example, what computes its sizes from the inputs of the graph."""
+def _random_state(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    devices = {x.device for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return not torch.equal(one, other)
+
+
+def _sizes(gm: GraphModule, examples: Sequence[Any]) -> list[Callable[..., Any]] | None:
+    """For each example, what computes its sizes from the inputs of the graph; None where the inputs do not tell."""
     places: dict[Any, Callable[..., Any]] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         given = node.meta.get("example_value")
@@ -222,7 +270,8 @@ def _sizes(gm: GraphModule, examples: Sequence[Any]) -> list[Callable[..., Any]]
             for axis, size in enumerate(given.shape):
                 if isinstance(size, torch.SymInt):
                     places.setdefault(size.node.expr, _axis(position, axis))
-    return [_evaluated([_expression(size) for size in example.shape], places) for example in examples]
+    found = [_evaluated([_expression(size) for size in example.shape], places) for example in examples]
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def _number(position: int) -> Callable[..., Any]:
@@ -237,9 +286,12 @@ def _expression(size: Any) -> Any:
     return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
 
 
-def _evaluated(sizes: Sequence[Any], places: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
+def _evaluated(sizes: Sequence[Any], places: dict[Any, Callable[..., Any]]) -> Callable[..., Any] | None:
     symbols = sorted({found for size in sizes for found in size.free_symbols}, key=str)
-    of = sympy.lambdify(symbols, list(sizes), modules="math")
+    if not places.keys() >= set(symbols):
+        return None
+    printed = ", ".join(PythonPrinter().doprint(size) for size in sizes)
+    of = eval(f"lambda {', '.join(map(str, symbols))}: [{printed}]", {"math": math})
 
     def run(*inputs: Any) -> Any:
         return of(*(places[found](inputs) for found in symbols))

@@ -6,19 +6,37 @@
     out.logits.argmax(-1)                       runs the captured graph, as eager mode would have
 
 Its form (sizes, dtype, device) is known, and a cast or `detach` gives another such tensor. Anything else reads it, be
-it an operator, an index, a print, NumPy or pickle, and gets what eager mode would have returned, with gradients. Where
-parameters or inputs have changed since, that is no more to be had, and reading raises.
+it an operator, an index, a print, NumPy or pickle, and gets what eager mode would have returned. Where parameters or
+inputs have changed since, that is no more to be had, and reading raises.
+
+Autograd sees it as an ordinary result of the call's inputs:
+
+    inputs ◀── _FromInputs ── lazy ◀── _Cast ── lazy.float()
+                               ▲
+                               └── _Value ── what is read of it
+
+Gradients that reach it, by what was read or by code that does not ask `__torch_function__` (functions of autograd,
+vmap, TorchScript), go through the captured graph. So its hooks run, and its gradient can be kept, as of any tensor.
+
+Private names, checked on torch 2.13: `DisableTorchFunctionSubclass`, `_saved_tensors_hooks_is_enabled`,
+`temporarily_clear_interpreter_stack` and `_set_throw_on_mutable_data_ptr`, without which `torch.utils.dlpack.to_dlpack`
+follows a null pointer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 _CASTS = ("bfloat16", "detach", "double", "float", "half", "to", "type")
@@ -31,6 +49,13 @@ _FORM_METHODS = frozenset(
     {"dim", "size", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "is_signed", "element_size",
      "get_device", "__len__", "is_inference", "is_same_size"}
 )  # fmt: skip
+# What autograd knows of the tensor, and needs no value.
+_OF_AUTOGRAD = frozenset(
+    {"requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "output_nr", "_backward_hooks"}
+)
+_OF_AUTOGRAD_METHODS = frozenset(
+    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward"}
+)
 
 
 class Source:
@@ -44,25 +69,30 @@ class Source:
         self, compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Any], on_read: Callable[[], None]
     ) -> None:
         self._compute: Callable[[], Sequence[Tensor]] | None = compute
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        self._before = [(x, _state_of(x)) for x in tensors]
+        self.tensors = [x for x in inputs if isinstance(x, Tensor)]
+        self._before = [(x, _state_of(x)) for x in self.tensors]
         self._on_read = on_read
         self._values: Sequence[Tensor] = ()
         self._lock = threading.RLock()
+        self.stepped = False  # an optimizer has changed a parameter
+        _see_optimizers()
+        _pending.add(self)
 
     def value(self, at: int) -> Tensor:
         with self._lock:
             if self._compute is not None:
                 changed = [x for x, state in self._before if _state_of(x) != state]
-                if changed:
+                if changed or self.stepped:
+                    which = f" ({len(changed)} of them; one is {tuple(changed[0].shape)})" if changed else ""
                     raise RuntimeError(
-                        "this output was not computed, since nothing had read it, and of the parameters and inputs "
-                        f"that it depends on have changed {len(changed)} (one is {tuple(changed[0].shape)}): read it "
-                        'before optimizer.step(), or compile with options={"fastpack.outputs": "exact"}'
+                        "this output was not computed, since nothing had read it, and parameters or inputs that it "
+                        f"depends on have changed{which}: read it before optimizer.step(), or compile with "
+                        'options={"fastpack.outputs": "exact"}'
                     )
                 self._on_read()
                 self._values = self._compute()
                 self._compute, self._before = None, []
+                _pending.discard(self)
             return self._values[at]
 
 
@@ -73,15 +103,32 @@ def _state_of(tensor: Tensor) -> tuple[int, int]:
         return -1, 0
 
 
-class LazyTensor(Tensor):
-    """The value `at` of a source, after the casts in `steps`, each a method's name with its arguments."""
+# Fused optimizers write to parameters without a change of their version.
+_pending: weakref.WeakSet[Source] = weakref.WeakSet()
+_hook: Any = None
 
-    _source: Source
-    _at: int
-    _steps: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...]
-    _requires_grad: bool
-    _hooks: list[Callable[..., Any]]
-    _value: Tensor | None
+
+def _see_optimizers() -> None:
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Any, *_: Any) -> None:
+    sources = list(_pending)
+    if sources:
+        written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for source in sources:
+            source.stepped |= any(id(x) in written for x in source.tensors)
+
+
+class LazyTensor(Tensor):
+    """A tensor whose value `compute` gives; see `lazy_output`."""
+
+    _compute: Callable[[], Tensor]
+    _data: Tensor | None  # the value, without gradients
+    _value: Tensor | None  # the value, whose gradients flow to this tensor
+    _casts: list[weakref.ref[LazyTensor]]
 
     @staticmethod
     def __new__(
@@ -89,50 +136,70 @@ class LazyTensor(Tensor):
         sizes: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        requires_grad: bool,
-        source: Source,
-        at: int,
-        steps: tuple[Any, ...] = (),
+        compute: Callable[[], Tensor],
     ) -> LazyTensor:
         made = Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=dtype, device=device)
-        made._source, made._at, made._steps, made._requires_grad = source, at, steps, requires_grad
-        made._hooks, made._value = [], None
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made._compute, made._data, made._value, made._casts = compute, None, None, []
         return made
 
     def read(self) -> Tensor:
         """The tensor; raises `RuntimeError` if it cannot be computed any more."""
         if self._value is None:
-            value = self._source.value(self._at)
-            with torch.set_grad_enabled(self._requires_grad or torch.is_grad_enabled()):
-                for name, args, kwargs in self._steps:
-                    value = getattr(value, name)(*args, **kwargs)
-            for hook in self._hooks:
-                value.register_hook(hook)
-            self._value = value
+            data = self.data_of()
+            with _outside():
+                self._value = _Value.apply(self, data)
+                self._read_version = self._value._version
         return self._value
 
+    def data_of(self) -> Tensor:
+        """The value without gradients, in the memory of the tensor that is read."""
+        if self._data is None:
+            with _outside():
+                self._data = self._compute().detach()
+            for made in self._casts:  # of the value as it is now: it may be written to
+                if (cast := made()) is not None:
+                    cast.data_of()
+        return self._data
+
     @classmethod
+    @torch._dynamo.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, first = getattr(func, "__name__", ""), args[0] if args else None
-        if isinstance(first, LazyTensor) and first._value is None:
-            if name == "__get__":
-                found = _attribute(first, getattr(getattr(func, "__self__", None), "__name__", ""))
-                if found is not None:
-                    return found[0]
-            elif name in _FORM_METHODS and func is getattr(Tensor, name, None):
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return _without_reading(func, *args, **kwargs)
+        if isinstance(first, LazyTensor):
+            is_method = func is getattr(Tensor, name, None)
+            if name in ("__get__", "__set__"):
+                of = getattr(getattr(func, "__self__", None), "__name__", "")
+                if (of in _FORM and first._value is None) or (of in _OF_AUTOGRAD and not first._is_rewritten()):
+                    first._forget_value(name == "__set__" and of == "requires_grad")
+                    return _without_reading(func, *args, **kwargs)
+            elif is_method and name in _OF_AUTOGRAD_METHODS and not first._is_rewritten():
+                first._forget_value(name == "requires_grad_")
                 return _without_reading(func, *args, **kwargs)
-            elif name in _CASTS and func is getattr(Tensor, name, None) and _is_plain((args[1:], kwargs)):
-                return _cast(first, name, args[1:], kwargs)
-            elif name == "register_hook" and first._requires_grad:
-                return _Hook(first, args[1])
+            elif is_method and first._value is None:
+                if name in _FORM_METHODS:
+                    return _without_reading(func, *args, **kwargs)
+                if name in _CASTS and _is_plain((args[1:], kwargs)) and not torch.is_inference_mode_enabled():
+                    return _cast(first, name, args[1:], kwargs)
         args, kwargs = pytree.tree_map(_read, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = pytree.tree_map(_read, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(_read_data, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _is_rewritten(self) -> bool:
+        """Whether what was read was written to, so that autograd knows more of it than of this tensor."""
+        return self._value is not None and self._value._version != self._read_version
+
+    def _forget_value(self, if_: bool) -> None:
+        """What was read of a tensor that did not require gradients, and now does, has none."""
+        if if_:
+            self._value = None
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(self.read(), memo)
@@ -147,46 +214,94 @@ class LazyTensor(Tensor):
         return format(self.read(), spec)
 
 
+def lazy_output(
+    sizes: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, source: Source, at: int
+) -> LazyTensor:
+    """The value `at` of a source, of known sizes, dtype and device."""
+
+    def make() -> LazyTensor:
+        return LazyTensor(sizes, dtype, device, lambda: source.value(at))
+
+    needing = [x for x in source.tensors if x.requires_grad]
+    if not (requires_grad and needing and torch.is_grad_enabled()):
+        return make()
+    made: LazyTensor = _FromInputs.apply(make, source, at, *needing)
+    return made
+
+
+class _FromInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], LazyTensor], source: Source, at: int, *needing: Tensor) -> LazyTensor:
+        ctx.source, ctx.at, ctx.needing = source, at, needing
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        value = ctx.source.value(ctx.at)
+        found = torch.autograd.grad(
+            value, ctx.needing, gradient, retain_graph=True, create_graph=torch.is_grad_enabled(), allow_unused=True
+        )
+        return (None, None, None, *found)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], LazyTensor], tensor: LazyTensor) -> LazyTensor:
+        ctx.dtype, ctx.device = tensor.dtype, tensor.device
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient.to(ctx.device, ctx.dtype)
+
+
+class _Value(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: LazyTensor, data: Tensor) -> Tensor:
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """Out of modes, transforms and checkpoints in which a tensor happens to be read first."""
+    with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        enabled: Any = torch._C._autograd
+        if enabled._saved_tensors_hooks_is_enabled():  # not inside of `torch.func.grad`
+            stack.enter_context(saved_tensors_hooks(_same, _same))
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _without_reading(func: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-class _Hook:
-    """The handle of a hook on gradients of a tensor that nothing has read."""
-
-    def __init__(self, tensor: LazyTensor, hook: Callable[..., Any]) -> None:
-        self._hooks, self._hook = tensor._hooks, hook
-        self._hooks.append(hook)
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
-def _attribute(tensor: LazyTensor, name: str) -> tuple[Any] | None:
-    """An attribute that needs no value, in a tuple."""
-    if name in _FORM:
-        with torch._C.DisableTorchFunctionSubclass():
-            return (getattr(tensor, name),)
-    if name == "requires_grad":
-        return (tensor._requires_grad,)
-    return {"is_leaf": (not tensor._requires_grad,), "retains_grad": (False,)}.get(name)
-
-
 def _cast(tensor: LazyTensor, name: str, args: Any, kwargs: Any) -> Any:
-    """A tensor that is cast when it is read."""
+    """A tensor that is cast when one of the two is read."""
     with torch._C.DisableTorchFunctionSubclass():
         example = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         sizes = tuple(tensor.shape)
     found = getattr(example, name)(*args, **kwargs)
     if not isinstance(found, Tensor):  # x.type() is a string
         return found
-    needs = tensor._requires_grad and name != "detach" and found.is_floating_point()
     if found.dtype == tensor.dtype and found.device == tensor.device and name != "detach" and not kwargs.get("copy"):
         return tensor
-    steps = (*tensor._steps, (name, args, kwargs))
-    return LazyTensor(sizes, found.dtype, found.device, needs, tensor._source, tensor._at, steps)
+
+    def make() -> LazyTensor:
+        return LazyTensor(sizes, found.dtype, found.device, lambda: getattr(tensor.data_of(), name)(*args, **kwargs))
+
+    made: LazyTensor = make() if name == "detach" or not found.is_floating_point() else _Cast.apply(make, tensor)
+    tensor._casts.append(weakref.ref(made))
+    return made
 
 
 def _is_plain(arguments: Any) -> bool:
@@ -195,3 +310,7 @@ def _is_plain(arguments: Any) -> bool:
 
 def _read(value: Any) -> Any:
     return value.read() if isinstance(value, LazyTensor) else value
+
+
+def _read_data(value: Any) -> Any:
+    return value.data_of() if isinstance(value, LazyTensor) else value

@@ -154,7 +154,8 @@ def _loss_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # backward of backward may follow
         gradients = _as_written(ctx, grad)
     else:
-        gradients = [gradient * grad for gradient in ctx.saved_tensors]  # by a number, which keeps their dtype
+        # By a number, which keeps their dtype. Rows that count nothing have no gradient, also of a loss that is NaN.
+        gradients = [torch.where(gradient == 0, gradient, gradient * grad) for gradient in ctx.saved_tensors]
     return (None, *_spread(ctx, gradients, ctx.needs), [None] * ctx.counts[4], None, None)
 
 

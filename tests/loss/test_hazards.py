@@ -203,6 +203,15 @@ def written_twice(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
     return spread((m.head(x) * 1.0).mul_(0.9).add_(0.1)).mean()
 
 
+def perplexity(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
+    """Of a batch without labels: NaN, whose gradients are 0."""
+    return entropy(m.head(x), t).exp()
+
+
+def sums_by_their_count(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
+    return (entropy(m.head(x), t, reduction="sum") + entropy(m.other(x), t, reduction="sum")) / (t != -100).sum()
+
+
 def of_labelled_tokens(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
     """In one batch none is labelled: a mean over nothing."""
     kept = t != -100
@@ -216,7 +225,7 @@ PROGRAMS = [
     less_their_mean, a_result_inside_of_another, factor_by_name, labels_of_another_head, compared_with_a_parameter,
     dtype_of_another, written_by_relu, counted_from_the_end, between_two, by_their_signs, one_row_for_all,
     one_row_by_index, bits, columns_by_a_size, mean_of_parts_and_parts, only_the_best,
-    written_twice, of_labelled_tokens,
+    written_twice, perplexity, sums_by_their_count, of_labelled_tokens,
 ]  # fmt: skip
 
 
@@ -230,7 +239,7 @@ def batch(texts: int, length: int, labelled: bool = True) -> tuple[Tensor, Tenso
 def test_what_is_computed_is_eager_modes(program: Any) -> None:
     torch.manual_seed(0)
     batches = [batch(3, 6), batch(2, 18), batch(3, 9)]
-    if program is of_labelled_tokens:
+    if program in (of_labelled_tokens, perplexity, sums_by_their_count):
         batches.append(batch(3, 6, labelled=False))
     model = Model(program).double()
     state = {name: value.clone() for name, value in model.state_dict().items()}

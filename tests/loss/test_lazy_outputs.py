@@ -128,7 +128,7 @@ def test_a_batch_that_was_overwritten_cannot_be_read() -> None:
     tokens, target = (x.clone() for x in BATCHES[0])
     out = lazily(Model())(tokens, target)
     tokens.zero_()
-    with pytest.raises(RuntimeError, match="parameters and inputs that it depends on have changed"):
+    with pytest.raises(RuntimeError, match="parameters or inputs that it depends on have changed"):
         out["logits"].sum()
 
 
@@ -235,3 +235,103 @@ def test_wrapped_models(wrap: str, single_process_group: None) -> None:
         torch.testing.assert_close(found, wanted)
         assert out["logits"].shape == (*inputs[0].shape, COLUMNS)
     torch.testing.assert_close(out["logits"] + 0, model(*inputs)["logits"])
+
+
+def written_through_a_view(m: Model) -> Any:
+    m.steps.view(1)[0].add_(1)
+
+
+def written_by_data(m: Model) -> Any:
+    m.steps.data.add_(1)
+
+
+def written_detached(m: Model) -> Any:
+    m.steps.detach().add_(1)
+
+
+def parameter_decayed(m: Model) -> Any:
+    with torch.no_grad():
+        m.head.weight[0].mul_(0.9)
+
+
+def drawn_by_a_function(m: Model) -> Any:
+    return F.gumbel_softmax(torch.zeros(HIDDEN))
+
+
+def drawn_in_a_branch(m: Model) -> Any:
+    return torch.cond(m.steps > -1, lambda x: torch.rand_like(x), lambda x: x * 2, (torch.zeros(HIDDEN),))
+
+
+class Doing(Model):
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self.do = do
+
+    def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
+        noise = self.do(self)
+        x = self.middle(self.table(tokens)).relu()
+        logits = self.head(x if noise is None else x + noise)
+        return {"loss": F.cross_entropy(logits.view(-1, COLUMNS), target.view(-1)), "logits": logits}
+
+
+@pytest.mark.parametrize(
+    "do",
+    [written_through_a_view, written_by_data, written_detached, parameter_decayed, drawn_by_a_function,
+     drawn_in_a_branch],
+)  # fmt: skip
+def test_what_must_not_be_done_twice(do: Any) -> None:
+    model = Doing(do)
+    with fxpasses.inspect.record() as record:
+        out = lazily(model)(*BATCHES[0])
+    assert type(out["logits"]) is Tensor and int(model.steps) == ("written" in do.__name__)
+    assert [refusal.reason for refusal in report(record).refusals] == [
+        Reason.RANDOM if "drawn" in do.__name__ else Reason.INPUT_WRITTEN
+    ]
+
+
+@torch.library.custom_op("fxpasses_test::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+noise.register_fake(torch.empty_like)
+
+
+def test_an_operator_that_draws_without_saying_so() -> None:
+    """It is seen when it runs; the next call computes all."""
+    run = lazily(Doing(lambda m: noise(torch.zeros(HIDDEN))))
+    out = run(*BATCHES[0])
+    with pytest.raises(RuntimeError, match="other random numbers than the loss: the next call computes it"):
+        out["logits"].sum()
+    assert type(run(*BATCHES[0])["logits"]) is Tensor
+
+
+class Half(Model):
+    def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
+        half = tokens.shape[1] // 2
+        logits = self.head(self.table(tokens)[:, :half])
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), target[:, :half].flatten()), "logits": logits}
+
+
+def test_sizes_that_are_computed() -> None:
+    model = Half()
+    run = lazily(model)
+    for texts, length in ((3, 8), (2, 9), (4, 13)):
+        inputs = batch(texts, length)
+        inputs[1].clamp_(min=0)
+        out = run(*inputs)
+        assert type(out["logits"]) is LazyTensor and out["logits"].shape == (texts, length // 2, COLUMNS)
+    torch.testing.assert_close(out["logits"] + 0, model(*inputs)["logits"])
+
+
+class WithLast(Model):
+    def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
+        found = super().forward(tokens, target)
+        return {**found, "last": found["logits"][:, -1]}
+
+
+def test_results_that_share_memory_stay_together() -> None:
+    out = lazily(WithLast())(*BATCHES[0])
+    with torch.no_grad():
+        out["logits"].zero_()
+    assert not out["last"].any()

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
+import torch.utils.dlpack
 from torch import Tensor
 
-from fxpasses.loss.lazy_tensor import LazyTensor, Source
+from fxpasses.loss.lazy_tensor import LazyTensor, Source, lazy_output
 
 SIZES = (2, 3, 4)
 
@@ -26,7 +28,7 @@ def made(requires_grad: bool = True) -> tuple[LazyTensor, Tensor, list[int]]:
     x = torch.arange(24.0).view(SIZES).requires_grad_(requires_grad)
     runs: list[int] = []
     source = Source(lambda: [x * 2], [x], lambda: runs.append(1))
-    return LazyTensor(SIZES, torch.float32, torch.device("cpu"), requires_grad, source, 0), x, runs
+    return lazy_output(SIZES, torch.float32, torch.device("cpu"), requires_grad, source, 0), x, runs
 
 
 def saved(x: Tensor) -> Tensor:
@@ -217,7 +219,7 @@ def test_what_has_changed_is_no_more_to_be_had(change: Any) -> None:
     lazy, x, runs = made()
     with torch.no_grad():
         change(x)
-    with pytest.raises(RuntimeError, match=r"have changed 1 .*read it before optimizer.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"have changed .*read it before optimizer.step\(\)"):
         lazy.sum()
     assert not runs and lazy.shape == SIZES
 
@@ -241,7 +243,7 @@ def test_an_error_while_it_is_computed_reaches_the_reader() -> None:
     def fails() -> Any:
         raise ValueError("on purpose")
 
-    lazy = LazyTensor(SIZES, torch.float32, torch.device("cpu"), True, Source(fails, [], lambda: None), 0)
+    lazy = lazy_output(SIZES, torch.float32, torch.device("cpu"), True, Source(fails, [], lambda: None), 0)
     for _ in range(2):
         with pytest.raises(ValueError, match="on purpose"):
             lazy.sum()
@@ -252,3 +254,145 @@ def test_another_compiled_function_reads_it() -> None:
         lazy, x, _ = made()
         found = torch.compile(lambda y: y.softmax(-1) * 2, backend=backend)(lazy)
         torch.testing.assert_close(found, (x * 2).softmax(-1) * 2)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+def through_a_hook_of_a_module(x: Tensor) -> Tensor:
+    module = torch.nn.Identity()
+    module.register_full_backward_hook(lambda module, given, made: None)
+    return module(x).square()
+
+
+# Ways that do not ask `__torch_function__`, or in modes that a value must not be computed in.
+BESIDE: list[Callable[[Any], Tensor]] = [
+    Doubled.apply,
+    lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True),
+    lambda x: torch.utils.checkpoint.checkpoint(lambda y: y.sin() * y, x, use_reentrant=False),
+    lambda x: torch.func.vmap(torch.sin)(x),
+    lambda x: torch.func.vmap(lambda row: row * x[0])(torch.ones(2, 3, 4)),
+    lambda x: torch.func.grad(lambda y: y.sin().sum())(x),
+    lambda x: torch.jit.script(_scripted)(x),
+    through_a_hook_of_a_module,
+    lambda x: torch.ops.aten.sin(x),
+    lambda x: torch._foreach_mul([x, x], 2.0)[0],
+]
+
+
+def _scripted(x: Tensor) -> Tensor:
+    return x.sin() * 2
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("at", range(len(BESIDE)))
+def test_gradients_of_code_that_does_not_ask_the_tensor(at: int, read_before: bool) -> None:
+    lazy, x, _ = made()
+    if read_before:
+        lazy.sum()
+    found, expected = BESIDE[at](lazy), BESIDE[at](x * 2)
+    torch.testing.assert_close(found, expected)
+    gradients = []
+    for y in (found, expected):
+        x.grad = None
+        y.square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_the_first_reader_is_not_the_values(mode: Any) -> None:
+    lazy, x, _ = made()
+    with mode():
+        assert not (lazy * 2).requires_grad
+        constant = lazy.double()
+    assert not constant.requires_grad
+    lazy.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full(SIZES, 2.0))
+
+
+def test_a_cast_without_gradients_is_a_constant() -> None:
+    lazy, x, _ = made()
+    with torch.no_grad():
+        constant = lazy.double()
+    (lazy.sum() + constant.sum()).backward()
+    torch.testing.assert_close(x.grad, torch.full(SIZES, 2.0))
+
+
+def test_a_cast_keeps_the_value_that_it_had() -> None:
+    lazy, x, _ = made(requires_grad=False)
+    casts = [lazy.half(), lazy.to(torch.float32, copy=True), lazy.double().half()]
+    alias = lazy.detach()
+    lazy.zero_()
+    for cast in casts:
+        torch.testing.assert_close(cast.float() + 0, x * 2)
+    assert not alias.any()
+
+
+def test_hooks_run_where_a_cast_follows() -> None:
+    lazy, x, runs = made()
+    lazy.register_hook(lambda gradient: gradient * 3)
+    lazy.retain_grad()
+    cast = lazy.double()
+    assert not runs
+    cast.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full(SIZES, 6.0))
+    torch.testing.assert_close(lazy.grad, torch.full(SIZES, 3.0))
+
+
+def test_gradients_of_gradients() -> None:
+    x = torch.arange(24.0, dtype=torch.float64).view(SIZES).requires_grad_()
+    lazy = lazy_output(SIZES, x.dtype, x.device, True, Source(lambda: [x**3], [x], lambda: None), 0)
+    (first,) = torch.autograd.grad(lazy.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 30 * x.detach() ** 4)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_step_of_a_fused_optimizer_is_a_change(optimizer: Any) -> None:
+    lazy, x, _ = made()
+    other, _, _ = made()
+    x.grad = torch.ones_like(x)
+    optimizer([x], lr=0.1, fused=True).step()
+    with pytest.raises(RuntimeError, match="have changed"):
+        lazy.sum()
+    other.sum()
+
+
+COMPILED: list[Callable[[Any], Any]] = [
+    lambda x: x.double().sum(),
+    lambda x: x.detach().sum(),
+    lambda x: x.float().mean(),
+    lambda x: torch.sum(x.bfloat16()),
+    lambda x: x.detach() * x.shape[0],
+    lambda x: x.detach().requires_grad,
+]
+
+
+@pytest.mark.parametrize("at", range(len(COMPILED)))
+def test_a_compiled_function_that_casts_it(at: int) -> None:
+    lazy, x, _ = made()
+    _assert_equal(torch.compile(COMPILED[at], backend="eager")(lazy), COMPILED[at](x * 2))
+
+
+def test_its_memory_is_not_to_be_had() -> None:
+    """Which was a segmentation fault."""
+    lazy, _, _ = made()
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(lazy.detach())  # type: ignore[attr-defined]
+    assert torch.from_dlpack(lazy.detach()).shape == SIZES
+
+
+def test_a_parameter_of_its_value() -> None:
+    lazy, x, _ = made()
+    parameter = torch.nn.Parameter(lazy.detach())
+    (parameter * 2).sum().backward()
+    torch.testing.assert_close(parameter.grad, torch.full(SIZES, 2.0))
+    assert x.grad is None
