@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "collectives": {"graph"},
     "passes": {"graph", "metadata"},
     "metadata": {"graph", "runtime", "passes"},
-    "dynamo": {"graph", "runtime", "metadata", "experts", "collectives"},
+    "dynamo": {"graph", "runtime", "metadata", "collectives"},
     "fold": {"graph", "passes"},
     "topk": {"graph", "passes"},
     "offload": {"graph", "runtime", "fold"},

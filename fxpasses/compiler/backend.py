@@ -27,11 +27,20 @@ from fxpasses.compiler.lowering_prologues import lower_prologue
 from fxpasses.compiler.lowering_recovery import recovering, unasserted
 from fxpasses.compiler.lowering_segments import lower_segments
 from fxpasses.compiler.sizes_of_one import make_exact
-from fxpasses.dynamo import collective_operands, guarding, leaves, passed_choices, recompiles, retracing, tracing
-from fxpasses.dynamo.attempt import Feature
+from fxpasses.dynamo import (
+    collective_operands,
+    guarding,
+    leaves,
+    passed_choices,
+    recompiles,
+    retracing,
+    tracing,
+    whole_program,
+)
 from fxpasses.dynamo.dispatch_state import restored_if_it_fails
 from fxpasses.dynamo.dynamo_names import asks_for_another_trace
 from fxpasses.dynamo.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.trace import Trace
 from fxpasses.fold.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.collectives import spans_ranks
@@ -87,7 +96,7 @@ def _left_out(gm: GraphModule, settings: Options, trace: Trace) -> lazy_outputs.
     """The graph without outputs that are computed when they are read, or a report of why they stay."""
     if settings.outputs == "lazy":
         with contained("leaving out what a program returns", "It is computed in each step.", settings.strict):
-            return lazy_outputs.leave_out(gm, trace.code, tracing.is_whole(trace, gm))
+            return lazy_outputs.leave_out(gm, trace.code, whole_program.is_whole(trace, gm))
     return None
 
 
@@ -103,12 +112,12 @@ def _compiled(
         if report is not None:
             observer.after_pass(report, captured, "")
     with contained("finding out whether a graph is the whole program", strict=strict):
-        captured.is_whole = tracing.is_whole(trace, gm)
+        captured.is_whole = whole_program.is_whole(trace, gm)
     captured.branches = trace.speculated()
     result, rows = _rewritten(captured, settings, trace, observer.after_pass)
     folding = [entry.load()() for entry in registry.selected(settings.passes, registry.FOLDING) if settings.folds]
     folded = run_further(folding, result, settings, observer.after_pass)
-    trace.discharge(result.discharged)
+    trace.discharged |= result.discharged
     with contained("counting the sizes of a batch", strict=strict):
         recompiles.note_sizes(gm)
     if settings.offload.tier != "off":

@@ -6,60 +6,13 @@ attempt.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.flags import Values
 from fxpasses.dynamo.unproved import Function
 
-
-class Feature(enum.Enum):
-    """A part of the capture that installs handlers in Dynamo (`dynamo/interceptions.py`); the value is its name."""
-
-    FLOATS = "floating-point arithmetic"
-    HINTS = "value hints"
-    MEMBERS = "members of lists"
-    CHUNKS = "ranges over chunks"
-    SLICES = "sizes of slices"
-    LAYOUTS = "layouts of convolutions"
-    OUTPUTS = "recorded outputs"
-    STORES = "stored values"
-    SHARED = "shared tensors"
-    GRADIENTS = "required gradients"
-    OUT = "out= arguments"
-    ROPE = "positions of images"
-    CTC = "CTC losses"
-    PADDED = "padded sequences"
-    STRIDES = "strides in backward functions"
-    RANDOM = "random numbers"
-    WARNINGS = "warnings"
-    BUFFERS = "unmoved buffers"
-    SCALARS = "integer tensors in indices"
-    STRINGS = "strings with sizes"
-    OPERANDS = "repeated operands"
-    FUNCTIONS = "numbers of autograd functions"
-    INSIDE = "numbers captured in autograd functions"  # a part of the one before, without handlers of its own
-    PLANS = "plans of random blocks"
-    SPECULATION = "speculation"
-    NUMPY = "NumPy's numbers"
-    LISTS = "grown lists"
-    INDICES = "lists of indices"
-    HOOKS = "repeated hooks"
-    WRITES = "writes in checkpoints"
-    MOVED = "writes moved out of checkpoints"  # an exception to the one before, without handlers of its own
-
-    def needs(self, other: Feature) -> bool:
-        """Whether this feature is off if `other` is."""
-        if self in _WITHOUT_HINTS:
-            return other is self
-        if (self, other) in ((Feature.MOVED, Feature.WRITES), (Feature.INSIDE, Feature.FUNCTIONS)):
-            return True
-        return other in (self, Feature.HINTS) or (other is Feature.SPECULATION and self in _SPECULATIVE)
-
-
-_SPECULATIVE = (Feature.NUMPY, Feature.LISTS, Feature.INDICES)
-_WITHOUT_HINTS = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.MEMBERS, Feature.STRINGS, Feature.WRITES})
 _OFF = Values(False, False)
 
 Place = tuple[str, int, bool]  # where the program asks a question: file, line, and whether an operator asks it
@@ -135,4 +88,4 @@ class Attempt:
         """As stock PyTorch traces the frame; None if it was traced so, or under `fullgraph=True`."""
         if self.flags in (None, _OFF):
             return None
-        return Attempt(_OFF, self.features & _WITHOUT_HINTS, strict=self.strict)
+        return Attempt(_OFF, self.without(Feature.HINTS).features, strict=self.strict)

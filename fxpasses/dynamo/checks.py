@@ -11,8 +11,8 @@ from types import CodeType
 from typing import Any
 
 from fxpasses.base.containment import say
-from fxpasses.dynamo.attempt import Feature
 from fxpasses.dynamo.failures import FailedFeatures
+from fxpasses.dynamo.features import Feature
 
 _MOST_ERRORS = 1
 
@@ -29,7 +29,7 @@ class Check:
         self, holds: Callable[..., bool], feature: Feature | None, code: CodeType | None, what: str = ""
     ) -> None:
         self.holds, self.feature, self._code = holds, feature, code
-        self._what = what if feature is None else feature.value
+        self._what = what if feature is None else feature.title
         self._is_first = True
         self._errors = 0
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxpasses.dynamo.attempt import Feature
 from fxpasses.dynamo.dynamo_names import DynamoNames, MissingName, asks_for_another_trace
+from fxpasses.dynamo.features import Feature
 
 _PASSED = "_fxpasses_passed"
 

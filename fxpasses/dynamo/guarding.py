@@ -20,9 +20,9 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxpasses.dynamo.assumptions import Assumption, assumptions_of
-from fxpasses.dynamo.attempt import Feature
 from fxpasses.dynamo.checks import Check
 from fxpasses.dynamo.dynamo_names import MissingName, add_guard, check_guard_names, guard_names
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.trace import Trace
 from fxpasses.errors import AssumptionError, MetadataError
 from fxpasses.graph.provenance import source

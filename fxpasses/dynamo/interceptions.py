@@ -1,6 +1,6 @@
 """The table of interceptions: handlers that run before Dynamo's own methods while a frame is traced.
 
-Each feature of the capture has a module with handlers:
+Each feature of the capture (`dynamo/features.py`) has a module with handlers:
 
     @handlers.at(method("torch._dynamo.variables.builtin.BuiltinVariable", "call_bool"), order=1, without="...")
     def call_bool(trace, proceed, self, tx, argument):
@@ -8,7 +8,7 @@ Each feature of the capture has a module with handlers:
 
 A handler returns the result of the call, or NOT_HANDLED; `proceed(...)` calls the next handler with other arguments.
 The handlers of one place run in ascending `order`, and Dynamo's own method is the last. A handler runs only if the
-running trace has its feature (`dynamo/attempt.py`), and none runs unless this thread traces a frame for this package's
+running trace has its feature, and none runs unless this thread traces a frame for this package's
 backend. All are installed while some frame is traced, and removed after.
 
 If this torch lacks a private name, the handler that needs it is off, with one warning that says what does not work
@@ -40,105 +40,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpasses.base.once import warn_once
-from fxpasses.dynamo.attempt import Feature
 from fxpasses.dynamo.dynamo_names import CHECKED, MissingName, find
 from fxpasses.dynamo.failures import mark_as_passed
+from fxpasses.dynamo.features import Feature
 
 if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace
 
 NOT_HANDLED: Any = object()
 TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
-
-# The module of each feature's handlers, and the effect of its absence.
-FEATURES = {
-    Feature.FLOATS: (
-        "fxpasses.dynamo.rules.float_arithmetic",
-        "numbers computed in floating point may be rounded otherwise than by Python",
-    ),
-    Feature.HINTS: ("fxpasses.dynamo.hints", "code that asks the batch for a number breaks the graph"),
-    Feature.MEMBERS: ("fxpasses.dynamo.rules.list_members", "`3 in lengths.tolist()` may take the wrong branch"),
-    Feature.CHUNKS: ("fxpasses.dynamo.rules.chunk_ranges", "`range(0, n, 64)` is compiled anew for each n"),
-    Feature.SLICES: (
-        "fxpasses.dynamo.rules.slice_sizes",
-        "slices whose bounds depend on the batch may break the graph",
-    ),
-    Feature.LAYOUTS: (
-        "fxpasses.dynamo.rules.conv_layouts",
-        "trimmed images in channels-last layout may be compiled for other strides",
-    ),
-    Feature.OUTPUTS: (
-        "fxpasses.dynamo.rules.recorded_outputs",
-        "transformers' recorded outputs of layers break the graph",
-    ),
-    Feature.STORES: ("fxpasses.dynamo.rules.stored_values", "what checkpointed layers store outside break the graph"),
-    Feature.SHARED: (
-        "fxpasses.dynamo.rules.shared_tensors",
-        "tensors that checkpointed layers share through a dict break the graph",
-    ),
-    Feature.GRADIENTS: (
-        "fxpasses.dynamo.rules.required_gradients",
-        "requiring the gradient of an intermediate breaks the graph",
-    ),
-    Feature.OUT: (
-        "fxpasses.dynamo.rules.out_arguments",
-        "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph",
-    ),
-    Feature.ROPE: ("fxpasses.dynamo.rules.rope_indices", "`get_rope_index` of vision-language models breaks the graph"),
-    Feature.CTC: ("fxpasses.dynamo.rules.ctc_losses", "`F.ctc_loss` with lengths in tensors breaks the graph"),
-    Feature.PADDED: ("fxpasses.dynamo.rules.padded_sequences", "`pad_sequence` compiles for each order of the lengths"),
-    Feature.STRIDES: (
-        "fxpasses.dynamo.rules.strides_in_backward",
-        "`.stride()` in the backward of a function may break the graph",
-    ),
-    Feature.RANDOM: (
-        "fxpasses.dynamo.rules.random_numbers",
-        "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0",
-    ),
-    Feature.WARNINGS: ("fxpasses.dynamo.rules.shown_once", "`warnings.warn(...)` breaks the graph"),
-    Feature.BUFFERS: (
-        "fxpasses.dynamo.rules.unmoved_buffers",
-        "`self.buffer = self.buffer.to(x.device)` breaks the graph",
-    ),
-    Feature.SCALARS: ("fxpasses.dynamo.rules.scalar_indices", "tuples of integer tensors in an index fail"),
-    Feature.STRINGS: ("fxpasses.dynamo.rules.lazy_strings", 'f"{x.shape[0]} tokens" is compiled anew for each size'),
-    Feature.OPERANDS: (
-        "fxpasses.dynamo.rules.repeated_operands",
-        "one tensor for two operands of an autograd function breaks the graph",
-    ),
-    Feature.FUNCTIONS: (
-        "fxpasses.dynamo.rules.function_numbers",
-        "an autograd function that reads a number ends the capture of the model",
-    ),
-    Feature.PLANS: (
-        "fxpasses.dynamo.rules.block_plans",
-        "BigBird's random blocks, drawn from a constant seed, break the graph",
-    ),
-    Feature.SPECULATION: (
-        "fxpasses.experts.capture.speculation_handlers",
-        "loops that skip experts without tokens break the graph",
-    ),
-    Feature.NUMPY: (
-        "fxpasses.experts.capture.numpy_counts",
-        "loops over counts that went through NumPy break the graph",
-    ),
-    Feature.LISTS: (
-        "fxpasses.experts.capture.grown_lists",
-        "lists that grow only for experts with tokens break the graph",
-    ),
-    Feature.INDICES: (
-        "fxpasses.experts.capture.index_lists",
-        "an expert's tokens as a list of indices break the graph",
-    ),
-    Feature.HOOKS: (
-        "fxpasses.dynamo.rules.repeated_hooks",
-        "a model whose checkpointing is switched off and on compiles again each time",
-    ),
-    Feature.WRITES: (
-        "fxpasses.dynamo.rules.checkpoint_writes",
-        "what checkpointed layers write to buffers is written once",
-    ),
-}
 
 # The trace of the frame that this thread traces for this package's backend; None while it traces none.
 current: ContextVar[Trace | None] = ContextVar("fxpasses_trace", default=None)
@@ -242,12 +152,7 @@ class Row:
 
 
 def table() -> list[Row]:
-    return [_row(feature, handler) for feature in FEATURES for handler in _handlers_of(feature)]
-
-
-def effect_of(feature: Feature) -> str:
-    """What does not work where a feature is off."""
-    return FEATURES[feature][1]
+    return [_row(feature, handler) for feature in Feature for handler in _handlers_of(feature)]
 
 
 def off_in(rows: Iterable[Row]) -> frozenset[Feature]:
@@ -257,7 +162,9 @@ def off_in(rows: Iterable[Row]) -> frozenset[Feature]:
 
 
 def _handlers_of(feature: Feature) -> list[Handler]:
-    module = FEATURES[feature][0]
+    module = feature.module
+    if not module:
+        return []
     try:
         return importlib.import_module(module).handlers
     except (AttributeError, ImportError) as error:
@@ -275,7 +182,7 @@ def _row(feature: Feature, handler: Handler) -> Row:
             _check_parameters(handler, _get(*place))
         return Row(feature, handler, places)
     except Exception:  # an unknown torch may have anything there
-        consequence = handler.without or FEATURES[feature][1]
+        consequence = handler.without or feature.effect
         return Row(feature, handler, missing=f"{MissingName(handler.site.name)}: {consequence}")
 
 

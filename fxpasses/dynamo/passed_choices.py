@@ -21,8 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpasses.base.containment import contained
-from fxpasses.experts.routing_facts import is_integer
-from fxpasses.graph.calls import FACTORIES, operator_of
+from fxpasses.graph.calls import FACTORIES, is_integer, operator_of
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.symbols import is_symbolic, is_unbacked

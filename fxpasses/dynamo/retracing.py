@@ -37,7 +37,7 @@ from fxpasses.base.containment import contained, error_text, say
 from fxpasses.base.once import warn_once
 from fxpasses.collectives import ddp_buckets
 from fxpasses.dynamo import checks, flags, generation, tracing, variants
-from fxpasses.dynamo.attempt import Attempt, Feature
+from fxpasses.dynamo.attempt import Attempt
 from fxpasses.dynamo.dynamo_names import DynamoNames, MissingName
 from fxpasses.dynamo.failures import (
     FailedFeatures,
@@ -47,8 +47,8 @@ from fxpasses.dynamo.failures import (
     is_ours,
     mark_as_passed,
 )
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.flags import Values
-from fxpasses.dynamo.interceptions import effect_of
 from fxpasses.dynamo.size_defaults import UnknownDefault, WrongDefault
 from fxpasses.dynamo.trace import Trace
 from fxpasses.dynamo.unproved import Unproved
@@ -262,7 +262,7 @@ class _TraceFrameInAttempts:
         if trace.attempt.strict or following is None:
             return cause
         self._failed.note(_program(frame["compiler_fn"]), feature)
-        say(f"the capture's feature {feature.value!r}", cause, f"Programs are traced without it: {effect_of(feature)}.")
+        say(f"the capture's feature {feature.title!r}", cause, f"Programs are traced without it: {feature.effect}.")
         return self._restarting(frame["speculation_log"], frame["code"], following, error or cause, result)
 
     def _noting(
@@ -281,7 +281,7 @@ class _TraceFrameInAttempts:
             program = _program(frame["compiler_fn"])
             self._broken[program] = self._broken.get(program, 0) + 1
         if following is not None and trace.unproved():
-            self._unproved.note(_program(frame["compiler_fn"]), trace.speculation.unproved_in())
+            self._unproved.note(_program(frame["compiler_fn"]), trace.unproved_functions())
         if self._is_given_up(trace, error, following) and not trace.left:  # of which the user knows
             tracing.warn_given_up(trace, code, error, error_text(_backend_error(error)))
         return following
@@ -314,8 +314,8 @@ class _TraceFrameInAttempts:
             return trace.attempt.answering(wrong) if wrong else trace.attempt.without_flags()
         if not comes_of_capture(error):
             return None
-        if trace.has_function_numbers and trace.has(Feature.INSIDE):
-            return trace.attempt.without(Feature.INSIDE)
+        if suspects := trace.suspects & trace.attempt.features:
+            return trace.attempt.without(*suspects)
         return trace.attempt.with_fewer_flags()
 
     def _is_raised_by_program(self, error: Exception, frame: Mapping[str, Any]) -> bool:

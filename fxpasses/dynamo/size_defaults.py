@@ -38,9 +38,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from fxpasses.dynamo.attempt import Feature, Place, Question
+from fxpasses.dynamo.attempt import Place, Question
 from fxpasses.dynamo.dynamo_names import in_short
 from fxpasses.dynamo.failures import Rejected
+from fxpasses.dynamo.features import Feature
 from fxpasses.graph.collectives import is_all_to_all
 
 if TYPE_CHECKING:

@@ -17,30 +17,30 @@ calls if the dict determined the answer.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sympy
 import torch
 from torch.fx import GraphModule
 
-from fxpasses.dynamo.attempt import Attempt, Feature, Left, Place
+from fxpasses.dynamo.attempt import Attempt, Left, Place
 from fxpasses.dynamo.dynamo_names import in_short, is_in_try, user_place
 from fxpasses.dynamo.failures import Failure, is_ours
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.partial_graph import NotKnown, PartialGraph, input_of
 from fxpasses.dynamo.size_defaults import SizeDefaults
-from fxpasses.experts.branches import SpeculatedBranch
+from fxpasses.dynamo.unproved import Function
 from fxpasses.metadata.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
-    from fxpasses.dynamo.rules.required_gradients import RequiredGradients
-    from fxpasses.dynamo.rules.shared_tensors import SharedTensors
-    from fxpasses.dynamo.rules.stored_values import StoredValues
-    from fxpasses.experts.capture.numpy_counts import NumpyCounts
-    from fxpasses.experts.capture.speculation import Speculation
+    from fxpasses.experts.branches import SpeculatedBranch
+
+State = TypeVar("State")
 
 _MOST_QUESTIONS = 8  # of one place: as many as Dynamo keeps graphs of a frame, and each may make another
 
@@ -89,16 +89,11 @@ class Definition:
 
 
 class Trace:
-    """The state of one attempt. The parts of features that are off are absent.
+    """The state of one attempt.
 
-    given: whether the traced frame is known to be what was passed to `torch.compile`.
+    given: whether the traced frame is known to be what was passed to `torch.compile`. branches: the obligations that
+    speculation has made, which a pass must discharge.
     """
-
-    speculation: Speculation
-    numpy: NumpyCounts
-    stores: StoredValues
-    shared: SharedTensors
-    required: RequiredGradients
 
     def __init__(self, attempt: Attempt, given: bool = False) -> None:
         self.attempt = attempt
@@ -111,42 +106,27 @@ class Trace:
         self.crowded: dict[Place, str] = {}  # places that have asked too many questions, and how many
         self._truths: dict[Place, dict[Any, bool]] = {}  # of those that the program asked
         self.definitions: dict[Any, Definition] = {}
-        self.hook_guards: dict[str, Any] = {}  # of modules with idempotent hooks, by the source of the hooks
         self.warnings: list[Callable[[], None]] = []  # that the program gives, to be shown if the trace succeeds
-        self.range_ends: dict[Any, Any] = {}  # of ranges over chunks: the end that the program gave
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors
-        self.numpy_state: Any = None  # of NumPy's generator, once the program has seeded it
-        self.without_cudnn = 0  # the depth of statements that switch cuDNN off
         self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
-        self.has_function_numbers = False  # whether an autograd function reads a number that is captured
-        self.has_repeatable_writes = False  # in a captured checkpoint, for a pass to move
+        self.suspects: set[Feature] = set()  # to be left out first if the graph does not compile
         self.has_communicated = False  # whether the program has issued a collective
         self.has_read = False  # whether a number was read since the last walk
         self.autocast = autocast_state()
+        self.grad_enabled = torch.is_grad_enabled()
+        self.branches: list[SpeculatedBranch] = []
+        self.discharged: set[int] = set()  # numbers of branches that were proved
+        self._states: dict[Any, Any] = {}
         self._answering = True
         self._choosing = False  # whether the question that is being answered is a choice
         self.sizes = SizeDefaults(self)
-        if self.has(Feature.SPECULATION):  # each of these modules imports private names that torch may lack
-            from fxpasses.experts.capture.speculation import Speculation
 
-            self.speculation = Speculation(self.answers, attempt.given_up)
-        if self.has(Feature.NUMPY):
-            from fxpasses.experts.capture.numpy_counts import NumpyCounts
-
-            self.numpy = NumpyCounts(self.speculation)
-        if self.has(Feature.STORES):
-            from fxpasses.dynamo.rules.stored_values import StoredValues
-
-            self.stores = StoredValues()
-        if self.has(Feature.SHARED):
-            from fxpasses.dynamo.rules.shared_tensors import SharedTensors
-
-            self.shared = SharedTensors()
-        if self.has(Feature.GRADIENTS):
-            from fxpasses.dynamo.rules.required_gradients import RequiredGradients
-
-            self.required = RequiredGradients(self.autocast)
+    def state(self, kind: Callable[[Trace], State]) -> State:
+        """What a feature knows of this trace: a class, which is made with the trace where it is first asked for."""
+        if kind not in self._states:
+            self._states[kind] = kind(self)
+        return self._states[kind]
 
     def has(self, feature: Feature) -> bool:
         return feature in self.attempt.features
@@ -182,8 +162,8 @@ class Trace:
         self.sizes.close()
         if self.graph is not None:
             self.graph.close()
-        if self.has(Feature.NUMPY):
-            self.numpy.finish()
+        for close in self.hooks("close"):
+            close(self)
 
     def end(self) -> None:
         """Called when the frame is compiled: restore the shape environment, and release the batch."""
@@ -208,17 +188,24 @@ class Trace:
         self.close()
         return len({extra for extra in self.graph.walk.numbers.values() if extra.dimension is None})
 
+    def hooks(self, name: str) -> Iterator[Callable[..., Any]]:
+        """The functions of a name that the modules of the attempt's features define (`dynamo/features.py`)."""
+        for feature in Feature:
+            if self.has(feature) and (found := getattr(sys.modules.get(feature.module), name, None)) is not None:
+                yield found
+
     def speculated(self) -> list[SpeculatedBranch]:
         """The speculated branches of the complete graph."""
         self.close()
-        return self.speculation.branches if self.has(Feature.SPECULATION) else []
-
-    def discharge(self, numbers: Iterable[int]) -> None:
-        if self.has(Feature.SPECULATION):
-            self.speculation.discharged.update(numbers)
+        return self.branches
 
     def unproved(self) -> list[SpeculatedBranch]:
-        return [branch for branch in self.speculated() if branch.number not in self.speculation.discharged]
+        return [branch for branch in self.speculated() if branch.number not in self.discharged]
+
+    def unproved_functions(self) -> set[Function]:
+        """The functions of branches that are not proved; of all branches, if one of their results was misused."""
+        found = {branch.function for branch in self.unproved() if branch.function is not None}
+        return found or {branch.function for branch in self.branches if branch.function is not None}
 
     @contextmanager
     def paused(self) -> Iterator[None]:

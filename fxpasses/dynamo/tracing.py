@@ -2,8 +2,6 @@
 
 The handlers in Dynamo (`dynamo/interceptions.py`) are installed only while some thread traces a frame for this
 package's backend. They find the trace in the context of the running thread, and none in traces for other backends.
-
-Private name, checked on torch 2.11, 2.13 and 2.15: `compile_subgraph_reason`, of an `OutputGraph` and of its graph.
 """
 
 from __future__ import annotations
@@ -23,16 +21,15 @@ from fxpasses.base.containment import contained, error_text, is_unsaid, say
 from fxpasses.base.once import warn_once
 from fxpasses.dynamo import collective_operands, guarding, variants
 from fxpasses.dynamo.assumptions import assumptions_of
-from fxpasses.dynamo.attempt import Attempt, Feature, Place
+from fxpasses.dynamo.attempt import Attempt, Place
 from fxpasses.dynamo.dynamo_names import in_short
 from fxpasses.dynamo.failures import Failure, FeatureRejected
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.flags import Values
 from fxpasses.dynamo.interceptions import Installation, current
 from fxpasses.dynamo.trace import Trace
 from fxpasses.dynamo.unproved import Function
-from fxpasses.graph.provenance import where
-from fxpasses.graph.regions import CHECKPOINT
-from fxpasses.metadata.checkpoint_writes import remaining
+from fxpasses.dynamo.whole_program import traces_what_was_given
 from fxpasses.report import Reason, Refusal, Report
 
 log = logging.getLogger(__name__)
@@ -85,8 +82,6 @@ def _started(attempt: Attempt, stack: ExitStack) -> Trace:
         once: set[Any] = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
         stack.enter_context(_config.patch(ignore_logging_functions=_config.ignore_logging_functions | once))
     if Feature.STORES in attempt.features:
-        from fxpasses.dynamo.rules.stored_values import traces_what_was_given
-
         given = traces_what_was_given()
         attempt = attempt if given else attempt.without(Feature.STORES)
     return Trace(attempt, given)
@@ -196,40 +191,9 @@ def check(trace: Trace, gm: GraphModule | None = None, rewritten: GraphModule | 
     if unproved := trace.unproved():
         text = f"the branch at {unproved[0].where} is not known to have no effect without tokens"
         raise FeatureRejected(Feature.SPECULATION, text)
-    if trace.has(Feature.STORES) and (conflict := _store_conflict(trace, trace.stores, gm)):
-        raise FeatureRejected(Feature.STORES, conflict)
-    if trace.has(Feature.SHARED) and (conflict := _store_conflict(trace, trace.shared, gm)):
-        raise FeatureRejected(Feature.SHARED, conflict)
-    if gm is not None and trace.has(Feature.GRADIENTS) and (conflict := trace.required.conflict(gm)):
-        raise FeatureRejected(Feature.GRADIENTS, conflict)
-    if rewritten is not None and trace.has_repeatable_writes:
-        write = remaining(rewritten, trace.graph.output.fake_mode if trace.graph is not None else None)
-        if write is not None:
-            raise FeatureRejected(Feature.MOVED, f"`{write.name}` at {where(write)} stays in a checkpoint")
+    for check_feature in trace.hooks("check"):
+        check_feature(trace, gm, rewritten)
     trace.sizes.check(rewritten)
-
-
-def _store_conflict(trace: Trace, stores: Any, gm: GraphModule | None) -> str:
-    """Why a captured store in a checkpoint, on an object or in a dict, would be visible; "" if it is not."""
-    if not stores.any:
-        return ""
-    calls = gm.graph.find_nodes(op="call_function", target=CHECKPOINT) if gm is not None else []
-    if any(call.kwargs.get("preserve_rng_state") is False for call in calls):
-        return "a recomputation draws other random numbers"
-    if gm is not None and (trace.graph is None or _is_part_of_frame(trace.graph.output)):
-        return "the graph breaks in the frame"
-    return stores.conflict(gm) if gm is not None else next(iter(stores.conflicts), "")
-
-
-def is_whole(trace: Trace, gm: GraphModule) -> bool:
-    """Whether a complete graph is known to be all that was given to `torch.compile`."""
-    return trace.given and not _is_part_of_frame(gm)
-
-
-def _is_part_of_frame(output: Any) -> bool:
-    """Whether the complete graph of Dynamo's `OutputGraph` ends at a graph break."""
-    reason = getattr(output, "compile_subgraph_reason", None)
-    return reason is None or reason.graph_break
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxpasses.experts.routing_facts import is_integer
 from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.calls import is_integer
 
 BRANCHES = "fxpasses_branches"  # in a node's meta: (number, role) of each
 INSIDE = "inside"  # made by the branch
@@ -45,7 +45,8 @@ class SpeculatedBranch:
     live_outs: the number of live variables that hold another tensor after the branch. parts: the number of tensors that
     the branch appended to lists. Each list is concatenated once, and otherwise only tested for emptiness, assuming that
     it is not empty, so some expert must have tokens. ended: whether the trace reached the branch's post-dominator with
-    the rest of Python's state unchanged; else the branch cannot be proved.
+    the rest of Python's state unchanged; else the branch cannot be proved. function: file and first line
+    of the function that branches; None for a use that is refused.
     """
 
     number: int
@@ -58,6 +59,7 @@ class SpeculatedBranch:
     live_outs: int = 0
     parts: int = 0
     ended: bool = False
+    function: tuple[str, int] | None = None
 
 
 def mark(node: Node, branch: SpeculatedBranch, role: str) -> None:

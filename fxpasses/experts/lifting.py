@@ -22,13 +22,12 @@ import fxpasses.experts.runtime.grouped_linear  # noqa: F401  registers the oper
 from fxpasses.experts.anti_unification import Constants, Template
 from fxpasses.experts.batched_values import Order, Places, Rows, Weights, row_of
 from fxpasses.experts.routing import Routing
-from fxpasses.experts.routing_facts import is_integer
 from fxpasses.experts.row_partition import Cut
 from fxpasses.experts.runtime import grouped_ways
 from fxpasses.experts.selection import Selection, progression, selection_of
 from fxpasses.experts.sorting import cut_rows, filled, first_rows, or_ones, read_total, sorted_pairs
 from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.calls import operator_of
+from fxpasses.graph.calls import is_integer, operator_of
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import expression
 

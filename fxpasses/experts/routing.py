@@ -25,21 +25,10 @@ import torch
 from torch.fx import Node
 
 from fxpasses.experts.anti_unification import REPEATED
-from fxpasses.experts.routing_facts import (
-    Choice,
-    Counts,
-    Ends,
-    Fact,
-    Mask,
-    Nothing,
-    OneHot,
-    Presence,
-    Scattered,
-    is_integer,
-)
+from fxpasses.experts.routing_facts import Choice, Counts, Ends, Fact, Mask, Nothing, OneHot, Presence, Scattered
 from fxpasses.experts.routing_transfer import CASTS, RESHAPES, TRANSFER, WIDE, ZEROS, dtype_of, pairs_of, reads_bits
 from fxpasses.graph.aliases import written_operands
-from fxpasses.graph.calls import operator_of
+from fxpasses.graph.calls import is_integer, operator_of
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.symbols import constant, is_unbacked
 

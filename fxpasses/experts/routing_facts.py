@@ -9,14 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Node
-
-
-def is_integer(node: Node) -> bool:
-    """Whether a node is a tensor of integers or bools."""
-    example = node.meta.get("example_value")
-    return isinstance(example, torch.Tensor) and not example.dtype.is_floating_point and not example.dtype.is_complex
 
 
 @dataclass(frozen=True, kw_only=True)

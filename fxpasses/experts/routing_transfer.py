@@ -27,9 +27,8 @@ from fxpasses.experts.routing_facts import (
     Presence,
     Scattered,
     Sorted,
-    is_integer,
 )
-from fxpasses.graph.calls import OperatorCall, argument, operator_of
+from fxpasses.graph.calls import OperatorCall, argument, is_integer, operator_of
 from fxpasses.graph.symbols import constant, expression
 
 if TYPE_CHECKING:

@@ -212,3 +212,9 @@ def _is_of_tensors(overload: torch._ops.OpOverload) -> bool:
     taken = {str(argument.type) for argument in schema.arguments}
     gives = all(str(result.type) == "Tensor" for result in schema.returns)
     return gives and bool({"Tensor", "Optional[Tensor]"} & taken) and not any(a.is_out for a in schema.arguments)
+
+
+def is_integer(node: Node) -> bool:
+    """Whether a node is a tensor of integers or bools."""
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.Tensor) and not example.dtype.is_floating_point and not example.dtype.is_complex

@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 
 from fxpasses.collectives.eager_sequences import Sequences
 from fxpasses.collectives.partitioner import CollectivePartitioner
-from fxpasses.compiler import backend
 from fxpasses.dynamo import variants
 from fxpasses.errors import MetadataError
 from fxpasses.inspect import record
@@ -241,7 +240,7 @@ class DropsCollectives:
 
 
 def test_a_pass_that_changes_what_is_issued_is_left_out(group: RecordedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.PASSES, "hoist_metadata", DropsCollectives)
+    monkeypatch.setattr("fxpasses.metadata.hoist_metadata.HoistMetadata", DropsCollectives)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="which collectives the graph issues"):
         compiled(PROGRAMS["equal_in_each_layer"])(X, LENGTHS)
     torch._dynamo.reset()

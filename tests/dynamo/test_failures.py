@@ -18,6 +18,7 @@ import fxpasses.compiler.backend
 import fxpasses.data
 import fxpasses.fastpack
 import fxpasses.inspect
+from fxpasses import registry
 from fxpasses.compiler import output_strides, partitioner
 from fxpasses.dynamo import (
     checks,
@@ -114,7 +115,7 @@ def test_a_handler_that_fails_switches_off_its_feature(number: int, monkeypatch:
     rows = [dataclasses.replace(row, handler=broken(row.handler)) if n == number else row for n, row in enumerate(ROWS)]
     monkeypatch.setattr(interceptions, "table", lambda: rows)
     said = said_in_two_steps(make(), lowering)
-    assert len(said) == 1 and f"{ROWS[number].feature.value!r} failed (ZeroDivisionError: a defect)" in said[0]
+    assert len(said) == 1 and f"{ROWS[number].feature.title!r} failed (ZeroDivisionError: a defect)" in said[0]
 
 
 def broken(handler: Handler) -> Handler:
@@ -198,12 +199,11 @@ def pass_that_fails(kind: Callable[[], Pass], when: str) -> Callable[[], Pass]:
 
 
 @pytest.mark.parametrize("when", ["at once", "half way", "at its end"])
-@pytest.mark.parametrize("name", fxpasses.compiler.backend.PASSES)
-def test_a_pass_that_fails_is_dropped(name: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = {name: pass_that_fails(fxpasses.compiler.backend.PASSES[name], when)}
-    monkeypatch.setattr(fxpasses.compiler.backend, "PASSES", {**fxpasses.compiler.backend.PASSES, **failing})
+@pytest.mark.parametrize("entry", registry.selected(registry.names()), ids=lambda entry: entry.name)
+def test_a_pass_that_fails_is_dropped(entry: registry.Entry, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry.where, pass_that_fails(entry.load(), when))
     (said,) = said_in_two_steps(metadata_in_layers)
-    assert f"the pass {name} failed and was dropped (ZeroDivisionError: a defect)" in said
+    assert f"the pass {entry.name} failed and was dropped (ZeroDivisionError: a defect)" in said
 
 
 def test_a_partition_that_cannot_be_copied_keeps_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ BOOKKEEPING: dict[str, tuple[Any, str]] = {
     "record of a lowering": (recording._Recorder, "lowering"),
     "end of a record": (recording._Recorder, "finish"),
     "report": (fxpasses.compiler.backend.tracing, "report"),
-    "whole program": (fxpasses.compiler.backend.tracing, "is_whole"),
+    "whole program": (fxpasses.compiler.backend.whole_program, "is_whole"),
     "sizes": (fxpasses.compiler.backend.recompiles, "note_sizes"),
     "checks of a trace": (tracing, "check"),
     "guards without Dynamo": (guarding, "checked"),

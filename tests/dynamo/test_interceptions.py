@@ -16,7 +16,8 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
 from fxpasses.dynamo import flags, interceptions
-from fxpasses.dynamo.attempt import Attempt, Feature
+from fxpasses.dynamo.attempt import Attempt
+from fxpasses.dynamo.features import Feature
 from tests.support import assert_same, compiled
 
 pytestmark = pytest.mark.usefixtures("capture_flags")

@@ -13,7 +13,8 @@ from torch.fx.experimental import symbolic_shapes
 from torch.utils import _pytree as pytree
 
 from fxpasses.dynamo import tracing
-from fxpasses.dynamo.attempt import Attempt, Feature
+from fxpasses.dynamo.attempt import Attempt
+from fxpasses.dynamo.features import Feature
 from tests.support import assert_same
 
 pytestmark = pytest.mark.usefixtures("capture_flags")

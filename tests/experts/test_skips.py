@@ -19,7 +19,8 @@ import fxpasses.inspect
 from fxpasses import fastpack_backend
 from fxpasses.compiler import backend
 from fxpasses.dynamo import retracing
-from fxpasses.dynamo.attempt import Attempt, Feature
+from fxpasses.dynamo.attempt import Attempt
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.flags import Values
 from fxpasses.experts.group_experts import GroupExperts
 from tests.experts.skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State

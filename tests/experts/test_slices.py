@@ -198,7 +198,7 @@ def test_the_report_names_spelling_level_size_and_reason() -> None:
     assert change.endswith("→ level 2, one grouped program (E = 4, top-2)")
     _, report = rewritten(model_of(FIRST["centred_rows"]), tokens(FIRST["centred_rows"]))
     [change] = report.changes
-    assert change.startswith("torch.where(mask) ×4 at expert_decoys.py:")
+    assert change.startswith("torch.where(mask) ×4 at decoys.py:")
     assert "→ level 1, one sort and slices (E = 4, top-2); not grouped: `mean" in change
     assert not report.refusals and "level 1" in str(report)
     _, report = rewritten(model_of(FIRST["overlapping"]), tokens(FIRST["overlapping"]))

@@ -107,5 +107,5 @@ def test_where_no_layer_selects_as_another_the_report_says_so():
     _, report = check(lambda number: made_of(functools.partial(keep_products_from, 2, number)))
     assert not report.changed
     (refusal,) = report.refusals
-    assert refusal.reason is Reason.SELECTIVE and refusal.where.startswith("test_fold_selective.py:")
+    assert refusal.reason is Reason.SELECTIVE and refusal.where.startswith("test_selective.py:")
     assert refusal.text == "4 checkpoints are equal but for their `context_fn`"

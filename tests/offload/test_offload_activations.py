@@ -116,7 +116,7 @@ def test_the_report_names_each_tensor_its_layer_and_why():
     assert [change.split(":")[0].split()[-1] for change in told.changes] == ["layers.0", "layers.1"]
     assert all("a checkpoint begins with it" in change for change in told.changes)
     kept = [refusal for refusal in told.refusals if refusal.reason is Reason.NEEDED_SOON]
-    assert len(kept) == 1 and "layers.2" in kept[0].text and "offload_programs.py" in kept[0].where
+    assert len(kept) == 1 and "layers.2" in kept[0].text and "programs.py" in kept[0].where
     assert "2 activations, 3.0 KiB, wait for backward on the disk" in told.summary
 
 

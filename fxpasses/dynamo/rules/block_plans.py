@@ -44,6 +44,13 @@ _DRAWS = ("_bigbird_block_rand_mask", "_bigbird_block_rand_mask_with_head")
 handlers = Handlers()
 
 
+class _NumpyState:
+    """value: the state of NumPy's generator, once the program has seeded it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.value: Any = None
+
+
 @handlers.at(method("torch._dynamo.variables.misc.NumpyVariable", "call_function"))
 def seed(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if numpy is None or self.value != numpy.random.seed or not tx.f_globals.get("__name__", "").startswith(_MODULES):
@@ -67,11 +74,11 @@ def draw(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     module = bound.module
     if not all(value.is_python_constant() for value in (*args, *kwargs.values())):
         return NOT_HANDLED
-    if module.training and trace.numpy_state is None:
+    if module.training and trace.state(_NumpyState).value is None:
         return NOT_HANDLED
     given = [value.as_python_constant() for value in args]
     named = {name: value.as_python_constant() for name, value in kwargs.items()}
-    with _numpy_at(trace.numpy_state):
+    with _numpy_at(trace.state(_NumpyState).value):
         drawn = bound.function(module, *given, **named)
         if module.training:  # else there is one plan, which the caller's question for `training` guards
             _leaves(trace, tx, numpy.random.get_state())
@@ -94,7 +101,7 @@ def _numpy_at(state: Any) -> Iterator[None]:
 
 def _leaves(trace: Trace, tx: Any, state: Any) -> None:
     """Have the frame leave NumPy's generator in a state."""
-    trace.numpy_state = state
+    trace.state(_NumpyState).value = state
     calls = tx.output.random_calls  # others are known by their place in it
     call: tuple[Any, ...] = (numpy.random.set_state, (state,), {})
     earlier = [place for place, (function, *_) in enumerate(calls) if function == numpy.random.set_state]

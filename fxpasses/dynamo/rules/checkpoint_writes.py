@@ -24,17 +24,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fxpasses.base.containment import say
 from fxpasses.base.once import warn_once
-from fxpasses.dynamo.attempt import Feature, Left
+from fxpasses.dynamo.attempt import Left
 from fxpasses.dynamo.dynamo_names import DynamoNames, in_short, user_place
-from fxpasses.dynamo.failures import is_ours
+from fxpasses.dynamo.failures import FeatureRejected, is_ours
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import Handlers, Proceed, method
 from fxpasses.graph.provenance import where
 from fxpasses.graph.regions import CHECKPOINT
-from fxpasses.metadata.checkpoint_writes import inputs, is_idempotent, is_recomputed, writes
+from fxpasses.metadata.checkpoint_writes import inputs, is_idempotent, is_recomputed, remaining, writes
 
 if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace
@@ -42,6 +43,20 @@ if TYPE_CHECKING:
 _CHECKPOINT = "torch._dynamo.variables.higher_order_ops.CheckpointHigherOrderVariable"
 
 handlers = Handlers()
+
+
+class _Found:
+    """any: whether a captured checkpoint has writes, which a pass must move out of it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.any = False
+
+
+def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -> None:
+    if rewritten is not None and trace.state(_Found).any:
+        write = remaining(rewritten, trace.graph.output.fake_mode if trace.graph is not None else None)
+        if write is not None:
+            raise FeatureRejected(Feature.MOVED, f"`{write.name}` at {where(write)} stays in a checkpoint")
 
 
 @handlers.at(method(_CHECKPOINT, "_call_function", "call_function"))
@@ -63,7 +78,7 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwarg
     unmoved = [write for write in found if not (trace.has(Feature.MOVED) and trace.given and is_idempotent(write))]
     if unmoved:
         _leave(trace, unmoved[0])
-    trace.has_repeatable_writes |= bool(found)
+    trace.state(_Found).any |= bool(found)
     return result
 
 

@@ -23,25 +23,32 @@ _RANGE = "torch._dynamo.variables.lists.RangeVariable"
 handlers = Handlers()
 
 
+class _Ends(dict[Any, Any]):
+    """By range over chunks: the end that the program gave."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+
+
 @handlers.at(method("torch._dynamo.variables.builtin.BuiltinVariable", "call_function"), order=6)
 def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     end = _end(trace, args) if self.fn is range else None
     if end is None:
         return NOT_HANDLED
     made = proceed(self, tx, [args[0], ConstantVariable.create(end), args[2]], kwargs)
-    trace.range_ends[made] = args[1]
+    trace.state(_Ends)[made] = args[1]
     return made
 
 
 @handlers.at(method(_RANGE, "var_getattr"))
 def attribute(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
-    return trace.range_ends.get(self, NOT_HANDLED) if name == "stop" else NOT_HANDLED
+    return trace.state(_Ends).get(self, NOT_HANDLED) if name == "stop" else NOT_HANDLED
 
 
 @handlers.at(method(_RANGE, "reconstruct"))
 def reconstruct(trace: Trace, proceed: Proceed, self: Any, codegen: Any) -> Any:
-    if self in trace.range_ends:
-        self.items[1] = trace.range_ends[self]
+    if self in trace.state(_Ends):
+        self.items[1] = trace.state(_Ends)[self]
     return NOT_HANDLED
 
 

@@ -24,8 +24,8 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from fxpasses.dynamo.attempt import Feature
 from fxpasses.dynamo.failures import FeatureRejected
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.hints import TORCH_FUNCTION
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.runtime import ctc
@@ -41,6 +41,13 @@ _INTEGERS = (torch.int32, torch.int64)
 handlers = Handlers()
 
 
+class _WithoutCudnn:
+    """depth: of statements that switch cuDNN off."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.depth = 0
+
+
 class WithoutCudnn(NullContextVariable):
     """`torch.backends.cudnn.flags(enabled=False)`, which changes nothing on the CPU."""
 
@@ -51,11 +58,11 @@ class WithoutCudnn(NullContextVariable):
 
     def enter(self, tx: Any) -> Any:
         self.last = next(iter(reversed(tx.output.graph.nodes)))
-        self.trace.without_cudnn += 1
+        self.trace.state(_WithoutCudnn).depth += 1
         return ConstantVariable.create(None)
 
     def exit(self, tx: Any, *args: Any) -> Any:
-        self.trace.without_cudnn -= 1
+        self.trace.state(_WithoutCudnn).depth -= 1
         node = self.last.next
         while node.op != "root":
             if node.target is not torch.ops.fxpasses.ctc_losses and _is_on_cuda(node):
@@ -88,7 +95,7 @@ def _is_supported(trace: Trace, args: Any, kwargs: Any) -> bool:
     log_probs, targets, *lengths = (tensor.as_proxy().node.meta["example_value"] for tensor in tensors)
     is_loss = log_probs.ndim == 3 and log_probs.dtype in (torch.float32, torch.float64)
     are_lengths = all(length.ndim == 1 and length.dtype in _INTEGERS for length in lengths)
-    may_take_cudnn = log_probs.device.type == "cuda" and not trace.without_cudnn
+    may_take_cudnn = log_probs.device.type == "cuda" and not trace.state(_WithoutCudnn).depth
     is_cast = torch.is_autocast_enabled(log_probs.device.type)
     return is_loss and are_lengths and targets.dtype in _INTEGERS and not may_take_cudnn and not is_cast
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import _pytree as pytree
 
 from fxpasses.base.once import warn_once
-from fxpasses.dynamo.attempt import Feature
 from fxpasses.dynamo.dynamo_names import DynamoNames, user_line
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.retracing import comes_of_capture
 from fxpasses.graph.symbols import unbacked_symbols
@@ -32,10 +32,18 @@ _FUNCTION = "torch._dynamo.variables.higher_order_ops.AutogradFunctionApplyVaria
 handlers = Handlers()
 
 
+class _Numbers:
+    """any: whether an autograd function reads a number that is captured."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.any = False
+
+
 @handlers.at(method(_FUNCTION, "call_function"))
 def apply(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     names = DynamoNames.find()
-    before, trace.has_function_numbers = trace.has_function_numbers, False
+    numbers = trace.state(_Numbers)
+    before, numbers.any = numbers.any, False
     try:
         result = proceed(self, tx, *args, **kwargs)
     except Exception as error:
@@ -43,9 +51,11 @@ def apply(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwar
         if passed_on or trace.attempt.flags is None or not comes_of_capture(error):
             raise
         raise _break(self, names, error) from error
-    if trace.has_function_numbers and not trace.has(Feature.INSIDE):
+    if numbers.any and not trace.has(Feature.INSIDE):
         raise _break(self, names, None)
-    trace.has_function_numbers |= before
+    if numbers.any:
+        trace.suspects.add(Feature.INSIDE)
+    numbers.any |= before
     return result
 
 
@@ -57,7 +67,7 @@ def run(trace: Trace, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
     before = list(pending)
     results = proceed(*args, **kwargs)
     known = set(before).union(*map(unbacked_symbols, pytree.tree_leaves(results)))
-    trace.has_function_numbers |= len(pending) > len(before)
+    trace.state(_Numbers).any |= len(pending) > len(before)
     pending[:] = [symbol for symbol in pending if symbol in known]
     return results
 

@@ -22,9 +22,9 @@ from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables import NNModuleHooksDictVariable
 from torch._dynamo.variables.base import VariableTracker
 
-from fxpasses.dynamo.attempt import Feature
 from fxpasses.dynamo.checks import Check
 from fxpasses.dynamo.dynamo_names import guard_on
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.rules.idempotent_hooks import distinct
 from fxpasses.dynamo.trace import Trace
@@ -36,6 +36,13 @@ _WITH_KWARGS = {
 }
 
 handlers = Handlers()
+
+
+class _Guards(dict[str, Any]):
+    """Those of modules with idempotent hooks, by the source of the hooks."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
 
 
 @handlers.at(
@@ -62,7 +69,7 @@ def hooks_of(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> A
 
 def _guard(trace: Trace, tx: Any, module: Any, hooks: Any, with_kwargs: Any, expected: list[Any]) -> None:
     """Once per module: Dynamo compares guards by identity, and drops those of a body that it traces again."""
-    guard = trace.hook_guards.get(hooks.name)
+    guard = trace.state(_Guards).get(hooks.name)
     if guard is None:
 
         def are_equal(hooks: Any, with_kwargs: Any) -> bool:
@@ -70,7 +77,7 @@ def _guard(trace: Trace, tx: Any, module: Any, hooks: Any, with_kwargs: Any, exp
 
         text = f"the hooks of {in_program(module.name)} do the same"
         check = Check(are_equal, Feature.HOOKS, trace.code)
-        guard = trace.hook_guards[hooks.name] = guard_on(check, [hooks.name, with_kwargs.name], text)
+        guard = trace.state(_Guards)[hooks.name] = guard_on(check, [hooks.name, with_kwargs.name], text)
     tx.output.guards.add(guard)
 
 

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxpasses.dynamo.failures import FeatureRejected
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method, opcodes
 from fxpasses.dynamo.rules.bodies import is_in_another_body
 from fxpasses.graph.aliases import storages, storages_of
@@ -38,13 +40,18 @@ _NEW_VIEWS = frozenset({"getitem", "permute", "select", "transpose", "unsqueeze"
 handlers = Handlers()
 
 
+def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -> None:
+    if gm is not None and (conflict := trace.state(RequiredGradients).conflict(gm)):
+        raise FeatureRejected(Feature.GRADIENTS, conflict)
+
+
 class RequiredGradients:
     """The intermediates of one trace, as fake tensors, that require gradients because the program asked for it."""
 
-    def __init__(self, autocast: Any) -> None:
+    def __init__(self, trace: Trace) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._autocast = tuple((*region, None) for region in autocast)
-        self._enabled = torch.is_grad_enabled()
+        self._autocast = tuple((*region, None) for region in trace.autocast)
+        self._enabled = trace.grad_enabled
 
     def add(self, example: torch.Tensor) -> None:
         example.requires_grad_()
@@ -91,7 +98,7 @@ def _is_required(trace: Trace, tx: Any, variable: Any) -> bool:
     inputs = tx.output.graph.find_nodes(op="placeholder")
     if set(storages_of(example)) & {found for node in inputs for found in storages(node)} and not _is_new_view(node):
         return False
-    trace.required.add(example)
+    trace.state(RequiredGradients).add(example)
     variable.requires_grad = True
     return True
 

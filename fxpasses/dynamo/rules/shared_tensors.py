@@ -36,9 +36,12 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx import GraphModule
 
+from fxpasses.dynamo.failures import FeatureRejected
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Place, Proceed, Site, method
-from fxpasses.dynamo.rules.bodies import outer_body
+from fxpasses.dynamo.rules.bodies import outer_body, store_conflict
 from fxpasses.dynamo.rules.value_parts import parts_of
 from fxpasses.graph.aliases import is_written
 
@@ -54,13 +57,18 @@ _IMMUTABLE = (TensorVariable, TupleVariable)  # of the parts of a value; writes 
 handlers = Handlers(checked=("2.11.0", "2.13.0"), elsewhere=False)  # 2.15 asks for the length elsewhere
 
 
+def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -> None:
+    if conflict := store_conflict(trace, trace.state(SharedTensors), gm):
+        raise FeatureRejected(Feature.SHARED, conflict)
+
+
 class SharedTensors:
     """The items that bodies store and read in the dicts of one trace. conflicts: why an allowed store would be visible.
 
     A dict is known by its mutation type, which Dynamo's copies of the dict have in common.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace) -> None:
         self._by: dict[tuple[Any, Any], Any] = {}  # the body that stored an item, by dict and key
         self._read: set[tuple[Any, Any]] = set()
         self._tensors: list[Any] = []  # stored ones, as fake tensors
@@ -147,7 +155,7 @@ def store_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, val
 def change(trace: Trace, proceed: Proceed, self: Any, var: Any) -> Any:
     """Changes other than a store of an item: `clear`, `pop`, `update`."""
     if _is_of_frame(var):
-        trace.shared.changed(var.mutation_type, _ALL)
+        trace.state(SharedTensors).changed(var.mutation_type, _ALL)
     return NOT_HANDLED
 
 
@@ -164,7 +172,7 @@ def _key(variable: Any) -> Any:
 def _read(trace: Trace, tx: Any, variable: Any, key: Any) -> Any:
     body = outer_body(tx)
     if _is_of_frame(variable) and (body is not None or _key(key) is _ALL):
-        trace.shared.read(variable.mutation_type, _key(key), body)
+        trace.state(SharedTensors).read(variable.mutation_type, _key(key), body)
     return NOT_HANDLED
 
 
@@ -173,11 +181,11 @@ def _store(trace: Trace, tx: Any, variable: Any, item: Any, proceed: Callable[[]
         return NOT_HANDLED
     key, value = item
     shared, body = variable.mutation_type, outer_body(tx)
-    trace.shared.changed(shared, _key(key))
-    with trace.shared.storing():
+    trace.state(SharedTensors).changed(shared, _key(key))
+    with trace.state(SharedTensors).storing():
         if body is None or is_side_effect_safe(shared) or _key(key) is _ALL or value is None:
             return proceed()
-        if not trace.shared.allow(shared, _key(key), value, body):
+        if not trace.state(SharedTensors).allow(shared, _key(key), value, body):
             return proceed()
         with allow_externally_visible_side_effects_in_subtracer(tx):
             return proceed()

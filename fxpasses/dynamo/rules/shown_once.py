@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.ctx_manager import CatchWarningsCtxManagerVariable
 
-from fxpasses.dynamo.attempt import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.rules.bodies import is_in_another_body
 
@@ -62,8 +61,8 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
         registry = tx.f_globals.setdefault("__warningregistry__", {})
         place = (tx.f_code.co_filename, tx.lineno, module, registry)
         trace.warnings.append(functools.partial(warnings.warn_explicit, text, category, *place))
-        if trace.has(Feature.SPECULATION):
-            trace.speculation.changed()
+        for change in trace.hooks("changed"):
+            change(trace)
     return ConstantVariable.create(None)
 
 

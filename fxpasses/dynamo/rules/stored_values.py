@@ -27,9 +27,6 @@ function of `torch/_dynamo/eval_frame.py` calls compiled code.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +38,10 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx import GraphModule, Node
 
-import fxpasses
+from fxpasses.dynamo.failures import FeatureRejected
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.dynamo.rules.bodies import outer_body
+from fxpasses.dynamo.rules.bodies import outer_body, store_conflict
 from fxpasses.dynamo.rules.value_parts import parts_of
 from fxpasses.graph.aliases import is_written
 from fxpasses.graph.calls import operator_of
@@ -57,16 +55,6 @@ _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm"})
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _OBJECT = "torch._dynamo.variables.user_defined.UserDefinedObjectVariable"
 
-_DYNAMO = os.path.dirname(torch._dynamo.__file__)
-_CALLER, _CALLED = os.path.join(_DYNAMO, "eval_frame.py"), os.path.join(_DYNAMO, "external_utils.py")
-# The files of the stack frames between the caller and the traced frame: Dynamo, this package, and a module's call.
-_BETWEEN = (
-    _DYNAMO,
-    os.path.dirname(fxpasses.__file__),
-    str(torch.nn.modules.module.__file__),
-    str(torch._utils_internal.__file__),
-    str(contextlib.__file__),
-)
 
 handlers = Handlers(checked=("2.13.0", "2.15.0"))
 Key = tuple[int, str]  # an object, by identity, and the name of its attribute
@@ -75,7 +63,7 @@ Key = tuple[int, str]  # an object, by identity, and the name of its attribute
 class StoredValues:
     """The stores and reads of the bodies of one trace. conflicts: why an allowed store would be visible."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace) -> None:
         self._by: dict[Key, Any] = {}  # the body that stored the attribute
         self._read: set[Key] = set()
         self._lists: dict[int, tuple[Any, Any]] = {}  # stored lists, and the body that stored each
@@ -134,15 +122,9 @@ def _keeps_operand(node: Node) -> bool:
     return operator_of(node) in _PRODUCTS and isinstance(example, torch.Tensor) and example.requires_grad
 
 
-def traces_what_was_given() -> bool:
-    """Whether the traced frame was passed to `torch.compile` itself, and is not one that such a frame calls."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != _CALLER:
-        name = frame.f_code.co_filename
-        if name == _CALLED or not name.startswith(_BETWEEN):
-            return False
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -> None:
+    if conflict := store_conflict(trace, trace.state(StoredValues), gm):
+        raise FeatureRejected(Feature.STORES, conflict)
 
 
 @handlers.at(method(_EFFECTS, "store_attr"))
@@ -153,8 +135,10 @@ def store(
         return NOT_HANDLED
     tx = self.output_graph_weakref().current_tx
     key, body = (id(item.value), name), outer_body(tx)
-    trace.stores.stored(key, body)
-    if body is None or side_effects.is_side_effect_safe(item.mutation_type) or not trace.stores.allow(key, value, body):
+    trace.state(StoredValues).stored(key, body)
+    if body is None or side_effects.is_side_effect_safe(item.mutation_type):
+        return NOT_HANDLED
+    if not trace.state(StoredValues).allow(key, value, body):
         return NOT_HANDLED
     with side_effects.allow_externally_visible_side_effects_in_subtracer(tx):
         return proceed(self, item, name, value, *args, **kwargs)
@@ -162,7 +146,7 @@ def store(
 
 @handlers.at(method(_EFFECTS, "mutation"))
 def change(trace: Trace, proceed: Proceed, self: Any, var: Any) -> Any:
-    trace.stores.changed(var, outer_body(self.output_graph_weakref().current_tx))
+    trace.state(StoredValues).changed(var, outer_body(self.output_graph_weakref().current_tx))
     return NOT_HANDLED
 
 
@@ -182,7 +166,7 @@ def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str,
 def _record_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
     body = outer_body(tx)
     if body is not None and not (name == _ALL and _is_of_module(tx)):
-        trace.stores.read((id(variable.value), name), body)
+        trace.state(StoredValues).read((id(variable.value), name), body)
     return NOT_HANDLED
 
 

@@ -71,7 +71,7 @@ class GrownList(ListVariable):
 )
 def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     """`outputs.append(y)`, in a branch that did not make the list."""
-    branches = trace.speculation.open
+    branches = trace.state(Speculation).open
     if name != "append" or len(args) != 1 or kwargs or not isinstance(args[0], TensorVariable):
         return NOT_HANDLED
     if type(self) not in (ListVariable, GrownList) or not any(born(self) < branch.born for branch in branches):
@@ -79,7 +79,7 @@ def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: 
     node = args[0].as_proxy().node
     if len(branches) > 1 or born(self) < 0 or node.graph is not branches[0].graph:
         return NOT_HANDLED
-    with _grown(self, trace.speculation).opened(), trace.speculation.allowing_changes():
+    with _grown(self, trace.state(Speculation)).opened(), trace.state(Speculation).allowing_changes():
         result = proceed(self, tx, name, args, kwargs)
     mark(node, branches[0].branch, PART)
     branches[0].branch.parts += 1
@@ -94,7 +94,7 @@ def join(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     if grown.is_joined:
         raise grown.refuse("a list that grows only for experts with tokens is concatenated twice")
     grown.is_joined = True
-    if trace.speculation.open:
+    if trace.state(Speculation).open:
         raise grown.refuse("a list that grows only for experts with tokens is concatenated in a branch")
     with grown.opened():
         return proceed(self, tx, args, kwargs)
@@ -104,7 +104,7 @@ def join(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
 def length(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.fn is not len or len(args) != 1 or type(args[0]) is not GrownList or not _asks_whether_empty(tx):
         return NOT_HANDLED
-    args[0].ask(trace.speculation)
+    args[0].ask(trace.state(Speculation))
     with args[0].opened():
         return proceed(self, tx, args, kwargs)
 
@@ -114,7 +114,7 @@ def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     """`if outputs:` is true."""
     if type(tx.stack[-1]) is not GrownList or not inst.opname.startswith("POP_JUMP"):
         return NOT_HANDLED
-    tx.stack[-1].ask(trace.speculation)
+    tx.stack[-1].ask(trace.state(Speculation))
     return take(tx, inst, True)
 
 

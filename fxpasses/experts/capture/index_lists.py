@@ -24,7 +24,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from fxpasses.dynamo.hints import BUILTIN, TENSOR, indexes_tensor
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.trace import Trace
-from fxpasses.experts.capture.speculation import is_unbacked_size, nodes_after
+from fxpasses.experts.capture.speculation import Speculation, is_unbacked_size, nodes_after
 from fxpasses.experts.routing import writes_integers
 from fxpasses.experts.routing_transfer import WIDE
 
@@ -82,12 +82,12 @@ def _listed(trace: Trace, tx: Any, tensor: Any) -> Any:
     example = node.meta["example_value"]
     if not is_unbacked_size(node) or example.ndim != 1 or example.dtype not in WIDE:
         return NOT_HANDLED
-    if trace.can_answer(example.shape[0]) or not trace.speculation.values.routing.concerns(node):
+    if trace.can_answer(example.shape[0]) or not trace.state(Speculation).values.routing.concerns(node):
         return NOT_HANDLED
-    if trace.speculation.is_only_looped_over(tx) or trace.speculation.is_given_up(tx):
+    if trace.state(Speculation).is_only_looped_over(tx) or trace.state(Speculation).is_given_up(tx):
         return NOT_HANDLED
     made: Any = IndexList([], mutation_type=ValueMutationNew())
-    made.refuse, made.tensor, made.seen = trace.speculation.refusal, tensor, node.graph._root.prev
+    made.refuse, made.tensor, made.seen = trace.state(Speculation).refusal, tensor, node.graph._root.prev
     return made
 
 

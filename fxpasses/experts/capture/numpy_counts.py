@@ -22,11 +22,11 @@ from torch.fx import Node
 
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.experts.branches import READ, SpeculatedBranch, mark
+from fxpasses.experts.capture.speculation import Speculation
 from fxpasses.experts.routing import writes_integers
 
 if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace
-    from fxpasses.experts.capture.speculation import Speculation
 
 # Operations whose results are equal for NumPy's and Python's integers.
 _ALLOWED = frozenset(
@@ -42,10 +42,10 @@ handlers = Handlers()
 @handlers.at(method("torch._dynamo.variables.builtin.BuiltinVariable", "call_function"), order=1)
 def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Check the use of a number; read `counts[e]` of an array of counts, for a number e."""
-    trace.numpy.check_use(self.fn, (*args, *kwargs.values()))
+    trace.state(NumpyCounts).check_use(self.fn, (*args, *kwargs.values()))
     if self.fn is not operator.getitem or len(args) != 2 or not isinstance(args[0], NumpyNdarrayVariable):
         return NOT_HANDLED
-    numbers = trace.numpy.of(tx, args[0]) if args[1].is_python_constant() else None
+    numbers = trace.state(NumpyCounts).of(tx, args[0]) if args[1].is_python_constant() else None
     place = args[1].as_python_constant() if numbers is not None else None
     return numbers[place] if numbers is not None and type(place) is int and place < len(numbers) else NOT_HANDLED
 
@@ -53,7 +53,7 @@ def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: A
 @handlers.at(method(_NUMBER, "call_method"), method(_NUMBER, "var_getattr", "tp_getattro_impl"))
 def ask(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
     """`count.item()`, `count.dtype`: Python's integers have no such attributes."""
-    trace.numpy.check_use(name, (self,))
+    trace.state(NumpyCounts).check_use(name, (self,))
     return NOT_HANDLED
 
 
@@ -62,7 +62,7 @@ def ask(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: Any, *args: An
     without="`for count in counts.numpy()` breaks the graph",
 )
 def unpack(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    numbers = trace.numpy.of(tx, self)
+    numbers = trace.state(NumpyCounts).of(tx, self)
     return NOT_HANDLED if numbers is None else list(numbers)
 
 
@@ -74,7 +74,12 @@ def cumsum(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: 
     """`counts.numpy().cumsum(0)` becomes `counts.cumsum(0).numpy()`."""
     node = _tensor_behind(tx, self) if name == "cumsum" else None
     given = [*args, *kwargs.values()]
-    if node is None or set(kwargs) - {"axis"} or len(given) > 1 or not trace.speculation.values.routing.concerns(node):
+    if (
+        node is None
+        or set(kwargs) - {"axis"}
+        or len(given) > 1
+        or not trace.state(Speculation).values.routing.concerns(node)
+    ):
         return NOT_HANDLED
     if given and not (given[0].is_python_constant() and given[0].as_python_constant() in (0, -1)):
         return NOT_HANDLED
@@ -82,11 +87,15 @@ def cumsum(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: 
     return wrap_fx_proxy(tx, ends).call_method(tx, "numpy", [], {})
 
 
+def close(trace: Trace) -> None:
+    trace.state(NumpyCounts).finish()
+
+
 class NumpyCounts:
     """The arrays of counts of one trace."""
 
-    def __init__(self, speculation: Speculation) -> None:
-        self._speculation = speculation
+    def __init__(self, trace: Trace) -> None:
+        self._speculation = trace.state(Speculation)
         self._numbers: dict[Node, list[Any]] = {}
         self._checked: dict[Node, Node] = {}  # by array: the last node that is known not to write to it
         self._branches: list[tuple[SpeculatedBranch, Node]] = []

@@ -35,9 +35,9 @@ A pass must discharge every branch, else the trace is taken back (`dynamo/retrac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -47,7 +47,7 @@ from torch.fx import Node
 
 from fxpasses.dynamo.dynamo_names import user_line
 from fxpasses.dynamo.failures import Unprovable
-from fxpasses.dynamo.unproved import Function, function_of
+from fxpasses.dynamo.unproved import function_of
 from fxpasses.experts.branches import AFTER, BEFORE, CONDITION, INSIDE, SpeculatedBranch, mark
 from fxpasses.experts.capture.assumed_values import (
     AssumedValues,
@@ -59,6 +59,9 @@ from fxpasses.experts.capture.assumed_values import (
 from fxpasses.experts.capture.liveness import follow, live_at
 from fxpasses.experts.routing import Routing
 from fxpasses.graph.symbols import is_unbacked
+
+if TYPE_CHECKING:
+    from fxpasses.dynamo.trace import Trace
 
 _clock = itertools.count()
 _COUNTS = (0, 1, 2, 3, 10**9)
@@ -104,16 +107,13 @@ class OpenBranch:
 
 
 class Speculation:
-    """The speculated branches of one trace. answers: those of the batch so far. given_up: see `dynamo/unproved.py`."""
+    """The speculated branches of one trace."""
 
-    def __init__(self, answers: Sized, given_up: frozenset[Function] = frozenset()) -> None:
-        self.branches: list[SpeculatedBranch] = []
-        self.functions: dict[int, Function] = {}  # of the branches, by number; a use that is refused has none
-        self._given_up = given_up
-        self.discharged: set[int] = set()  # numbers of proved branches
+    def __init__(self, trace: Trace) -> None:
+        self.branches, self.discharged = trace.branches, trace.discharged
+        self._answers, self._given_up = trace.answers, trace.attempt.given_up
         self.values = AssumedValues()
         self.open: list[OpenBranch] = []  # outermost first
-        self._answers = answers
         self._loops: dict[tuple[Any, int], tuple[Any, Any]] = {}  # by translator and FOR_ITER: the node, and a count
         self._lists: dict[int, tuple[Any, Any]] = {}  # lists of all experts, by id: the list, and the node of the hits
 
@@ -129,12 +129,6 @@ class Speculation:
     def is_given_up(self, tx: Any) -> bool:
         """Whether branches of the function that is being traced could not be proved in other frames."""
         return bool(self._given_up) and function_of(tx.f_code) in self._given_up
-
-    def unproved_in(self) -> set[Function]:
-        """The functions of branches that are not proved; of all branches, if one of their results was misused."""
-        unproved = {branch.number for branch in self.branches} - self.discharged
-        found = {self.functions[number] for number in unproved if number in self.functions}
-        return found or set(self.functions.values())
 
     # Jumps
 
@@ -220,7 +214,7 @@ class Speculation:
     # Branches
 
     def _begin(self, tx: Any, start: int, end: int, branch: SpeculatedBranch) -> None:
-        self.functions[branch.number] = function_of(tx.f_code)
+        branch.function = function_of(tx.f_code)
         self.open.append(OpenBranch(branch, tx, start, end, self._noted(tx.output)))
 
     def before_step(self, tx: Any) -> None:

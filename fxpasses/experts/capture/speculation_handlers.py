@@ -55,23 +55,27 @@ def _taking(kind: str) -> Site:
 # Side effects of a branch
 
 
+def changed(trace: Trace) -> None:
+    trace.state(Speculation).changed()
+
+
 @handlers.at(method(TRANSLATOR, "step"), order=2)
 def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
     if tx.instruction_pointer is not None:
-        trace.speculation.before_step(tx)
+        trace.state(Speculation).before_step(tx)
     return NOT_HANDLED
 
 
 @handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=2)
 def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
     """A change of an object, the first argument; stores to cells are stores to attributes."""
-    trace.speculation.changed(born(args[0]))
+    trace.state(Speculation).changed(born(args[0]))
     return NOT_HANDLED
 
 
 @handlers.at(*map(_taking, _ITERATORS))
 def take_elements(trace: Trace, proceed: Proceed, iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    trace.speculation.changed(born(iterator))
+    trace.state(Speculation).changed(born(iterator))
     return NOT_HANDLED
 
 
@@ -91,7 +95,7 @@ def make(
 def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     if not inst.opname.startswith("POP_JUMP") or not is_asked(tx):
         return NOT_HANDLED
-    truth = trace.speculation.truth(tx, inst, tx.stack[-1], "IF_TRUE" in inst.opname)
+    truth = trace.state(Speculation).truth(tx, inst, tx.stack[-1], "IF_TRUE" in inst.opname)
     return NOT_HANDLED if truth is None else take(tx, inst, truth)
 
 
@@ -100,7 +104,7 @@ def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> A
     """The jump decides the truth of a tensor that says whether an expert has tokens."""
     if (
         isinstance(arg, TensorVariable)
-        and is_routing(trace.speculation.values.routing, arg.as_proxy().node) is not None
+        and is_routing(trace.state(Speculation).values.routing, arg.as_proxy().node) is not None
     ):
         return arg.call_method(tx, "item", [], {})
     return NOT_HANDLED
@@ -110,12 +114,12 @@ def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> A
 def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     value = tx.stack[-1]
     if isinstance(value, TensorVariable):
-        every = trace.speculation.all_experts(tx, value)
+        every = trace.state(Speculation).all_experts(tx, value)
         if every is not None:
             tx.pop()
             tx.push(every)
     elif isinstance(value, TupleVariable):
-        trace.speculation.begin_list(tx, value)
+        trace.state(Speculation).begin_list(tx, value)
     return NOT_HANDLED
 
 
@@ -123,7 +127,7 @@ def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
 def for_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     place = tx.instruction_pointer - 1
     result = proceed(tx, inst)
-    trace.speculation.begin_round(tx, place)
+    trace.state(Speculation).begin_round(tx, place)
     return result
 
 
@@ -133,8 +137,8 @@ def for_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
 @handlers.at(opcodes("COMPARE_OP"), without="`ids == e` breaks the graph where e is a tensor")
 def compare(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     """`ids == e`, with a number in place of a known tensor of one element."""
-    if trace.speculation.values.of(tx.stack[-2]) is None:
-        tx.push(_number_or(trace.speculation, tx.pop()))
+    if trace.state(Speculation).values.of(tx.stack[-2]) is None:
+        tx.push(_number_or(trace.state(Speculation), tx.pop()))
     return NOT_HANDLED
 
 
@@ -143,26 +147,26 @@ def get_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
     """`mask[e]`, with a number in place of a known tensor of one element."""
     if self.fn is not operator.getitem or len(args) != 2 or not _takes_numbers(args[0]):
         return NOT_HANDLED
-    if trace.speculation.values.of(args[0]) is not None:
+    if trace.state(Speculation).values.of(args[0]) is not None:
         return NOT_HANDLED
-    return proceed(self, tx, [args[0], _number_or(trace.speculation, args[1])], kwargs)
+    return proceed(self, tx, [args[0], _number_or(trace.state(Speculation), args[1])], kwargs)
 
 
 @handlers.at(method(TENSOR, "call_method"), order=1, without="`e.item()` breaks the graph")
 def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in ("item", "tolist", "__index__", "__int__"):
-        value = trace.speculation.values.of(self)
+        value = trace.state(Speculation).values.of(self)
         if value is not None and value.numel() == 1 and (value.ndim == 0 or name != "tolist"):
             return ConstantVariable.create(value.item())
-        every = trace.speculation.list_of_all_experts(tx, self) if name == "tolist" else None
+        every = trace.state(Speculation).list_of_all_experts(tx, self) if name == "tolist" else None
         if every is not None:
             return every
-    return _counted(trace.speculation, tx, name, [self, *args], kwargs)
+    return _counted(trace.state(Speculation), tx, name, [self, *args], kwargs)
 
 
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=1, without="`torch.bincount(ids)` breaks the graph")
 def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    return _counted(trace.speculation, tx, getattr(self.value, "__name__", ""), args, kwargs)
+    return _counted(trace.state(Speculation), tx, getattr(self.value, "__name__", ""), args, kwargs)
 
 
 def _counted(speculation: Speculation, tx: Any, function: str, args: Any, kwargs: Any) -> Any:

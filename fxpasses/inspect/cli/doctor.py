@@ -124,16 +124,16 @@ def _interceptions() -> Iterator[Finding]:
 
     def describe(row: Row) -> str:
         if row.missing or row.feature in off:
-            return row.missing or f"{row.feature.value} is off"
+            return row.missing or f"{row.feature.title} is off"
         is_checked = torch.__version__.startswith(row.handler.checked)
-        return row.feature.value + ("" if is_checked else f" (checked on torch {', '.join(row.handler.checked)} alone)")
+        return row.feature.title + ("" if is_checked else f" (checked on torch {', '.join(row.handler.checked)} alone)")
 
     rows = table()
     off = off_in(rows)
     for site in dict.fromkeys(row.handler.site.name for row in rows):
         handlers = sorted((row for row in rows if row.handler.site.name == site), key=lambda row: row.handler.order)
         texts = [describe(row) for row in handlers]
-        is_as_checked = texts == [row.feature.value for row in handlers]
+        is_as_checked = texts == [row.feature.title for row in handlers]
         state = "off" if any(row.missing for row in handlers) else "ok" if is_as_checked else "note"
         yield Finding(".".join(site.split(".")[-2:]), state, ", then ".join(texts))
 

@@ -1,0 +1,168 @@
+"""The features of the capture, one line each: what it is, the module of its handlers, what does not work without it.
+
+A module has `handlers` (`dynamo/interceptions.py`) and, where the feature needs them, some of these functions:
+
+    close(trace)                    # called when the graph is complete
+    check(trace, gm, rewritten)     # raises `FeatureRejected` for a graph that must not be used
+    changed(trace)                  # called when Python's state has changed in a way that the trace does not record
+
+`check` is called with None in place of graphs that are not known yet. What a feature knows of one trace is a class of
+its own, which `Trace.state` makes when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class _Line:
+    title: str
+    module: str = ""
+    effect: str = ""
+    needs: tuple[str, ...] = ("HINTS",)
+
+
+def _rule(module: str) -> str:
+    return f"fxpasses.dynamo.rules.{module}"
+
+
+def _of_experts(module: str) -> str:
+    return f"fxpasses.experts.capture.{module}"
+
+
+class Feature(enum.Enum):
+    """A part of the capture. The members stand in the order of their handlers, where `order` does not say another one.
+
+    title: its name in messages. module: of its handlers; "" for a part of another feature without any of its own.
+    effect: what does not work where it is off.
+    """
+
+    FLOATS = _Line(
+        "floating-point arithmetic",
+        _rule("float_arithmetic"),
+        "numbers computed in floating point may be rounded otherwise than by Python",
+        needs=(),
+    )
+    HINTS = _Line(
+        "value hints", "fxpasses.dynamo.hints", "code that asks the batch for a number breaks the graph", needs=()
+    )
+    MEMBERS = _Line(
+        "members of lists", _rule("list_members"), "`3 in lengths.tolist()` may take the wrong branch", needs=()
+    )
+    CHUNKS = _Line("ranges over chunks", _rule("chunk_ranges"), "`range(0, n, 64)` is compiled anew for each n")
+    SLICES = _Line(
+        "sizes of slices", _rule("slice_sizes"), "slices whose bounds depend on the batch may break the graph"
+    )
+    LAYOUTS = _Line(
+        "layouts of convolutions",
+        _rule("conv_layouts"),
+        "trimmed images in channels-last layout may be compiled for other strides",
+    )
+    OUTPUTS = _Line(
+        "recorded outputs", _rule("recorded_outputs"), "transformers' recorded outputs of layers break the graph"
+    )
+    STORES = _Line("stored values", _rule("stored_values"), "what checkpointed layers store outside break the graph")
+    SHARED = _Line(
+        "shared tensors",
+        _rule("shared_tensors"),
+        "tensors that checkpointed layers share through a dict break the graph",
+    )
+    GRADIENTS = _Line(
+        "required gradients", _rule("required_gradients"), "requiring the gradient of an intermediate breaks the graph"
+    )
+    OUT = _Line(
+        "out= arguments",
+        _rule("out_arguments"),
+        "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph",
+    )
+    ROPE = _Line(
+        "positions of images", _rule("rope_indices"), "`get_rope_index` of vision-language models breaks the graph"
+    )
+    CTC = _Line("CTC losses", _rule("ctc_losses"), "`F.ctc_loss` with lengths in tensors breaks the graph")
+    PADDED = _Line(
+        "padded sequences", _rule("padded_sequences"), "`pad_sequence` compiles for each order of the lengths"
+    )
+    STRIDES = _Line(
+        "strides in backward functions",
+        _rule("strides_in_backward"),
+        "`.stride()` in the backward of a function may break the graph",
+    )
+    RANDOM = _Line(
+        "random numbers", _rule("random_numbers"), "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0"
+    )
+    WARNINGS = _Line("warnings", _rule("shown_once"), "`warnings.warn(...)` breaks the graph")
+    BUFFERS = _Line(
+        "unmoved buffers", _rule("unmoved_buffers"), "`self.buffer = self.buffer.to(x.device)` breaks the graph"
+    )
+    SCALARS = _Line("integer tensors in indices", _rule("scalar_indices"), "tuples of integer tensors in an index fail")
+    STRINGS = _Line(
+        "strings with sizes", _rule("lazy_strings"), 'f"{x.shape[0]} tokens" is compiled anew for each size', needs=()
+    )
+    OPERANDS = _Line(
+        "repeated operands",
+        _rule("repeated_operands"),
+        "one tensor for two operands of an autograd function breaks the graph",
+    )
+    FUNCTIONS = _Line(
+        "numbers of autograd functions",
+        _rule("function_numbers"),
+        "an autograd function that reads a number ends the capture of the model",
+    )
+    INSIDE = _Line("numbers captured in autograd functions", needs=("FUNCTIONS", "HINTS"))
+    PLANS = _Line(
+        "plans of random blocks",
+        _rule("block_plans"),
+        "BigBird's random blocks, drawn from a constant seed, break the graph",
+    )
+    SPECULATION = _Line(
+        "speculation", _of_experts("speculation_handlers"), "loops that skip experts without tokens break the graph"
+    )
+    NUMPY = _Line(
+        "NumPy's numbers",
+        _of_experts("numpy_counts"),
+        "loops over counts that went through NumPy break the graph",
+        needs=("HINTS", "SPECULATION"),
+    )
+    LISTS = _Line(
+        "grown lists",
+        _of_experts("grown_lists"),
+        "lists that grow only for experts with tokens break the graph",
+        needs=("HINTS", "SPECULATION"),
+    )
+    INDICES = _Line(
+        "lists of indices",
+        _of_experts("index_lists"),
+        "an expert's tokens as a list of indices break the graph",
+        needs=("HINTS", "SPECULATION"),
+    )
+    HOOKS = _Line(
+        "repeated hooks",
+        _rule("repeated_hooks"),
+        "a model whose checkpointing is switched off and on compiles again each time",
+        needs=(),
+    )
+    WRITES = _Line(
+        "writes in checkpoints",
+        _rule("checkpoint_writes"),
+        "what checkpointed layers write to buffers is written once",
+        needs=(),
+    )
+    MOVED = _Line("writes moved out of checkpoints", needs=("HINTS", "WRITES"))
+
+    @property
+    def title(self) -> str:
+        return self.value.title
+
+    @property
+    def module(self) -> str:
+        return self.value.module
+
+    @property
+    def effect(self) -> str:
+        return self.value.effect
+
+    def needs(self, other: Feature) -> bool:
+        """Whether this feature is off if `other` is."""
+        return other is self or other.name in self.value.needs
