@@ -233,7 +233,7 @@ def test_a_guard_that_always_fails_compiles_the_frame_once_more(feature: str, mo
     batches: list[Any] = [(X, torch.tensor([8, 4 + number])) for number in range(5)]
 
     def failing(self: Any, holds: Any, guarded: Any, code: Any, what: str = "") -> None:
-        mine = what if guarded is None else guarded.value
+        mine = what if guarded is None else guarded.title
         make(self, fails if mine == feature else holds, guarded, code, what)
 
     monkeypatch.setattr(checks.Check, "__init__", failing)
@@ -273,7 +273,6 @@ BOOKKEEPING: dict[str, tuple[Any, str]] = {
     "end of a graph": (Trace, "close"),
     "speculated branches": (Trace, "speculated"),
     "unproved branches": (Trace, "unproved"),
-    "proofs": (Trace, "discharge"),
     "end of a trace": (Trace, "end"),
     "start of a trace": (tracing, "_started"),
     "table of handlers": (interceptions, "table"),
