@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fxpasses.loss.row_program import RowProgram, Wanted
 
-# Measured on a CPU (bench case `loss_head`): with fewer rows products wait for the weight; more bytes gain nothing.
-CHUNK_BYTES, _LEAST_ROWS = 48 << 20, 128
+# Of a chunk's logits and of what its gradient is computed from. Measured on a CPU (bench case `loss_head`): with fewer
+# rows products wait for the weight; more bytes gain nothing.
+CHUNK_BYTES, _LEAST_ROWS = 96 << 20, 64
 _MULTIPLE = 32  # products of an odd number of rows take some 4 % longer
 _BLOCK = 4096  # columns whose products are added at a time, where they are added in another dtype
 
@@ -110,9 +111,12 @@ class _Run:
 
     def _parts(self, count: int) -> list[slice]:
         """Chunks of rows, of about the same length."""
-        columns = sum(w.shape[0] * w.element_size() for w in self.operands.ws)
-        parts = -(-count // max(_LEAST_ROWS, CHUNK_BYTES // columns))
-        length = -(-count // max(1, parts))
+        logits = sum(w.shape[0] * w.element_size() for w in self.operands.ws)
+        products = [x.new_empty(0, w.shape[0]) for x, w in zip(self.operands.xs, self.operands.ws, strict=True)]
+        saved = self.program.bytes_saved_of_a_row([*products, *self.operands.rows, *self.operands.shared])
+        most = max(_LEAST_ROWS, CHUNK_BYTES // (logits + saved))
+        most -= most % _MULTIPLE if most > _MULTIPLE else 0
+        length = -(-count // max(1, -(-count // most)))
         if length > _MULTIPLE:
             length += -length % _MULTIPLE
         return [slice(start, min(count, start + length)) for start in range(0, count, length or 1)]

@@ -31,6 +31,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -77,6 +78,7 @@ class RowProgram:
     results: tuple[Result, ...]
     inductor: Mapping[str, Any] | None = None
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    _saved: dict[Any, int] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -117,6 +119,36 @@ class RowProgram:
                 run = self._compiled.get(key) or self._compile(inputs, wanted)
                 self._compiled[key] = run
         return run(*inputs)
+
+    def bytes_saved_of_a_row(self, operands: Sequence[Tensor]) -> int:
+        """How many bytes of each row autograd would save for the gradient of the logits: counted on fake tensors."""
+        key = tuple((x.dtype, x.shape[1:]) for x in operands[: self.products])
+        if key not in self._saved:
+            self._saved[key] = self._count_saved(operands)
+        return self._saved[key]
+
+    def _count_saved(self, operands: Sequence[Tensor]) -> int:
+        found: dict[int, Any] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            if x.dim() and x.shape[0] == _ROWS:
+                found[x.untyped_storage()._cdata] = x.untyped_storage()
+            return x
+
+        try:
+            with unseen(), with_autograd(), torch.inference_mode(False), FakeTensorMode(), torch.enable_grad():
+                fakes = [
+                    torch.empty(
+                        (_ROWS, *x.shape[1:]) if self._has_rows(at) else x.shape, dtype=x.dtype, device=x.device
+                    )
+                    for at, x in enumerate(operands)
+                ]
+                with saved_tensors_hooks(pack, pack), enable_python_dispatcher():
+                    self.body(*(x.requires_grad_() if at < self.products else x for at, x in enumerate(fakes)))
+        except Exception as error:
+            say("counting what the loss of a row saves", error, "Chunks have half as many rows.")
+            return sum(x.shape[-1] * x.element_size() for x in operands[: self.products])
+        return sum(storage.nbytes() for storage in found.values()) // _ROWS
 
     def _has_rows(self, at: int) -> bool:
         return not self.products + self.rows <= at < self.products + self.rows + self.shared
