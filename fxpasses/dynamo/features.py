@@ -93,17 +93,9 @@ class Feature(enum.Enum):
         "random numbers", _rule("random_numbers"), "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0"
     )
     WARNINGS = _Line("warnings", _rule("shown_once"), "`warnings.warn(...)` breaks the graph")
-    BUFFERS = _Line(
-        "unmoved buffers", _rule("unmoved_buffers"), "`self.buffer = self.buffer.to(x.device)` breaks the graph"
-    )
     SCALARS = _Line("integer tensors in indices", _rule("scalar_indices"), "tuples of integer tensors in an index fail")
     STRINGS = _Line(
         "strings with sizes", _rule("lazy_strings"), 'f"{x.shape[0]} tokens" is compiled anew for each size', needs=()
-    )
-    OPERANDS = _Line(
-        "repeated operands",
-        _rule("repeated_operands"),
-        "one tensor for two operands of an autograd function breaks the graph",
     )
     FUNCTIONS = _Line(
         "numbers of autograd functions",
