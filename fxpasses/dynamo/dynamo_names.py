@@ -107,6 +107,15 @@ def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], t
     guards.add(guard_on(holds, sources, text))
 
 
+def guard_compiled_graph(holds: Callable[..., bool], sources: Sequence[str], text: str) -> bool:
+    """Guard the graph that Dynamo has given to the backend, if any; returns whether. Raises `MissingName`."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return False
+    add_guard(context.guards_context.dynamo_guards, holds, sources, text)
+    return True
+
+
 def guard_on(holds: Callable[..., bool], sources: Sequence[str], text: str) -> Any:
     """A guard that calls `holds` with the values of `sources`, expressions of Dynamo's; raises `MissingName`.
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxpasses.dynamo.checks import Check
-from fxpasses.dynamo.dynamo_names import MissingName, add_guard
+from fxpasses.dynamo.dynamo_names import MissingName, guard_compiled_graph
 from fxpasses.graph.provenance import input_sources
 
 log = logging.getLogger(__name__)
@@ -22,13 +22,12 @@ log = logging.getLogger(__name__)
 
 def guard(gm: GraphModule, examples: Sequence[object]) -> None:
     """Called while Dynamo compiles `gm`: guard that exactly those inputs are leaves that are leaves in `examples`."""
-    context = torch._guards.TracingContext.try_get()
     found = {
         source: example.is_leaf
         for source, example in zip(input_sources(gm), examples, strict=False)
         if source and isinstance(example, torch.Tensor) and _may_be_either(example)
     }
-    if context is None or not found:
+    if not found:
         return
     expected = list(found.values())
 
@@ -38,7 +37,7 @@ def guard(gm: GraphModule, examples: Sequence[object]) -> None:
     text = "; ".join(f"{source}.is_leaf is {leaf}" for source, leaf in found.items())
     try:
         check = Check(are_as_before, None, None, "which inputs are leaves")
-        add_guard(context.guards_context.dynamo_guards, check, list(found), text)
+        guard_compiled_graph(check, list(found), text)
     except MissingName as missing:
         log.debug("leaves and activations share graphs: %s", missing)
 

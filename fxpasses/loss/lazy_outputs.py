@@ -27,7 +27,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from fxpasses.base.once import warn_once
 from fxpasses.dynamo.checks import Check
-from fxpasses.dynamo.dynamo_names import add_guard
+from fxpasses.dynamo.dynamo_names import guard_compiled_graph
 from fxpasses.dynamo.guarding import can_guard
 from fxpasses.graph.aliases import storages, written_operands
 from fxpasses.graph.calls import OperatorCall, operator_of
@@ -242,12 +242,10 @@ def _stays(node: Node) -> bool:
 
 def _guard(code: CodeType) -> bool:
     """Guard the graph that Dynamo compiles by that nothing has read a lazy output of its frame."""
-    context = torch._guards.TracingContext.try_get()
-    if context is None or not can_guard():
+    if not can_guard():
         return False
     check = Check(lambda: code not in _read, None, code, "outputs that are read")
-    add_guard(context.guards_context.dynamo_guards, check, [], "nothing has read a lazy output")
-    return True
+    return guard_compiled_graph(check, [], "nothing has read a lazy output")
 
 
 def _random_state(inputs: Sequence[Any]) -> list[torch.Tensor]:

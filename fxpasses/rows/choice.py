@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from fxpasses.base.containment import contained
 from fxpasses.dynamo.checks import Check
-from fxpasses.dynamo.dynamo_names import add_guard
+from fxpasses.dynamo.dynamo_names import guard_compiled_graph
 from fxpasses.dynamo.guarding import can_guard
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.values import Ref
@@ -117,9 +117,6 @@ def counted(compiled: Callable[..., Any], counts: RowCounts) -> Callable[..., An
 
 def guard(counts: RowCounts, packed: bool, code: CodeType | None) -> None:
     """Called while Dynamo compiles a graph: guard that its batches are of one kind."""
-    context = torch._guards.TracingContext.try_get()
-    if context is None:
-        return
 
     def is_alike(*inputs: Any) -> bool:
         try:
@@ -129,4 +126,4 @@ def guard(counts: RowCounts, packed: bool, code: CodeType | None) -> None:
 
     text = f"{'less' if packed else 'no less'} than {MOST_LIVE:.0%} of the rows can reach the loss"
     check = Check(is_alike, None, code, "how many rows are needed")
-    add_guard(context.guards_context.dynamo_guards, check, list(counts.sources), text)
+    guard_compiled_graph(check, list(counts.sources), text)
