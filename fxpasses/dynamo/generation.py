@@ -35,7 +35,7 @@ _MOST = 4  # half of Dynamo's limit
 
 
 def install(chosen: Callable[[Any], bool]) -> None:
-    """Keep the generation of those backends apart that are `chosen`; raises `MissingName` if torch lacks a name."""
+    """Run `generate` uncompiled for the backends that `chosen` accepts; raises `MissingName` if torch lacks a name."""
     owner = find("torch._dynamo.convert_frame.ConvertFrameAssert")
     types = find("torch._dynamo.types")
     find("torch._dynamo.types.ConvertFrameReturn")

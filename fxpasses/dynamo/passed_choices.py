@@ -51,7 +51,7 @@ def noting(compiled: Callable[..., Any], gm: GraphModule, example_inputs: Sequen
 
 
 def _positions(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
-    """Of the results that are integers or bools, those that depend on parameters, or on what depends on them."""
+    """The results of integer or bool dtype that depend on parameters, directly or through other results."""
     inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False))
     (output,) = gm.graph.find_nodes(op="output")
     results: Any = output.args[0]

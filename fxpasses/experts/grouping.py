@@ -73,11 +73,11 @@ class Grouping:
         self.proof = prove(self.graph, branches, loop, own, self.routing, selected, fake_mode, gradients)
 
     def _is_own(self, node: Node) -> bool:
-        """Whether a node is a single branch's own: its mask, and what holds its rows."""
+        """Whether a node belongs to a single branch: its mask, or a tensor that holds its rows."""
         return has_rows(node) or isinstance(self.routing.of(node), Mask)
 
     def _repeats(self, nodes: Sequence[Node]) -> bool:
-        """Whether branches that repeat a computation compute one value, which has a gradient in all or in none."""
+        """Whether a computation that branches repeat has one value, with a gradient in all of them or in none."""
         first, last = (choose(nodes, key=self.positions.__getitem__) for choose in (min, max))
         if len({node in self._without_gradient for node in nodes}) > 1:
             return False

@@ -20,7 +20,7 @@ from fxpasses.report import Reason, Refusal
 
 
 def refusals(gm: GraphModule, least: int) -> list[Refusal]:
-    """A refusal for each program of which `least` checkpoints or more would be equal, if they selected alike."""
+    """A refusal for each set of `least` or more checkpoints that differ only in what they select to save."""
     equal: dict[object, list[Node]] = defaultdict(list)
     for node in calls(gm):
         if _selects(gm, node):

@@ -78,9 +78,9 @@ def _numbers(gm: GraphModule, symbols: set[sympy.Symbol]) -> list[Node]:
 
 
 def local_signature(gm: GraphModule, node: Node, policies: bool = True) -> Any:
-    """What equal segments have in common at one place, without what its operands are.
+    """The part of a segment's form that one node contributes, apart from the identity of its operands.
 
-    policies: whether what checkpoints select is a part of it.
+    policies: whether it includes what checkpoints select to save.
     """
     form = _Form(gm, policies)
     form.graph([node])

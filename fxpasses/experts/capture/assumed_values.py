@@ -29,7 +29,7 @@ def is_routing(routing: Routing, node: Node) -> bool | None:
 
 
 def counted_mask(node: Node, counted: Any) -> Node | None:
-    """The tensor of which `counted` is the number of nonzero elements, or the element.
+    """The tensor whose nonzero elements `counted` counts, or whose single element it is.
 
     `mask` for `torch.where(mask)[0].numel()` and `x[mask].shape[0]`, `mask.sum()` for `mask.sum().item()`.
     """

@@ -66,7 +66,7 @@ def _start_first(model: Callable[..., Any], ways: Iterable[Arguments], whole: bo
 
 
 def keep_host_copies(moved: torch.Tensor, host: torch.Tensor) -> None:
-    """Know the values of `moved`, a tensor on a device, by `host`, of which it is a copy: no prologue copies it back.
+    """Remember `host` as the values of `moved`, its copy on a device, so that no prologue copies `moved` back.
 
     Integers and bools alone are known: prologues read nothing else. The copy is the package's own, and is known as long
     as `moved` lives and is not written to.

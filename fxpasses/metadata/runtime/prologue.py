@@ -109,7 +109,7 @@ class Prologue:
         return (*self.program.host_inputs, *self.program.device_inputs)
 
     def _record(self, inputs: Inputs) -> tuple[Any, ...]:
-        """Compute anew: replays write where this run writes, so its results are no other caller's, nor are theirs its.
+        """Compute into new memory, which no other caller shares: replays overwrite the results of this run.
 
         Replays would read what the host copies to the device from memory of the host that is free by then.
         """
