@@ -91,7 +91,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs)
         if self.refuse:
             check_operator(func)
         for position, argument in enumerate(func._schema.arguments):
@@ -103,6 +103,14 @@ class _Recorder(TorchDispatchMode):
     def positions(self, storages: list[int]) -> list[int]:
         """The positions of the storages that were written."""
         return [i for i, key in enumerate(storages) if key in self.written]
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws for dropout alone, with a rate of 0: attention."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool((args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)) == 0)
+    return False
 
 
 def check_operator(func: torch._ops.OpOverload) -> None:

@@ -80,7 +80,7 @@ class LeftOut:
             if drew and self.code is not None:
                 _read.add(self.code)
 
-            def compute() -> Sequence[Any]:
+            def compute(*inputs: Any) -> Sequence[Any]:
                 if drew:
                     raise RuntimeError(
                         "this output was not computed, and would be computed with other random numbers than the loss: "
@@ -192,6 +192,8 @@ def _refusal(gm: GraphModule, logits: Sequence[Node], is_whole: bool) -> Refusal
     for node in _nodes(gm):
         if _draws(node, logits[0].meta["example_value"].fake_mode):
             return Refusal(first, Reason.RANDOM, f"`{node.name}` would draw other numbers")
+        if operator_of(node) == "embedding" and OperatorCall.of(node).argument("max_norm") is not None:
+            return Refusal(first, Reason.INPUT_WRITTEN, f"`{node.name}` would write to its weight twice")
         for written in written_operands(node):
             if written.op == "placeholder" or not given.isdisjoint(storages(written)):
                 return Refusal(first, Reason.INPUT_WRITTEN, f"`{written.name}` would be written twice")

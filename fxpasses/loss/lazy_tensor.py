@@ -18,7 +18,7 @@ Autograd sees it as an ordinary result of the call's inputs:
 Gradients that reach it, by what was read or by code that does not ask `__torch_function__` (functions of autograd,
 vmap, TorchScript), go through the captured graph. So its hooks run, and its gradient can be kept, as of any tensor.
 
-Private names, checked on torch 2.13: `DisableTorchFunctionSubclass`, `_saved_tensors_hooks_is_enabled`,
+Private names, checked on torch 2.13: `DisableTorchFunctionSubclass`, the stack of hooks on saved tensors,
 `temporarily_clear_interpreter_stack` and `_set_throw_on_mutable_data_ptr`, without which `torch.utils.dlpack.to_dlpack`
 follows a null pointer.
 """
@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
@@ -61,15 +60,18 @@ _OF_AUTOGRAD_METHODS = frozenset(
 class Source:
     """Computes the values that one call of a graph left out, once, when the first of them is read.
 
-    compute: gives all of them. inputs: of the call; when one of its tensors has changed, nothing can be computed any
-    more. on_read: called before.
+    compute: gives all of them for inputs. inputs: of the call; when one of its tensors has changed, nothing can be
+    computed any more. on_read: called before.
     """
 
     def __init__(
-        self, compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Any], on_read: Callable[[], None]
+        self, compute: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], on_read: Callable[[], None]
     ) -> None:
-        self._compute: Callable[[], Sequence[Tensor]] | None = compute
+        self._compute: Callable[..., Sequence[Tensor]] | None = compute
+        self._inputs = inputs
         self.tensors = [x for x in inputs if isinstance(x, Tensor)]
+        self.needing = [x for x in self.tensors if x.requires_grad]
+        self._aliases: list[Tensor] = []  # of these, for the hooks on them to run once
         self._before = [(x, _state_of(x)) for x in self.tensors]
         self._on_read = on_read
         self._values: Sequence[Tensor] = ()
@@ -90,10 +92,21 @@ class Source:
                         'options={"fastpack.outputs": "exact"}'
                     )
                 self._on_read()
-                self._values = self._compute()
-                self._compute, self._before = None, []
+                with _outside():
+                    aliases = {id(x): _Alias.apply(x) for x in self.needing}
+                    self._values = self._compute(*(aliases.get(id(x), x) for x in self._inputs))
+                self._aliases = [aliases[id(x)] for x in self.needing]
+                self._compute, self._before, self._inputs = None, [], ()
                 _pending.discard(self)
             return self._values[at]
+
+    def gradients(self, at: int, gradient: Tensor) -> Sequence[Tensor | None]:
+        """Of the inputs that need one, for a gradient of a value."""
+        value = self.value(at)
+        create = torch.is_grad_enabled()
+        return torch.autograd.grad(
+            value, self._aliases, gradient, retain_graph=True, create_graph=create, allow_unused=True
+        )
 
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
@@ -125,7 +138,7 @@ def _note_step(optimizer: Any, *_: Any) -> None:
 class LazyTensor(Tensor):
     """A tensor whose value `compute` gives; see `lazy_output`."""
 
-    _compute: Callable[[], Tensor]
+    _compute: Callable[[], Tensor] | None
     _data: Tensor | None  # the value, without gradients
     _value: Tensor | None  # the value, whose gradients flow to this tensor
     _casts: list[weakref.ref[LazyTensor]]
@@ -145,18 +158,22 @@ class LazyTensor(Tensor):
 
     def read(self) -> Tensor:
         """The tensor; raises `RuntimeError` if it cannot be computed any more."""
-        if self._value is None:
-            data = self.data_of()
-            with _outside():
-                self._value = _Value.apply(self, data)
-                self._read_version = self._value._version
-        return self._value
+        if self._value is not None:
+            return self._value
+        data = self.data_of()
+        with _outside():
+            value: Tensor = _Value.apply(self, data)
+        if not self._is_trained_leaf():  # which its gradient's accumulator holds, and so would its value hold it
+            self._value, self._read_version = value, value._version
+        return value
 
     def data_of(self) -> Tensor:
         """The value without gradients, in the memory of the tensor that is read."""
         if self._data is None:
+            assert self._compute is not None
             with _outside():
                 self._data = self._compute().detach()
+            self._compute = None
             for made in self._casts:  # of the value as it is now: it may be written to
                 if (cast := made()) is not None:
                     cast.data_of()
@@ -170,16 +187,22 @@ class LazyTensor(Tensor):
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _without_reading(func, *args, **kwargs)
         if isinstance(first, LazyTensor):
-            is_method = func is getattr(Tensor, name, None)
+            is_method = func in (getattr(Tensor, name, None), getattr(torch, name, None))
             if name in ("__get__", "__set__"):
                 of = getattr(getattr(func, "__self__", None), "__name__", "")
-                if (of in _FORM and first._value is None) or (of in _OF_AUTOGRAD and not first._is_rewritten()):
+                if (of in _FORM and first._data is None) or (of in _OF_AUTOGRAD and not first._is_rewritten()):
                     first._forget_value(name == "__set__" and of == "requires_grad")
                     return _without_reading(func, *args, **kwargs)
             elif is_method and name in _OF_AUTOGRAD_METHODS and not first._is_rewritten():
                 first._forget_value(name == "requires_grad_")
                 return _without_reading(func, *args, **kwargs)
-            elif is_method and first._value is None:
+            elif (name == "__setitem__" or _is_in_place(name)) and first._is_trained_leaf() and torch.is_grad_enabled():
+                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+            elif name == "detach_":
+                raise RuntimeError(
+                    "an output that is computed when it is read can't be detached in place: use detach()"
+                )
+            elif is_method and first._data is None:
                 if name in _FORM_METHODS:
                     return _without_reading(func, *args, **kwargs)
                 if name in _CASTS and _is_plain((args[1:], kwargs)) and not torch.is_inference_mode_enabled():
@@ -195,6 +218,10 @@ class LazyTensor(Tensor):
     def _is_rewritten(self) -> bool:
         """Whether what was read was written to, so that autograd knows more of it than of this tensor."""
         return self._value is not None and self._value._version != self._read_version
+
+    def _is_trained_leaf(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.is_leaf and self.requires_grad
 
     def _forget_value(self, if_: bool) -> None:
         """What was read of a tensor that did not require gradients, and now does, has none."""
@@ -222,26 +249,36 @@ def lazy_output(
     def make() -> LazyTensor:
         return LazyTensor(sizes, dtype, device, lambda: source.value(at))
 
-    needing = [x for x in source.tensors if x.requires_grad]
-    if not (requires_grad and needing and torch.is_grad_enabled()):
+    if not (requires_grad and source.needing and torch.is_grad_enabled()):
         return make()
-    made: LazyTensor = _FromInputs.apply(make, source, at, *needing)
+    made: LazyTensor = _FromInputs.apply(make, source, at, *source.needing)
     return made
 
 
 class _FromInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: Callable[[], LazyTensor], source: Source, at: int, *needing: Tensor) -> LazyTensor:
-        ctx.source, ctx.at, ctx.needing = source, at, needing
+        ctx.source, ctx.at = source, at
+        ctx.set_materialize_grads(False)
         return make()
 
     @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return (None, None, None, *[None] * len(ctx.source.needing))
+        return (None, None, None, *ctx.source.gradients(ctx.at, gradient))
+
+
+class _Alias(torch.autograd.Function):
+    """The same values in the same memory. A view would lose its place in the graph when its base is written to."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        value = ctx.source.value(ctx.at)
-        found = torch.autograd.grad(
-            value, ctx.needing, gradient, retain_graph=True, create_graph=torch.is_grad_enabled(), allow_unused=True
-        )
-        return (None, None, None, *found)
+        return gradient
 
 
 class _Cast(torch.autograd.Function):
@@ -268,16 +305,18 @@ class _Value(torch.autograd.Function):
 @contextlib.contextmanager
 def _outside() -> Iterator[None]:
     """Out of modes, transforms and checkpoints in which a tensor happens to be read first."""
-    with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
-        stack.enter_context(temporarily_clear_interpreter_stack())
-        enabled: Any = torch._C._autograd
-        if enabled._saved_tensors_hooks_is_enabled():  # not inside of `torch.func.grad`
-            stack.enter_context(saved_tensors_hooks(_same, _same))
-        yield
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    hooks: Any = torch._C._autograd
+    with torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack():
+        # Taken away, and not covered by others: autograd checks no versions of what hooks have packed.
+        packing = []
+        while hooks._saved_tensors_hooks_is_enabled() and (top := hooks._top_saved_tensors_default_hooks(False)):
+            packing.append(top)
+            hooks._pop_saved_tensors_default_hooks()
+        try:
+            yield
+        finally:
+            for pair in reversed(packing):
+                hooks._push_saved_tensors_default_hooks(*pair)
 
 
 def _without_reading(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -302,6 +341,10 @@ def _cast(tensor: LazyTensor, name: str, args: Any, kwargs: Any) -> Any:
     made: LazyTensor = make() if name == "detach" or not found.is_floating_point() else _Cast.apply(make, tensor)
     tensor._casts.append(weakref.ref(made))
     return made
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "share_memory_")
 
 
 def _is_plain(arguments: Any) -> bool:

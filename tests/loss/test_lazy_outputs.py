@@ -254,6 +254,10 @@ def parameter_decayed(m: Model) -> Any:
         m.head.weight[0].mul_(0.9)
 
 
+def renormalised(m: Model) -> Any:
+    F.embedding(torch.arange(3), m.table.weight, max_norm=0.1)
+
+
 def drawn_by_a_function(m: Model) -> Any:
     return F.gumbel_softmax(torch.zeros(HIDDEN))
 
@@ -276,7 +280,7 @@ class Doing(Model):
 
 @pytest.mark.parametrize(
     "do",
-    [written_through_a_view, written_by_data, written_detached, parameter_decayed, drawn_by_a_function,
+    [written_through_a_view, written_by_data, written_detached, parameter_decayed, renormalised, drawn_by_a_function,
      drawn_in_a_branch],
 )  # fmt: skip
 def test_what_must_not_be_done_twice(do: Any) -> None:
@@ -335,3 +339,21 @@ def test_results_that_share_memory_stay_together() -> None:
     with torch.no_grad():
         out["logits"].zero_()
     assert not out["last"].any()
+
+
+class Attending(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
+        x = self.table(tokens)
+        logits = self.head(self.attention(x, x, x, need_weights=False)[0])
+        return {"loss": F.cross_entropy(logits.view(-1, COLUMNS), target.view(-1)), "logits": logits}
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    model = Attending()
+    out = lazily(model)(*BATCHES[0])
+    assert type(out["logits"]) is LazyTensor
+    torch.testing.assert_close(out["logits"] + 0, model(*BATCHES[0])["logits"])

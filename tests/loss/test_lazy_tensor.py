@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import operator
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +29,7 @@ def made(requires_grad: bool = True) -> tuple[LazyTensor, Tensor, list[int]]:
     """A lazy tensor, the input it is computed from, and how often it was computed."""
     x = torch.arange(24.0).view(SIZES).requires_grad_(requires_grad)
     runs: list[int] = []
-    source = Source(lambda: [x * 2], [x], lambda: runs.append(1))
+    source = Source(lambda x: [x * 2], [x], lambda: runs.append(1))
     return lazy_output(SIZES, torch.float32, torch.device("cpu"), requires_grad, source, 0), x, runs
 
 
@@ -148,6 +150,7 @@ FORM: list[Callable[[Any], Any]] = [
     lambda x: {id(x): x}[id(x)].shape,
     lambda x: hash(x) == hash(x),
     lambda x: hasattr(x, "dtype"),
+    lambda x: torch.is_floating_point(x) and torch.numel(x),
 ]
 
 
@@ -349,7 +352,7 @@ def test_hooks_run_where_a_cast_follows() -> None:
 
 def test_gradients_of_gradients() -> None:
     x = torch.arange(24.0, dtype=torch.float64).view(SIZES).requires_grad_()
-    lazy = lazy_output(SIZES, x.dtype, x.device, True, Source(lambda: [x**3], [x], lambda: None), 0)
+    lazy = lazy_output(SIZES, x.dtype, x.device, True, Source(lambda x: [x**3], [x], lambda: None), 0)
     (first,) = torch.autograd.grad(lazy.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(second, 30 * x.detach() ** 4)
@@ -396,3 +399,84 @@ def test_a_parameter_of_its_value() -> None:
     (parameter * 2).sum().backward()
     torch.testing.assert_close(parameter.grad, torch.full(SIZES, 2.0))
     assert x.grad is None
+
+
+def test_a_gradient_may_come_before_any_reader() -> None:
+    lazy, x, runs = made()
+    lazy.backward(torch.ones(SIZES))
+    (again,) = torch.autograd.grad(lazy.double(), x, torch.ones(SIZES, dtype=torch.float64))
+    torch.testing.assert_close((x.grad, again), (torch.full(SIZES, 2.0),) * 2)
+    lazy.square().sum().backward()
+    assert len(runs) == 1
+
+
+def test_a_gradient_that_is_none_reads_nothing() -> None:
+    lazy, x, runs = made()
+
+    class Passes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, loss: Tensor, unused: Tensor) -> Tensor:
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+            return gradient, None
+
+    Passes.apply((x * 3).sum(), lazy).backward()
+    torch.testing.assert_close(x.grad, torch.full(SIZES, 3.0))
+    assert not runs
+
+
+def test_hooks_of_inputs_run_once() -> None:
+    lazy, x, _ = made()
+    calls: list[Tensor] = []
+    x.register_hook(lambda gradient: calls.append(gradient) or gradient * 2)
+    ((x * 3).sum() + lazy.sum()).backward()
+    torch.testing.assert_close(x.grad, torch.full(SIZES, 10.0))
+    assert len(calls) == 1
+
+
+def test_backward_after_a_write_raises() -> None:
+    x = torch.ones(SIZES, requires_grad=True)
+    lazy = lazy_output(SIZES, x.dtype, x.device, True, Source(lambda x: [x.sin() * x], [x], lambda: None), 0)
+    total = lazy.sum()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_training_a_parameter_of_its_value() -> None:
+    found = []
+    for lazily in (False, True):
+        lazy, x, _ = made()
+        parameter = torch.nn.Parameter((lazy if lazily else x * 2).detach())
+        optimizer = torch.optim.SGD([parameter], 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = parameter.square().sum()
+            loss.backward()
+            optimizer.step()
+        found.append(loss.item())
+        with pytest.raises(RuntimeError, match="leaf"):
+            parameter.mul_(2)
+    assert found[0] == found[1]
+
+
+def test_nothing_is_kept() -> None:
+    """Neither what was read, nor a leaf, nor the values behind a detached cast."""
+    lazy, x, _ = made()
+    lazy.relu().softmax(-1).sum().backward()
+    leaf = lazy.detach().requires_grad_()
+    leaf.square().sum().backward()
+    other, y, _ = made()
+    cast = other.detach().double()
+    cast.sum()
+    alive = [weakref.ref(each) for each in (lazy, leaf, other, x, y)]
+    gc.disable()
+    try:
+        del lazy, leaf, other, x, y, _
+        assert [each() for each in alive] == [None] * 5
+    finally:
+        gc.enable()
+    assert cast.dtype == torch.float64
