@@ -93,7 +93,7 @@ class Source:
                     )
                 self._on_read()
                 with _outside():
-                    aliases = {id(x): _Alias.apply(x) for x in self.needing}
+                    aliases = {id(x): _alias(x) for x in self.needing}
                     self._values = self._compute(*(aliases.get(id(x), x) for x in self._inputs))
                 self._aliases = [aliases[id(x)] for x in self.needing]
                 self._compute, self._before, self._inputs = None, [], ()
@@ -190,6 +190,8 @@ class LazyTensor(Tensor):
             is_method = func in (getattr(Tensor, name, None), getattr(torch, name, None))
             if name in ("__get__", "__set__"):
                 of = getattr(getattr(func, "__self__", None), "__name__", "")
+                if name == "__set__" and of == "data":
+                    return first._set_data(_read(args[1]))
                 if (of in _FORM and first._data is None) or (of in _OF_AUTOGRAD and not first._is_rewritten()):
                     first._forget_value(name == "__set__" and of == "requires_grad")
                     return _without_reading(func, *args, **kwargs)
@@ -222,6 +224,10 @@ class LazyTensor(Tensor):
     def _is_trained_leaf(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.is_leaf and self.requires_grad
+
+    def _set_data(self, data: Tensor) -> None:
+        self.data_of()  # also of its casts
+        self._data, self._value = data.detach(), None
 
     def _forget_value(self, if_: bool) -> None:
         """What was read of a tensor that did not require gradients, and now does, has none."""
@@ -279,6 +285,13 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        made: Tensor = _Alias.apply(tensor)
+        return made
+    return tensor.detach().requires_grad_()  # it was frozen since
 
 
 class _Cast(torch.autograd.Function):

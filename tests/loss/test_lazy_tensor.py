@@ -480,3 +480,20 @@ def test_nothing_is_kept() -> None:
     finally:
         gc.enable()
     assert cast.dtype == torch.float64
+
+
+def test_its_data_may_be_replaced() -> None:
+    lazy, x, _ = made()
+    cast = lazy.double()
+    lazy.data = lazy.data * 0 + 5
+    lazy.square().sum().backward()
+    torch.testing.assert_close(x.grad, torch.full(SIZES, 20.0))
+    torch.testing.assert_close(cast.detach() + 0, (x * 2).double().detach())
+
+
+def test_an_input_that_was_frozen_since() -> None:
+    lazy, x, _ = made()
+    x.requires_grad_(False)
+    total = lazy.sum()
+    total.backward()
+    assert total.item() == (x * 2).sum()
