@@ -20,9 +20,10 @@ from torch import Tensor
 
 from fxpasses.loss.row_program import RowProgram, Wanted
 
-# Of a chunk's logits and of what its gradient is computed from. Measured on a CPU (bench case `loss_head`): with fewer
-# rows products wait for the weight; more bytes gain nothing.
-CHUNK_BYTES, _LEAST_ROWS = 96 << 20, 64
+# Measured on a CPU (bench case `loss_head`): with fewer rows products wait for the weight and its gradient, which is
+# read and written for each chunk; more bytes gain nothing.
+CHUNK_BYTES, _LEAST_ROWS = 48 << 20, 256
+_MOST_BYTES = 96 << 20  # of a chunk with that many rows
 _MULTIPLE = 32  # products of an odd number of rows take some 4 % longer
 _BLOCK = 4096  # columns whose products are added at a time, where they are added in another dtype
 
@@ -114,7 +115,9 @@ class _Run:
         logits = sum(w.shape[0] * w.element_size() for w in self.operands.ws)
         products = [x.new_empty(0, w.shape[0]) for x, w in zip(self.operands.xs, self.operands.ws, strict=True)]
         saved = self.program.bytes_saved_of_a_row([*products, *self.operands.rows, *self.operands.shared])
-        most = max(_LEAST_ROWS, CHUNK_BYTES // (logits + saved))
+        # A gradient is computed in place from what the softmax saves; what a cap saves stands beside, twice.
+        row = max(logits, 2 * saved - logits)
+        most = max(1, CHUNK_BYTES // row, min(_LEAST_ROWS, _MOST_BYTES // row))
         most -= most % _MULTIPLE if most > _MULTIPLE else 0
         length = -(-count // max(1, -(-count // most)))
         if length > _MULTIPLE:
