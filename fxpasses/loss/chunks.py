@@ -79,8 +79,8 @@ class _Run:
         shared = [x.contiguous() for x in self.operands.shared]
         total: Tensor | None = None
         found: list[list[Tensor]] = []
-        self._prepare()
         parts = self._parts(len(xs[0]))
+        self._prepare(bool(parts))
         most = max((part.stop - part.start for part in parts), default=0)
         buffers = [x.new_empty(most, w.shape[0]) for x, w in zip(xs, self.operands.ws, strict=True)]
         for part in parts:
@@ -94,7 +94,7 @@ class _Run:
                 total = own if total is None else total + own
             if self.values:
                 found.append([results.pop(0) for _ in self.program.results])
-            self._accumulate(part, z, [x[part] for x in xs], results)
+            self._accumulate(part, z, [x[part] for x in xs], results, part is parts[0])
         if cotangents and total is None:
             total = torch.zeros((), dtype=self.program.wide, device=xs[0].device)
         return Found(total, self._joined(found), self._gradients())
@@ -124,24 +124,30 @@ class _Run:
             length += -length % _MULTIPLE
         return [slice(start, min(count, start + length)) for start in range(0, count, length or 1)]
 
-    def _prepare(self) -> None:
-        """Make the gradients: zeros where the chunks are summed, or where no chunk comes."""
+    def _prepare(self, any_chunk: bool) -> None:
+        """Make the gradients: zeros where the chunks are summed, or where no chunk comes.
+
+        The first chunk writes the gradients of weights: to fill them with zeros takes longer than it looks.
+        """
         own = self.operands
         is_part = self.index is not None
 
         def like(x: Tensor, sums: bool) -> Tensor:
             if sums:
-                return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+                return torch.zeros(x.shape, dtype=_wide(x), device=x.device)
             make = torch.zeros if is_part else torch.empty
             return make(x.shape, dtype=x.dtype, device=x.device)
 
         self.of_x = [like(x, False) if need else None for x, need in zip(own.xs, self.need_x, strict=True)]
-        self.of_w = [like(w, True) if need else None for w, need in zip(own.ws, self.need_w, strict=True)]
+        self.of_w = [
+            (w.new_empty(w.shape) if any_chunk and w.dtype == x.dtype == _wide(w) else like(w, True)) if need else None
+            for x, w, need in zip(own.xs, own.ws, self.need_w, strict=True)
+        ]
         rest = [*((x, False) for x in own.rows), *((x, True) for x in own.shared)]
         self.of_rest = [like(*each) for each, need in zip(rest, self.need_rest, strict=True) if need]
         self.rest_sums = [sums for (_, sums), need in zip(rest, self.need_rest, strict=True) if need]
 
-    def _accumulate(self, part: slice, z: list[Tensor], xs: list[Tensor], rest: list[Tensor]) -> None:
+    def _accumulate(self, part: slice, z: list[Tensor], xs: list[Tensor], rest: list[Tensor], is_first: bool) -> None:
         at = part if self.index is None else self.index[part]
         for gradient, x, w, of_x, of_w in zip(z, xs, self.operands.ws, self.of_x, self.of_w, strict=True):
             if of_x is not None and self.index is None:
@@ -149,7 +155,10 @@ class _Run:
             elif of_x is not None:
                 of_x[at] = gradient @ w
             if of_w is not None and of_w.dtype == gradient.dtype:
-                of_w.addmm_(gradient.t(), x)
+                if is_first:
+                    torch.mm(gradient.t(), x, out=of_w)
+                else:
+                    of_w.addmm_(gradient.t(), x)
             elif of_w is not None:
                 for start in range(0, len(of_w), _BLOCK):
                     of_w[start : start + _BLOCK] += gradient[:, start : start + _BLOCK].t() @ x
@@ -172,3 +181,8 @@ class _Run:
         needed = [x for x, need in zip(own.all, [*self.need_x, *self.need_w, *self.need_rest], strict=True) if need]
         made = [*(g for g in self.of_x if g is not None), *(g for g in self.of_w if g is not None), *self.of_rest]
         return [gradient.to(x.dtype) for gradient, x in zip(made, needed, strict=True)]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """In which sums over chunks are added."""
+    return torch.promote_types(x.dtype, torch.float32)
