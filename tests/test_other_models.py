@@ -104,15 +104,15 @@ def test_another_backend_inside_a_trace_of_ours_finds_the_process_flags(monkeypa
 
     inside, in_thread = Stock(), Stock()
     threads: list[threading.Thread] = []
-    stock = fxpasses.compiler.backend.run_passes
+    stock = fxpasses.compiler.backend._rewritten
 
-    def run_passes(*args: Any) -> Any:
+    def rewritten(*args: Any) -> Any:
         torch.compile(reads, backend=inside)(X, LENGTHS)
         threads.append(threading.Thread(target=torch.compile(reads, backend=in_thread), args=(X, LENGTHS)))
         threads[-1].start()  # it waits for Dynamo's lock
         return stock(*args)
 
-    monkeypatch.setattr(fxpasses.compiler.backend, "run_passes", run_passes)
+    monkeypatch.setattr(fxpasses.compiler.backend, "_rewritten", rewritten)
     compiled(reads)(X, LENGTHS)
     threads[0].join()
     assert inside.flags == in_thread.flags == {(False, False)}
