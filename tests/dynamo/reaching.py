@@ -106,7 +106,7 @@ class Doubles(torch.autograd.Function):
 
 def operands(x: Tensor, lengths: Tensor) -> Tensor:
     y = x * lengths.sum()
-    return Doubles.apply(y, y)
+    return Doubles.apply(y, y.cos())
 
 
 steps = 0
