@@ -15,7 +15,7 @@ from tests.support import thorough
 
 # Programs of a test, of the quick ones, of these and the slow ones, of all: the others take hours, and THOROUGH=1 runs
 # them.
-COUNTS = {"aot_eager": (5, 60, 80, 2000), "inductor": (3, 6, 9, 150)}
+COUNTS = {"aot_eager": (5, 10, 80, 2000), "inductor": (3, 3, 9, 150)}
 
 
 def groups() -> list[Any]:

@@ -234,6 +234,7 @@ LEFT_OUT: dict[str, str] = {
 # Why an architecture is more than one graph, where the reason that Dynamo gives does not say it.
 REASONS: dict[str, str] = {
     "cosmos3_edge": "reads, in each step, the shapes of its images from a tensor that it has computed",
+    "ctrl": "assigns a buffer that it has moved to the device it is on",
     "hunyuan_vl": "groups tokens by `itertools.groupby` over a tensor's elements",
     "ibert": "asks in each layer for the range of its activations",
     "qwen3_asr": "reads, in each step, the lengths of its sounds from a tensor that it has computed",
@@ -243,4 +244,5 @@ REASONS: dict[str, str] = {
         ("qwen4_exp", "qwen4_exp_text"), "asks, for each token, how many tokens it may attend to, in a loop over tokens"
     ),
     "reformer": "sets seeds in each layer, in an autograd function of its own",
+    "yoso": "gives its mask twice to an autograd function",
 }
