@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.printers import PythonPrinter
 
+from fxpasses.base.containment import contained
 from fxpasses.base.once import warn_once
 from fxpasses.dynamo.checks import Check
 from fxpasses.dynamo.dynamo_names import guard_compiled_graph
@@ -95,13 +96,15 @@ class LeftOut:
                     every = captured(*inputs)
                 return [every[at] for at in positions]
 
-            source = Source(compute, inputs, self._is_read)
-            lazy = [
-                lazy_output(of(*inputs), example.dtype, example.device, example.requires_grad, source, at)
-                for at, (of, example) in enumerate(zip(sizes, examples, strict=True))
-            ]
-            placed = dict(zip(positions, lazy, strict=True))
-            return tuple(placed[at] if at in placed else next(found) for at in range(count))
+            with contained("leaving out what a program returns", "It is computed, and so is the rest once more."):
+                source = Source(compute, inputs, self._is_read)
+                lazy = [
+                    lazy_output(of(*inputs), example.dtype, example.device, example.requires_grad, source, at)
+                    for at, (of, example) in enumerate(zip(sizes, examples, strict=True))
+                ]
+                placed = dict(zip(positions, lazy, strict=True))
+                return tuple(placed[at] if at in placed else next(found) for at in range(count))
+            return captured(*inputs)
 
         return run
 

@@ -38,6 +38,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
+from fxpasses.base.containment import contained
+
 _CASTS = ("bfloat16", "detach", "double", "float", "half", "to", "type")
 # Attributes and methods that ask for the form of a tensor.
 _FORM = frozenset(
@@ -129,10 +131,13 @@ def _see_optimizers() -> None:
 
 def _note_step(optimizer: Any, *_: Any) -> None:
     sources = list(_pending)
-    if sources:
+    if not sources:
+        return
+    written: set[int] | None = None
+    with contained("looking at what an optimizer has written", "Outputs that nothing has read are lost."):
         written = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for source in sources:
-            source.stepped |= any(id(x) in written for x in source.tensors)
+    for source in sources:
+        source.stepped |= written is None or any(id(x) in written for x in source.tensors)
 
 
 class LazyTensor(Tensor):
@@ -141,6 +146,7 @@ class LazyTensor(Tensor):
     _compute: Callable[[], Tensor] | None
     _data: Tensor | None  # the value, without gradients
     _value: Tensor | None  # the value, whose gradients flow to this tensor
+    _read_version: int  # of that value, when it was read
     _casts: list[weakref.ref[LazyTensor]]
 
     @staticmethod
@@ -193,10 +199,12 @@ class LazyTensor(Tensor):
                 if name == "__set__" and of == "data":
                     return first._set_data(_read(args[1]))
                 if (of in _FORM and first._data is None) or (of in _OF_AUTOGRAD and not first._is_rewritten()):
-                    first._forget_value(name == "__set__" and of == "requires_grad")
+                    if name == "__set__" and of == "requires_grad":
+                        first._forget_value()
                     return _without_reading(func, *args, **kwargs)
             elif is_method and name in _OF_AUTOGRAD_METHODS and not first._is_rewritten():
-                first._forget_value(name == "requires_grad_")
+                if name == "requires_grad_":
+                    first._forget_value()
                 return _without_reading(func, *args, **kwargs)
             elif (name == "__setitem__" or _is_in_place(name)) and first._is_trained_leaf() and torch.is_grad_enabled():
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -229,10 +237,9 @@ class LazyTensor(Tensor):
         self.data_of()  # also of its casts
         self._data, self._value = data.detach(), None
 
-    def _forget_value(self, if_: bool) -> None:
-        """What was read of a tensor that did not require gradients, and now does, has none."""
-        if if_:
-            self._value = None
+    def _forget_value(self) -> None:
+        """What was read before the tensor required gradients has none."""
+        self._value = None
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(self.read(), memo)

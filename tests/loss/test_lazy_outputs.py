@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxpasses.inspect
 from fxpasses.base import once
-from fxpasses.loss import chunks, lazy_outputs, region
+from fxpasses.loss import chunks, lazy_outputs, lazy_tensor, region
 from fxpasses.loss.lazy_tensor import LazyTensor
 from fxpasses.report import Reason
 from tests.loss.heads import COLUMNS, HIDDEN, batch
@@ -357,3 +357,33 @@ def test_attention_without_dropout_draws_nothing() -> None:
     out = lazily(model)(*BATCHES[0])
     assert type(out["logits"]) is LazyTensor
     torch.testing.assert_close(out["logits"] + 0, model(*BATCHES[0])["logits"])
+
+
+def test_an_error_in_a_step_is_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError("a defect of this test")
+
+    model = Model()
+    run = lazily(model, strict=False)
+    monkeypatch.setattr(lazy_outputs, "lazy_output", fails)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs in BATCHES[:2]:
+            (_, wanted), (out, found) = (step(each, model, inputs) for each in (model, run))
+            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(out["logits"], model(*inputs)["logits"])
+    said = [str(each.message) for each in caught if "a defect of this test" in str(each.message)]
+    assert len(said) == 1 and "leaving out what a program returns failed" in said[0]
+
+
+def test_an_optimizer_of_another_form_steps() -> None:
+    model = Model()
+    out, _ = step(lazily(model), model, BATCHES[0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.param_groups.append({"params": 3, "lr": 0.1})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lazy_tensor._note_step(optimizer)
+    assert any("looking at what an optimizer has written failed" in str(each.message) for each in caught)
+    with pytest.raises(RuntimeError, match="have changed"):
+        out["logits"].sum()
