@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxpasses.loss.row_program import RowProgram, Wanted
+from fxpasses.loss.row_program import RowProgram, Wanted, widened
 
 # Measured on a CPU (bench case `loss_head`): with fewer rows products wait for the weight and its gradient, which is
 # read and written for each chunk; more bytes gain nothing.
@@ -134,13 +134,15 @@ class _Run:
 
         def like(x: Tensor, sums: bool) -> Tensor:
             if sums:
-                return torch.zeros(x.shape, dtype=_wide(x), device=x.device)
+                return torch.zeros(x.shape, dtype=widened(x.dtype), device=x.device)
             make = torch.zeros if is_part else torch.empty
             return make(x.shape, dtype=x.dtype, device=x.device)
 
         self.of_x = [like(x, False) if need else None for x, need in zip(own.xs, self.need_x, strict=True)]
         self.of_w = [
-            (w.new_empty(w.shape) if any_chunk and w.dtype == x.dtype == _wide(w) else like(w, True)) if need else None
+            (w.new_empty(w.shape) if any_chunk and w.dtype == x.dtype == widened(w.dtype) else like(w, True))
+            if need
+            else None
             for x, w, need in zip(own.xs, own.ws, self.need_w, strict=True)
         ]
         rest = [*((x, False) for x in own.rows), *((x, True) for x in own.shared)]
@@ -181,8 +183,3 @@ class _Run:
         needed = [x for x, need in zip(own.all, [*self.need_x, *self.need_w, *self.need_rest], strict=True) if need]
         made = [*(g for g in self.of_x if g is not None), *(g for g in self.of_w if g is not None), *self.of_rest]
         return [gradient.to(x.dtype) for gradient, x in zip(made, needed, strict=True)]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """In which sums over chunks are added."""
-    return torch.promote_types(x.dtype, torch.float32)

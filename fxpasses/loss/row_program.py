@@ -137,12 +137,7 @@ class RowProgram:
 
         try:
             with unseen(), with_autograd(), torch.inference_mode(False), FakeTensorMode(), torch.enable_grad():
-                fakes = [
-                    torch.empty(
-                        (_ROWS, *x.shape[1:]) if self._has_rows(at) else x.shape, dtype=x.dtype, device=x.device
-                    )
-                    for at, x in enumerate(operands)
-                ]
+                fakes = self._like(operands, _ROWS)
                 with saved_tensors_hooks(pack, pack), enable_python_dispatcher():
                     self.body(*(x.requires_grad_() if at < self.products else x for at, x in enumerate(fakes)))
         except Exception as error:
@@ -186,12 +181,16 @@ class RowProgram:
         with torch.no_grad():
             first = torch.empty(_ROWS, *inputs[0].shape[1:], dtype=inputs[0].dtype, device="meta")
         count = fake_mode.from_tensor(first, symbolic_context=StatelessSymbolicContext(sizes)).shape[0]
-        fakes = []
         with fake_mode:
-            for at, x in enumerate(inputs):
-                rows = [count] if self._has_rows(at) else []
-                fakes.append(torch.empty((*rows, *x.shape[len(rows) :]), dtype=x.dtype, device=x.device))
-        return fakes
+            return self._like(inputs, count)
+
+    def _like(self, inputs: Sequence[Tensor], count: Any) -> list[Tensor]:
+        """Inputs with that many rows, of any values."""
+        found = []
+        for at, x in enumerate(inputs):
+            rows = [count] if self._has_rows(at) else []
+            found.append(torch.empty((*rows, *x.shape[len(rows) :]), dtype=x.dtype, device=x.device))
+        return found
 
     def _step(self, wanted: Wanted) -> Callable[..., Any]:
         count = self.products + self.rows + self.shared
@@ -245,11 +244,16 @@ def _in_inference(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """In which numbers of a dtype are added: float32 or wider."""
+    return torch.promote_types(torch.float32, dtype)
+
+
 def weighted_sum(results: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensor:
     """The sum of results times cotangents, in float32 or wider; what is not finite counts nothing times 0."""
     sums = []
     for result, cotangent in zip(results, cotangents, strict=True):
-        wide = torch.promote_types(torch.float32, result.dtype)
+        wide = widened(result.dtype)
         product = result.to(wide) * cotangent.to(wide)
         sums.append(product.masked_fill(cotangent == 0, 0).sum())
     return functools.reduce(torch.add, sums)
