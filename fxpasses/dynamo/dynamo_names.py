@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from fxpasses.graph.provenance import is_of_package
+
 CHECKED = ("2.11.0", "2.13.0", "2.15.0")
 _CLEANUPS = ("COPY", "WITH_EXCEPT_START")  # behind the handler of `with`, and of a handler
 _ENDS = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "POP_EXCEPT", "RERAISE")  # the first of `except`, and of `finally`
@@ -148,7 +150,8 @@ def guard_names() -> Mapping[str, object]:
 def user_place() -> tuple[str, int]:
     """The file and line of the traced instruction; ("", 0) if unknown."""
     frames = torch._guards.TracingContext.extract_stack()
-    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+    place = next((frame for frame in reversed(frames) if not is_of_package(frame.filename)), None)
+    return ("", 0) if place is None else (place.filename, place.lineno or 0)
 
 
 def is_in_try(tx: Any) -> bool:

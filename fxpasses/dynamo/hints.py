@@ -15,17 +15,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo.variables import ConstantVariable, ListVariable
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx import Proxy
 
 from fxpasses.dynamo.dynamo_names import DynamoNames
 from fxpasses.dynamo.failures import CaptureRejected
 from fxpasses.dynamo.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, TRANSLATOR, Handlers, Proceed, Site, method
 from fxpasses.dynamo.number_errors import check_assertion, check_operation
+from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, are_constants, substitute
 from fxpasses.dynamo.trace import Trace
 from fxpasses.graph.collectives import is_collective
 from fxpasses.graph.symbols import free_symbols, is_unbacked
@@ -37,8 +38,6 @@ except ImportError:  # torch 2.11
 
 BUILTIN = "torch._dynamo.variables.builtin.BuiltinVariable"
 PROTOCOL = "torch._dynamo.variables.object_protocol"
-TENSOR = "torch._dynamo.variables.tensor.TensorVariable"
-TORCH_FUNCTION = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
 
 # Methods whose arguments are all sizes. Dynamo breaks the graph at `x.view(h, w)` where `h` is a tensor.
 _TAKE_SIZES = frozenset({"expand", "repeat", "reshape", "split", "view"})
@@ -137,17 +136,30 @@ def of_nothing(trace: Trace, proceed: Proceed, self: Any, tx: Any, items: Any) -
 def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.value is torch.equal and len(args) == 2 and not kwargs:
         return _constant(_equal(trace, tx, *args))
-    if self.value is torch.allclose and _are_metadata(trace, args):
-        close = TorchInGraphFunctionVariable(torch.isclose).call_function(tx, args, kwargs)
-        return _constant(_truth(trace, tx, close.call_method(tx, "all", [], {})))
     if self.value in _OF_SIZES:
         numbers = [_as_number(trace, tx, argument) for argument in args]
         named = {name: _as_number(trace, tx, argument) for name, argument in kwargs.items()}
         same = all(map(operator.is_, (*numbers, *named.values()), (*args, *kwargs.values())))
         return NOT_HANDLED if same else proceed(self, tx, numbers, named)
-    if self.value is torch.is_nonzero and len(args) == 1 and not kwargs and isinstance(args[0], TensorVariable):
-        return _constant(_truth(trace, tx, args[0]))
     return NOT_HANDLED
+
+
+def _is_metadata(trace: Trace, input: Any) -> bool:
+    return _are_metadata(trace, [input])
+
+
+@substitute(handlers, torch.is_nonzero, when=_is_metadata, without="`torch.is_nonzero(tensor)` breaks the graph")
+def is_nonzero(input: Tensor) -> bool:
+    return bool(input)
+
+
+def _are_both_metadata(trace: Trace, input: Any, other: Any, **options: Any) -> bool:
+    return _are_metadata(trace, [input, other]) and are_constants(*options.values())
+
+
+@substitute(handlers, torch.allclose, when=_are_both_metadata, without="`torch.allclose(a, b)` breaks the graph")
+def allclose(input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
 
 
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=7, without="`torch.autograd.grad` behind a read may fail")

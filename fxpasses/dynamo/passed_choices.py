@@ -21,10 +21,11 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpasses.base.containment import contained
-from fxpasses.graph.calls import FACTORIES, is_integer, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.symbols import is_symbolic, is_unbacked
+from fxpasses.graph.traits import FACTORIES, is_integer
 
 _passed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

@@ -12,6 +12,7 @@ import re
 from torch.fx import GraphModule, Node
 from torch.fx import traceback as fx_traceback
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -20,8 +21,13 @@ def where(node: Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return ""
-    file, line = frames[-1]
+    file, line = next((frame for frame in reversed(frames) if not is_of_package(frame[0])), frames[-1])
     return f"{os.path.basename(file)}:{line}"
+
+
+def is_of_package(file: str) -> bool:
+    """Whether a file is this package's: some of its functions are traced in place of the program's calls."""
+    return file.startswith(_PACKAGE)
 
 
 def module_of(node: Node) -> tuple[str, str]:

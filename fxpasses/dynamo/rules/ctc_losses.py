@@ -13,29 +13,24 @@ Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import NullContextVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.dynamo.failures import FeatureRejected
 from fxpasses.dynamo.features import Feature
-from fxpasses.dynamo.hints import TORCH_FUNCTION
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.runtime import ctc
+from fxpasses.dynamo.substitutions import TORCH_FUNCTION, are_constants, are_tensors, example, substitute
 
 if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace
 
-_SIGNATURE = inspect.signature(F.ctc_loss)
-_LOSS: Any = ctc.ctc_loss
-_TENSORS = ("log_probs", "targets", "input_lengths", "target_lengths")
 _INTEGERS = (torch.int32, torch.int64)
 
 handlers = Handlers()
@@ -75,33 +70,27 @@ class WithoutCudnn(NullContextVariable):
 
 
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=5)
-def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    if self.value is torch.backends.cudnn.flags:
-        switches_off = not args and kwargs.keys() == {"enabled"} and _constant(kwargs["enabled"]) is False
-        return WithoutCudnn(trace) if switches_off else NOT_HANDLED
-    if self.value is not F.ctc_loss or not _is_supported(trace, args, kwargs):
+def flags(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if self.value is not torch.backends.cudnn.flags or args or kwargs.keys() != {"enabled"}:
         return NOT_HANDLED
-    return UserFunctionVariable(_LOSS).call_function(tx, args, kwargs)
+    enabled = kwargs["enabled"]
+    is_off = enabled.is_python_constant() and enabled.as_python_constant() is False
+    return WithoutCudnn(trace) if is_off else NOT_HANDLED
 
 
-def _is_supported(trace: Trace, args: Any, kwargs: Any) -> bool:
-    try:
-        given = _SIGNATURE.bind(*args, **kwargs).arguments
-    except TypeError:
+def _takes_no_cudnn(
+    trace: Trace, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, **options: Any
+) -> bool:
+    if not are_tensors(log_probs, targets, input_lengths, target_lengths) or not are_constants(*options.values()):
         return False
-    tensors = [given.pop(name).realize() for name in _TENSORS]
-    if not all(tensor.is_tensor() for tensor in tensors) or None in map(_constant, given.values()):
-        return False
-    log_probs, targets, *lengths = (tensor.as_proxy().node.meta["example_value"] for tensor in tensors)
-    is_loss = log_probs.ndim == 3 and log_probs.dtype in (torch.float32, torch.float64)
+    x, ids, *lengths = map(example, (log_probs, targets, input_lengths, target_lengths))
+    is_loss = x.ndim == 3 and x.dtype in (torch.float32, torch.float64) and ids.dtype in _INTEGERS
     are_lengths = all(length.ndim == 1 and length.dtype in _INTEGERS for length in lengths)
-    may_take_cudnn = log_probs.device.type == "cuda" and not trace.state(_WithoutCudnn).depth
-    is_cast = torch.is_autocast_enabled(log_probs.device.type)
-    return is_loss and are_lengths and targets.dtype in _INTEGERS and not may_take_cudnn and not is_cast
+    may_take_cudnn = x.device.type == "cuda" and not trace.state(_WithoutCudnn).depth
+    return is_loss and are_lengths and not may_take_cudnn and not torch.is_autocast_enabled(x.device.type)
 
 
-def _constant(variable: Any) -> Any:
-    return variable.as_python_constant() if variable.is_python_constant() else None
+substitute(handlers, F.ctc_loss, when=_takes_no_cudnn)(ctc.ctc_loss)
 
 
 def _is_on_cuda(node: Node) -> bool:

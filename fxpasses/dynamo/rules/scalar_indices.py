@@ -18,8 +18,9 @@ from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.dynamo.hints import BUILTIN, TENSOR, indexes_tensor
+from fxpasses.dynamo.hints import BUILTIN, indexes_tensor
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.substitutions import TENSOR
 
 if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace

@@ -38,12 +38,10 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx import GraphModule
 
-from fxpasses.dynamo.failures import FeatureRejected
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Place, Proceed, Site, method
-from fxpasses.dynamo.rules.bodies import outer_body, store_conflict
+from fxpasses.dynamo.rules.bodies import ALL, Ledger, StorePlace, outer_body
 from fxpasses.dynamo.rules.value_parts import parts_of
-from fxpasses.graph.aliases import is_written
 
 if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace
@@ -51,58 +49,32 @@ if TYPE_CHECKING:
 _DICT = "torch._dynamo.variables.dicts.ConstDictVariable"
 _READS = ("__contains__", "__getitem__", "get")
 _HAS_SLOTS = hasattr(ConstDictVariable, "mp_ass_subscript_impl")  # torch 2.11 has no methods but `call_method`
-_ALL = object()
 _IMMUTABLE = (TensorVariable, TupleVariable)  # of the parts of a value; writes to a tensor are looked for
 
 handlers = Handlers(checked=("2.11.0", "2.13.0"), elsewhere=False)  # 2.15 asks for the length elsewhere
 
 
 def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -> None:
-    if conflict := store_conflict(trace, trace.state(SharedTensors), gm):
-        raise FeatureRejected(Feature.SHARED, conflict)
+    trace.state(SharedTensors).check(gm)
 
 
-class SharedTensors:
-    """The items that bodies store and read in the dicts of one trace. conflicts: why an allowed store would be visible.
+class SharedTensors(Ledger):
+    """Items of dicts. A dict is known by its mutation type, which Dynamo's copies of the dict have in common."""
 
-    A dict is known by its mutation type, which Dynamo's copies of the dict have in common.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self._by: dict[tuple[Any, Any], Any] = {}  # the body that stored an item, by dict and key
-        self._read: set[tuple[Any, Any]] = set()
-        self._tensors: list[Any] = []  # stored ones, as fake tensors
-        self._is_storing = False
-        self.conflicts: list[str] = []
-
-    @property
-    def any(self) -> bool:
-        return bool(self._by)
-
-    def conflict(self, gm: Any) -> str:
-        if is_written(gm, self._tensors):
-            return "a tensor that a checkpoint stored is written to"
-        return next(iter(self.conflicts), "")
-
-    def read(self, shared: Any, key: Any, body: Any) -> None:
-        if self._by.get((shared, key), self) is not body:
-            self._read.add((shared, key))
+    feature = Feature.SHARED
+    _is_storing = False
 
     def changed(self, shared: Any, key: Any) -> None:
         """Record a change by the frame or a body, which the recomputation of an earlier storing body would undo."""
-        if not self._is_storing and any(known is shared and key in (_ALL, other) for known, other in self._by):
+        if not self._is_storing and any(known is shared and key in (ALL, other) for known, other in self._by):
             self.conflicts.append("an item that a checkpoint stored is changed")
 
-    def allow(self, shared: Any, key: Any, value: Any, body: Any) -> bool:
+    def allow(self, place: StorePlace, value: Any, body: Any) -> bool:
         """Whether a body may store an item; if so, the store is recorded."""
         parts = list(parts_of(value))
-        if any(type(part) not in _IMMUTABLE for part in parts):
+        if any(type(part) not in _IMMUTABLE for part in parts) or self.is_read(place) or place in self._by:
             return False
-        if {(shared, key), (shared, _ALL)} & self._read or (shared, key) in self._by:
-            return False
-        self._by[shared, key] = body
-        tensors = [part for part in parts if type(part) is TensorVariable]
-        self._tensors += [tensor.as_proxy().node.meta["example_value"] for tensor in tensors]
+        self.record(place, parts, body)
         return True
 
     @contextmanager
@@ -155,7 +127,7 @@ def store_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, val
 def change(trace: Trace, proceed: Proceed, self: Any, var: Any) -> Any:
     """Changes other than a store of an item: `clear`, `pop`, `update`."""
     if _is_of_frame(var):
-        trace.state(SharedTensors).changed(var.mutation_type, _ALL)
+        trace.state(SharedTensors).changed(var.mutation_type, ALL)
     return NOT_HANDLED
 
 
@@ -165,14 +137,14 @@ def _is_of_frame(variable: Any) -> bool:
 
 def _key(variable: Any) -> Any:
     if variable is None or not variable.is_python_constant():
-        return _ALL
+        return ALL
     return variable.as_python_constant()
 
 
 def _read(trace: Trace, tx: Any, variable: Any, key: Any) -> Any:
     body = outer_body(tx)
-    if _is_of_frame(variable) and (body is not None or _key(key) is _ALL):
-        trace.state(SharedTensors).read(variable.mutation_type, _key(key), body)
+    if _is_of_frame(variable) and (body is not None or _key(key) is ALL):
+        trace.state(SharedTensors).read((variable.mutation_type, _key(key)), body)
     return NOT_HANDLED
 
 
@@ -183,9 +155,9 @@ def _store(trace: Trace, tx: Any, variable: Any, item: Any, proceed: Callable[[]
     shared, body = variable.mutation_type, outer_body(tx)
     trace.state(SharedTensors).changed(shared, _key(key))
     with trace.state(SharedTensors).storing():
-        if body is None or is_side_effect_safe(shared) or _key(key) is _ALL or value is None:
+        if body is None or is_side_effect_safe(shared) or _key(key) is ALL or value is None:
             return proceed()
-        if not trace.state(SharedTensors).allow(shared, _key(key), value, body):
+        if not trace.state(SharedTensors).allow((shared, _key(key)), value, body):
             return proceed()
         with allow_externally_visible_side_effects_in_subtracer(tx):
             return proceed()

@@ -38,76 +38,59 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx import GraphModule, Node
 
-from fxpasses.dynamo.failures import FeatureRejected
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.dynamo.rules.bodies import outer_body, store_conflict
+from fxpasses.dynamo.rules.bodies import ALL, Ledger, StorePlace, outer_body
 from fxpasses.dynamo.rules.value_parts import parts_of
-from fxpasses.graph.aliases import is_written
 from fxpasses.graph.calls import operator_of
+from fxpasses.graph.traits import PRODUCTS
 
 if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace
 
 _OBJECTS = (UserDefinedObjectVariable, UnspecializedNNModuleVariable)  # `read` sees all reads of their attributes
-_ALL = "__dict__"
-_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm"})
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _OBJECT = "torch._dynamo.variables.user_defined.UserDefinedObjectVariable"
 
 
 handlers = Handlers(checked=("2.13.0", "2.15.0"))
-Key = tuple[int, str]  # an object, by identity, and the name of its attribute
 
 
-class StoredValues:
-    """The stores and reads of the bodies of one trace. conflicts: why an allowed store would be visible."""
+class StoredValues(Ledger):
+    """Attributes of objects, which are known by their identity."""
+
+    feature = Feature.STORES
 
     def __init__(self, trace: Trace) -> None:
-        self._by: dict[Key, Any] = {}  # the body that stored the attribute
-        self._read: set[Key] = set()
+        super().__init__(trace)
         self._lists: dict[int, tuple[Any, Any]] = {}  # stored lists, and the body that stored each
-        self._tensors: list[Any] = []  # stored ones, as fake tensors
-        self._again: dict[Key, Node] = {}  # of several stores in a body, the node before the last one
-        self.conflicts: list[str] = []
+        self._again: dict[StorePlace, Node] = {}  # of several stores in a body, the node before the last one
 
-    @property
-    def any(self) -> bool:
-        return bool(self._by)
-
-    def read(self, key: Key, body: Any) -> None:
-        if self._by.get(key) is not body:
-            self._read.add(key)
-
-    def stored(self, key: Key, body: Any) -> None:
+    def stored(self, place: StorePlace, body: Any) -> None:
         """Record a store by a body or the frame, which the recomputation of an earlier storing body would undo."""
-        if key in self._by and self._by[key] is not body:
-            self.conflicts.append(f"`{key[1]}` is stored again")
+        if place in self._by and self._by[place] is not body:
+            self.conflicts.append(f"`{place[1]}` is stored again")
 
     def changed(self, value: Any, body: Any) -> None:
         if id(value) in self._lists and self._lists[id(value)][1] is not body:
             self.conflicts.append("a list that was stored is changed")
 
-    def allow(self, key: Key, value: Any, body: Any) -> bool:
+    def allow(self, place: StorePlace, value: Any, body: Any) -> bool:
         """Whether a body may store a value; if so, the store is recorded."""
         parts = list(parts_of(value))
-        if {key, (key[0], _ALL)} & self._read or self._by.get(key, body) is not body or None in parts:
+        if self.is_read(place) or self._by.get(place, body) is not body or None in parts:
             return False
-        if key in self._by:
-            self._again[key] = next(iter(reversed(body.graph.nodes)))
-        self._by[key] = body
-        self._tensors += [part.as_proxy().node.meta["example_value"] for part in parts if part.is_tensor()]
+        if place in self._by:
+            self._again[place] = next(iter(reversed(body.graph.nodes)))
+        self.record(place, parts, body)
         self._lists |= {id(part): (part, body) for part in parts if not part.is_tensor()}
         return True
 
     def conflict(self, gm: GraphModule) -> str:
-        """Why an allowed store would be visible, now that the graph is complete; "" if it is not."""
-        for key, last in self._again.items():
+        for place, last in self._again.items():
             if last._erased or not any(map(_keeps_operand, _after(last))):
-                return f"`{key[1]}` is stored several times, and a recomputation may stop between"
-        if is_written(gm, self._tensors):
-            return "a tensor that was stored is written to"
-        return next(iter(self.conflicts), "")
+                return f"`{place[1]}` is stored several times, and a recomputation may stop between"
+        return super().conflict(gm)
 
 
 def _after(node: Node) -> Iterator[Node]:
@@ -119,12 +102,11 @@ def _after(node: Node) -> Iterator[Node]:
 def _keeps_operand(node: Node) -> bool:
     """Whether eager mode keeps an operand of a call for backward."""
     example = node.meta.get("example_value")
-    return operator_of(node) in _PRODUCTS and isinstance(example, torch.Tensor) and example.requires_grad
+    return operator_of(node) in PRODUCTS and isinstance(example, torch.Tensor) and example.requires_grad
 
 
 def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -> None:
-    if conflict := store_conflict(trace, trace.state(StoredValues), gm):
-        raise FeatureRejected(Feature.STORES, conflict)
+    trace.state(StoredValues).check(gm)
 
 
 @handlers.at(method(_EFFECTS, "store_attr"))
@@ -165,8 +147,8 @@ def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str,
 
 def _record_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
     body = outer_body(tx)
-    if body is not None and not (name == _ALL and _is_of_module(tx)):
-        trace.state(StoredValues).read((id(variable.value), name), body)
+    if body is not None and not (name == "__dict__" and _is_of_module(tx)):
+        trace.state(StoredValues).read((id(variable.value), ALL if name == "__dict__" else name), body)
     return NOT_HANDLED
 
 

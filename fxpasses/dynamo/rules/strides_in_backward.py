@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from fxpasses.dynamo.hints import TENSOR
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.substitutions import TENSOR
 from fxpasses.graph.effects import is_reshaping
 from fxpasses.graph.reachability import reached
 

@@ -19,8 +19,9 @@ import torch
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.dynamo.hints import BUILTIN, TORCH_FUNCTION, take
+from fxpasses.dynamo.hints import BUILTIN, take
 from fxpasses.dynamo.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.substitutions import TORCH_FUNCTION
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.branches import PART, mark
 from fxpasses.experts.capture.speculation import Speculation, born

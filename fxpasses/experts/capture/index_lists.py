@@ -21,8 +21,9 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.dynamo.hints import BUILTIN, TENSOR, indexes_tensor
+from fxpasses.dynamo.hints import BUILTIN, indexes_tensor
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.substitutions import TENSOR
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.speculation import Speculation, is_unbacked_size, nodes_after
 from fxpasses.experts.routing import writes_integers

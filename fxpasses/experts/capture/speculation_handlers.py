@@ -10,10 +10,11 @@ import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.dynamo.hints import BUILTIN, TENSOR, TORCH_FUNCTION, is_asked, take
+from fxpasses.dynamo.hints import BUILTIN, is_asked, take
 from fxpasses.dynamo.interceptions import (
     CONDITIONAL_JUMP,
     NOT_HANDLED,
@@ -27,6 +28,7 @@ from fxpasses.dynamo.interceptions import (
     resolve,
     with_subclasses,
 )
+from fxpasses.dynamo.substitutions import TENSOR, are_constants, example, substitute
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.assumed_values import choices_of, is_routing
 from fxpasses.experts.capture.speculation import Speculation, born, stamp
@@ -161,33 +163,25 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
         every = trace.state(Speculation).list_of_all_experts(tx, self) if name == "tolist" else None
         if every is not None:
             return every
-    return _counted(trace.state(Speculation), tx, name, [self, *args], kwargs)
+    return NOT_HANDLED
 
 
-@handlers.at(method(TORCH_FUNCTION, "call_function"), order=1, without="`torch.bincount(ids)` breaks the graph")
-def torch_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    return _counted(trace.state(Speculation), tx, getattr(self.value, "__name__", ""), args, kwargs)
+def _are_below(trace: Trace, input: Any, minlength: Any) -> bool:
+    """Whether the graph shows that ids are below a constant, so that there are as many counts as this."""
+    if not isinstance(input, TensorVariable) or not are_constants(minlength):
+        return False
+    choices = choices_of(trace.state(Speculation).values.routing, input.as_proxy().node)
+    return choices is not None and example(input).ndim == 1 and choices <= minlength.as_python_constant()
 
 
-def _counted(speculation: Speculation, tx: Any, function: str, args: Any, kwargs: Any) -> Any:
-    """`torch.bincount(ids, minlength=E)` with size E, if the graph shows that the ids are below E.
-
-    Otherwise its size depends on the ids, so that a loop over it could not be unrolled.
-    """
-    if function != "bincount" or len(args) != 1 or set(kwargs) != {"minlength"}:
-        return NOT_HANDLED
-    (ids,), count = args, kwargs["minlength"]
-    if not isinstance(ids, TensorVariable) or not count.is_python_constant():
-        return NOT_HANDLED
-    node = ids.as_proxy().node
-    choices = choices_of(speculation.values.routing, node)
-    if choices is None or node.meta["example_value"].ndim != 1 or choices > count.as_python_constant():
-        return NOT_HANDLED
-    constant = ConstantVariable.create
-    zeros = ids.call_method(tx, "new_zeros", [count], {"dtype": constant(torch.int64)})
-    index = ids.call_method(tx, "long", [], {})
-    ones = index.call_method(tx, "new_ones", [index.call_method(tx, "size", [], {})], {})
-    return zeros.call_method(tx, "scatter_add", [constant(0), index, ones], {})
+@substitute(
+    handlers, torch.bincount, Tensor.bincount, when=_are_below, without="`torch.bincount(ids)` breaks the graph"
+)
+def bincount(input: Tensor, *, minlength: int) -> Tensor:
+    """Of known size; else its size depends on the ids, so that a loop over it could not be unrolled."""
+    index = input.long()
+    ones = index.new_ones(index.size())
+    return input.new_zeros(minlength, dtype=torch.int64).scatter_add(0, index, ones)
 
 
 def _takes_numbers(container: Any) -> bool:
