@@ -21,9 +21,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from fxpasses.graph.calls import CASTS, OperatorCall, is_pointwise, operator_of
+from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import elements_of, expression
+from fxpasses.graph.traits import CASTS, is_pointwise
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.metadata.emission import slice_of
 from fxpasses.report import Reason

@@ -13,9 +13,9 @@ from torch.fx import Node
 
 from fxpasses.attention.spelling import same, shape_of
 from fxpasses.graph.calls import argument, operator_of
+from fxpasses.graph.traits import COPIES
 
 _MERGES = frozenset({"reshape", "view", "flatten"})
-_COPIES = frozenset({"contiguous", "clone"})
 
 
 def unrepeated(node: Node, axis: int) -> Node | None:
@@ -40,7 +40,7 @@ def unrepeated(node: Node, axis: int) -> Node | None:
 def _without_copies(node: Any) -> Iterator[Node]:
     while isinstance(node, Node):
         yield node
-        node = node.args[0] if operator_of(node) in _COPIES else None
+        node = node.args[0] if operator_of(node) in COPIES else None
 
 
 def _repeated_at_once(node: Node, axis: int) -> Node | None:

@@ -18,8 +18,9 @@ from torch.fx import Node
 from fxpasses.attention.building import AttentionBuilder, size_of
 from fxpasses.attention.match import Attention, Mask
 from fxpasses.attention.spelling import constant_of, same, shape_of
-from fxpasses.graph.calls import VIEWS, argument, operator_of
+from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.refusals import Refused
+from fxpasses.graph.traits import VIEWS
 from fxpasses.report import Reason
 
 _KEEP_VALUES = VIEWS | {"contiguous", "expand_as"}

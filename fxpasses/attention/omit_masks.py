@@ -27,11 +27,12 @@ from torch.fx import GraphModule, Node
 from fxpasses.attention.by_rows import by_rows
 from fxpasses.attention.runtime import plan as plans
 from fxpasses.attention.runtime.by_rows import PlanByRows
-from fxpasses.graph.calls import VIEWS, OperatorCall, operator_of
+from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import elements_of, expression, is_unbacked
+from fxpasses.graph.traits import VIEWS
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.metadata.draft import Draft, Extra
 from fxpasses.metadata.emission import slice_of

@@ -14,8 +14,7 @@ from torch.fx import Node
 from fxpasses.attention.match import Operand
 from fxpasses.attention.spelling import shape_of, tensor_of
 from fxpasses.graph.calls import OperatorCall, argument, operator_of
-
-_PRODUCTS = frozenset({"matmul", "bmm", "einsum"})
+from fxpasses.graph.traits import BATCHED_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Product:
 
 def product_of(node: Any) -> Product | None:
     """The product, of two tensors of three or four dimensions, that a node computes; None if it computes none."""
-    if not isinstance(node, Node) or operator_of(node) not in _PRODUCTS:
+    if not isinstance(node, Node) or operator_of(node) not in BATCHED_PRODUCTS:
         return None
     if operator_of(node) == "einsum":
         return _einsum(node)

@@ -35,13 +35,14 @@ from fxpasses.attention.spelling import same, shape_of
 from fxpasses.attention.unfused import Unfused, is_softmax
 from fxpasses.graph.aliases import AliasAnalysis
 from fxpasses.graph.building import erase_unused
-from fxpasses.graph.calls import VIEWS, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import hint_of, is_unbacked
+from fxpasses.graph.traits import COPIES, VIEWS
 from fxpasses.graph.values import Tensor
 from fxpasses.metadata.analysis import Closure
 from fxpasses.metadata.closure import find_closure
@@ -215,7 +216,7 @@ class _Rewrite:
 
 
 # Operators on a key or a value whose results may be unused once the attention is replaced.
-_ONLY_OPERANDS = VIEWS | {"clone", "contiguous", "flatten", "getattr", "repeat_interleave"}
+_ONLY_OPERANDS = VIEWS | COPIES | {"flatten", "getattr", "repeat_interleave"}
 
 
 def _form(attention: Attention, key: Operand) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.calls import CASTS, argument, operator_of
+from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.symbols import expression
+from fxpasses.graph.traits import KEEPS_VALUES
 
-_CASTS = CASTS | {"clone", "type_as"}
+_CASTS = KEEPS_VALUES | {"type_as"}
 _CONSTANTS = {"tensor": "data", "scalar_tensor": "s", "full": "fill_value"}
 
 

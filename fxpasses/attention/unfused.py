@@ -21,9 +21,9 @@ from fxpasses.attention.products import Product, as_output, as_scores, product_o
 from fxpasses.attention.spelling import constant_of, is_cast, shape_of, tensor_of
 from fxpasses.graph.calls import OperatorCall, argument, operator_of
 from fxpasses.graph.refusals import Refused
+from fxpasses.graph.traits import ADDITIONS
 from fxpasses.report import Reason
 
-_ADDS = frozenset({"add", "add_"})
 _FILLS = frozenset({"masked_fill", "masked_fill_"})
 _SCALES = frozenset({"mul", "mul_"})
 _DIVISIONS = frozenset({"div", "div_"})
@@ -102,7 +102,7 @@ class Unfused:
 
     def _masked(self, node: Node, name: str) -> tuple[Node, Mask] | None:
         """The scores and the mask of a step that applies a mask; None for another step."""
-        if name in _ADDS and OperatorCall.of(node).has_only("input", "other"):
+        if name in ADDITIONS and OperatorCall.of(node).has_only("input", "other"):
             return self._added(node)
         if name in _FILLS:
             scores, condition, hides = node.args[0], argument(node, "mask"), True
@@ -188,6 +188,6 @@ def _is_near_miss(softmax: Node) -> bool:
         if product_of(node) is not None:
             return masked
         name = operator_of(node)
-        masked = masked or (name in (_ADDS | _FILLS | {"where"}) and len(node.all_input_nodes) > 1)
+        masked = masked or (name in (ADDITIONS | _FILLS | {"where"}) and len(node.all_input_nodes) > 1)
         waiting += [(part, steps + 1) for part in node.all_input_nodes if len(shape_of(part)) in (3, 4)]
     return False

@@ -9,9 +9,10 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.compiler.lowering import Compiled, inductor
-from fxpasses.graph.calls import VIEWS, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.symbols import constant, is_symbolic
+from fxpasses.graph.traits import VIEWS
 from fxpasses.metadata.program import Program
 from fxpasses.options import Options
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpasses.graph.aliases import written_operands
-from fxpasses.graph.calls import is_integer
+from fxpasses.graph.traits import is_integer
 
 BRANCHES = "fxpasses_branches"  # in a node's meta: (number, role) of each
 INSIDE = "inside"  # made by the branch

@@ -21,7 +21,6 @@ from fxpasses.experts.lifting import Lifting
 from fxpasses.experts.loops import Loop, has_rows
 from fxpasses.experts.merging import Merging
 from fxpasses.experts.obligations import erase_unused, prove
-from fxpasses.experts.products import PRODUCTS
 from fxpasses.experts.routing import Routing
 from fxpasses.experts.routing_facts import Mask
 from fxpasses.experts.row_partition import Cut, Spans, cut_of, spans_of
@@ -33,6 +32,7 @@ from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import constant, expression, is_unbacked, symbol
+from fxpasses.graph.traits import PRODUCTS
 from fxpasses.report import Reason
 
 _MOST = 2**48  # bytes that a processor can address, so more than the rows of any tensor

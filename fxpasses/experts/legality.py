@@ -18,15 +18,13 @@ from fxpasses.experts.assertions import Sizes
 from fxpasses.experts.loops import Loop
 from fxpasses.experts.row_partition import Cut, Spans
 from fxpasses.graph.aliases import AliasAnalysis, storages, written_operands
-from fxpasses.graph.calls import FACTORIES, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
-
-_GRAD_MODES = ("_set_grad_enabled", "set_grad_enabled")
-_MODES = ("_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+from fxpasses.graph.traits import FACTORIES, SETS_AUTOCAST, SETS_GRADIENTS, SETS_INFERENCE
 
 
 class Legality:
@@ -97,7 +95,7 @@ class Legality:
             if not first <= self.positions[node] <= last or node in self.loop.ends:
                 continue
             name = operator_of(node)
-            if name in _MODES or (name in _GRAD_MODES and not self._has_all_gradients()):
+            if name in SETS_AUTOCAST | SETS_INFERENCE or (name in SETS_GRADIENTS and not self._has_all_gradients()):
                 raise NotProved(f"`{name}` in the middle of the loop", node)
             if written_operands(node) and node not in self._rows:
                 raise NotProved(f"`{node.name}` writes in the middle of the loop", node)
@@ -106,7 +104,7 @@ class Legality:
         """Whether no result of differentiable operands lacks a gradient: `no_grad` in the loop covers queries alone."""
         enabled = None
         for node in self.graph.nodes:
-            if operator_of(node) in _GRAD_MODES:
+            if operator_of(node) in SETS_GRADIENTS:
                 enabled = node.args[0]
             if node not in self._rows and node not in self.loop.ends:
                 continue
@@ -241,7 +239,7 @@ def without_gradient(graph: Graph) -> set[Node]:
     """
     found, enabled = set(), True
     for node in graph.nodes:
-        if operator_of(node) in _GRAD_MODES:
+        if operator_of(node) in SETS_GRADIENTS:
             enabled = node.args[0]
         if not enabled and needs_gradient(node) is not None and any(map(needs_gradient, node.all_input_nodes)):
             found.add(node)

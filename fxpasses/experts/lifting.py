@@ -27,9 +27,10 @@ from fxpasses.experts.runtime import grouped_ways
 from fxpasses.experts.selection import Selection, progression, selection_of
 from fxpasses.experts.sorting import cut_rows, filled, first_rows, or_ones, read_total, sorted_pairs
 from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.calls import is_integer, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import expression
+from fxpasses.graph.traits import is_integer
 
 
 class Lifting:

@@ -22,11 +22,11 @@ from fxpasses.graph.calls import argument, operator_of
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.symbols import is_unbacked
+from fxpasses.graph.traits import ZEROS
 
 _FUNCTIONAL = ("index_add", "scatter_add", "scatter_reduce", "index_put", "masked_add")
 _ADDING = frozenset(name + end for name in _FUNCTIONAL[:-1] for end in ("", "_"))
 _IN_PLACE_ADD = ("add", "add_")
-_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _masked_addition(node: Node) -> Merge | None:
     if len(addend.args) != 3 or addend.kwargs or set(addend.users) != {node}:
         return None
     zeros, mask, source = addend.args
-    known = isinstance(zeros, Node) and operator_of(zeros) in _ZEROS and isinstance(source, Node) and has_rows(source)
+    known = isinstance(zeros, Node) and operator_of(zeros) in ZEROS and isinstance(source, Node) and has_rows(source)
     return Merge(node, (zeros, mask, source), (addend,)) if known else None
 
 

@@ -41,8 +41,9 @@ from fxpasses.graph.calls import operator_of
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
+from fxpasses.graph.traits import COMPARISONS
 
-_COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne", "sym_not"})
+_COMPARISONS = COMPARISONS | {"sym_not"}
 _NUMBERS = _COMPARISONS | {"add", "sub", "sym_sum", "sym_size"}
 # Operators that succeed on all tensors of known sizes; and queries of an expert's tokens, and of their number.
 _HARMLESS = _COMPARISONS | {*CASTS, *RESHAPES, "getitem", "select"}

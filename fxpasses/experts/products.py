@@ -16,7 +16,6 @@ from fxpasses.experts.selection import progression
 from fxpasses.graph.refusals import NotProved
 
 ops = torch.ops.fxpasses
-PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm"})
 
 
 def product(lifting: Lifting, template: Template, rows: Any) -> Rows:

@@ -28,9 +28,10 @@ from fxpasses.experts.anti_unification import REPEATED
 from fxpasses.experts.routing_facts import Choice, Counts, Ends, Fact, Mask, Nothing, OneHot, Presence, Scattered
 from fxpasses.experts.routing_transfer import CASTS, RESHAPES, TRANSFER, WIDE, ZEROS, dtype_of, pairs_of, reads_bits
 from fxpasses.graph.aliases import written_operands
-from fxpasses.graph.calls import is_integer, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.symbols import constant, is_unbacked
+from fxpasses.graph.traits import is_integer
 
 # Operators that lead from the router's choice to a mask, a count or a list: see `Routing.concerns`.
 _BEGINNING = frozenset({"bincount", "histc", "one_hot", "scatter", "scatter_", "scatter_add", "scatter_add_"})

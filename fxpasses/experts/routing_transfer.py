@@ -28,8 +28,9 @@ from fxpasses.experts.routing_facts import (
     Scattered,
     Sorted,
 )
-from fxpasses.graph.calls import OperatorCall, argument, is_integer, operator_of
+from fxpasses.graph.calls import OperatorCall, argument, operator_of
 from fxpasses.graph.symbols import constant, expression
+from fxpasses.graph.traits import is_integer
 
 if TYPE_CHECKING:
     from fxpasses.experts.routing import Routing

@@ -16,8 +16,8 @@ from fxpasses.experts.anti_unification import Constants, Template
 from fxpasses.experts.batched_values import Places, Rows, Weights, is_tensor, parts_of, row_of
 from fxpasses.experts.lifting import Lifting
 from fxpasses.graph.aliases import written_operands
-from fxpasses.graph.calls import CASTS, is_pointwise
 from fxpasses.graph.refusals import NotProved
+from fxpasses.graph.traits import CASTS, is_pointwise
 
 ops = torch.ops.fxpasses
 # Operators along `dim`, with its default; a tuple stands for several dimensions.

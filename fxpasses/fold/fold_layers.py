@@ -36,13 +36,14 @@ from fxpasses.fold.outlining import call_layer, checked_here, outline
 from fxpasses.fold.repetition import Kind, calls, kinds
 from fxpasses.fold.segments import Segment, is_reference, with_bodies
 from fxpasses.fold.unrolling import unrolled
-from fxpasses.graph.calls import VIEWS, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.flops import flops_of, has_formula
 from fxpasses.graph.modes import Mode
 from fxpasses.graph.provenance import where
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import batch_sizes_of
+from fxpasses.graph.traits import VIEWS
 from fxpasses.options import FOLD_LEAST, Options
 from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report

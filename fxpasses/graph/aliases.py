@@ -20,14 +20,10 @@ from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.effects import leaves, storage_key
 from fxpasses.graph.modes import Regions, autocast_regions
 from fxpasses.graph.regions import CHECKPOINT
+from fxpasses.graph.traits import WRITES_NOTHING
 
 # Higher-order operators that only run the operator that they are given.
 _RUN_AN_OPERATOR = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
-# Operators that write to nothing but `out`: listed to save a run on fake tensors.
-_PURE = frozenset(
-    {"add", "any", "eq", "floor_divide", "getitem", "matmul", "mul", "ne", "nonzero", "one_hot", "permute",
-     "remainder", "reshape", "size", "sum", "sym_size", "topk", "transpose", "unsqueeze", "view", "where"}
-)  # fmt: skip
 
 
 def storages(node: Node) -> list[int]:
@@ -236,7 +232,7 @@ class AliasAnalysis:
         return iter(sorted((u for u in found if start < self.positions[u] < end), key=self.positions.__getitem__))
 
     def _find_written(self, user: Node) -> frozenset[int]:
-        if not user.op.startswith("call") or (operator_of(user) in _PURE and "out" not in user.kwargs):
+        if not user.op.startswith("call") or (operator_of(user) in WRITES_NOTHING and "out" not in user.kwargs):
             return frozenset()
         if not any(map(self.sets.of, user.all_input_nodes)):
             return frozenset()  # and it must not run: it may change a mode of the process, such as autocast

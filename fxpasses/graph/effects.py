@@ -20,10 +20,11 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpasses.graph.calls import VIEWS, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.collectives import is_collective
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import expression
+from fxpasses.graph.traits import VIEWS
 from fxpasses.report import Reason
 
 # Functions of these modules change the state of the process: autograd modes, autocast, vmap levels, random state.

@@ -25,10 +25,11 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from fxpasses.graph import effects
-from fxpasses.graph.calls import FACTORIES, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import leaves
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import constant, integer_behind, symbol
+from fxpasses.graph.traits import FACTORIES
 from fxpasses.report import Reason
 
 

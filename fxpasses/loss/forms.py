@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise, operator_of
+from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import expression, hint_of, is_unbacked
+from fxpasses.graph.traits import ALONG_DIMENSION, KEEPS_VALUES, RESHAPES, SQUEEZES, is_pointwise
 from fxpasses.report import Reason
 from fxpasses.rows.nodes import first_of, is_tensor, shape_of, whole_index
 
-_KEEPING = frozenset({"clone", "contiguous", "detach"}) | CASTS
-_RESHAPES = frozenset({"flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "view_as", "reshape_as"})
+_RESHAPES = RESHAPES | SQUEEZES
 # Along the columns. Those that keep them, those that give one number, and those that give values and indices.
-_KEEPING_ALONG = frozenset({"cumsum", "log_softmax", "softmax", "softmin"})
 _REDUCING = frozenset(
     {"all", "amax", "amin", "any", "argmax", "argmin", "logsumexp", "mean", "norm", "prod", "std", "sum", "var"}
 )
@@ -141,7 +140,7 @@ def rule(node: Node, forms: Mapping[Node, Any]) -> Rule:
         if is_tensor(index) and len(shape_of(index)) == 1:
             chosen = Selection(form.rows, (index,))
             return _chosen(first, replace(form, rows=shape_of(node)[:1], chosen=chosen))
-    if name in _KEEPING and node.all_input_nodes == [first]:
+    if name in KEEPS_VALUES and node.all_input_nodes == [first]:
         return Rule(form, lambda to: to.emit(node.target, *_with_first(node, first, to.value(first))))
     if name in _RESHAPES:
         return _reshaped(node, first, form)
@@ -332,7 +331,7 @@ def _have_same_rows(one: Node, other: Node, lead: int) -> bool:
 
 
 def _along(node: Node, call: OperatorCall, name: str, first: Node, form: Form) -> Rule:
-    if name not in _KEEPING_ALONG | _REDUCING | _PAIRS or form.columns is None:
+    if name not in ALONG_DIMENSION | _REDUCING | _PAIRS or form.columns is None:
         raise refused(node, "is not known to work row by row")
     dim = call.argument("dim", -1 if name in ("sort", "topk") else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim

@@ -17,13 +17,14 @@ from torch.utils import _pytree as pytree
 import fxpasses.loss.operators  # noqa: F401 - defines the operators
 from fxpasses.graph.aliases import storages, written_operands
 from fxpasses.graph.building import NodeBuilder, replace_operand
-from fxpasses.graph.calls import CASTS, VIEWS, is_pointwise, operator_of
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.gradients import requiring
 from fxpasses.graph.modes import autocast_regions, modes
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region as MainGraph
 from fxpasses.graph.symbols import is_unbacked
+from fxpasses.graph.traits import KEEPS_VALUES, VIEWS, is_pointwise
 from fxpasses.loss.body import Body
 from fxpasses.loss.forms import Form, refused
 from fxpasses.loss.region import LossRegion, Product, transformed
@@ -33,7 +34,7 @@ from fxpasses.report import Reason
 from fxpasses.rows.nodes import is_tensor, shape_of
 
 ops = torch.ops.fxpasses
-_PURE = frozenset({"all", "any", "clone", "flatten", "gather", "index_select", "mean", "pad", "sum"})
+_PURE = frozenset({"all", "any", "flatten", "gather", "index_select", "mean", "pad", "sum"})
 
 
 class Rewrite:
@@ -311,7 +312,7 @@ def _times(one: Any, other: Any, emit: NodeBuilder) -> Any:
 
 
 def _is_pure(name: str) -> bool:
-    return is_pointwise(name) or name in CASTS | VIEWS | _PURE
+    return is_pointwise(name) or name in KEEPS_VALUES | VIEWS | _PURE
 
 
 def _is_floating(node: Node) -> bool:

@@ -19,9 +19,10 @@ from torch.fx import Node
 
 from fxpasses.graph.aliases import storages
 from fxpasses.graph.building import NodeBuilder, erase_unused
-from fxpasses.graph.calls import OperatorCall, is_in_place, is_pointwise, operator_of
+from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.modes import autocast_regions, modes
 from fxpasses.graph.regions import Region
+from fxpasses.graph.traits import is_pointwise
 from fxpasses.rows.nodes import is_tensor, shape_of
 
 _OF_CLASSES = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}

@@ -19,12 +19,12 @@ import torch
 from torch.fx import Node
 
 from fxpasses.graph.building import NodeBuilder
-from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
+from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.reachability import reached
+from fxpasses.graph.traits import KEEPS_VALUES, RESHAPES, SQUEEZES
 from fxpasses.rows.nodes import is_tensor, shape_of
 
-_KEEPING = frozenset({"clone", "contiguous"}) | CASTS
-_RESHAPES = frozenset({"flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"})
+_RESHAPES = RESHAPES | SQUEEZES
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ def is_linear(node: Node, inside: Collection[Node]) -> bool:
         return _dims(call, len(shape_of(first))) is not None
     if name == "masked_fill":
         return _is_zero(call.argument("value")) and shape_of(first) == shape_of(node)
-    return name in ("neg", *_KEEPING, *_RESHAPES)
+    return name in ("neg", *KEEPS_VALUES, *_RESHAPES)
 
 
 def _needs_gradient(node: Node) -> bool:

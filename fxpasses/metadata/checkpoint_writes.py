@@ -17,16 +17,12 @@ from fxpasses.graph import effects
 from fxpasses.graph.aliases import AliasSets, storages, written_operands
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.regions import Region
+from fxpasses.graph.traits import WRITES_NOTHING
 
 # f(f(x)) = f(x), with constants for all other arguments.
 IDEMPOTENT = frozenset(
     {"abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "fill_", "floor_", "relu_", "sign_", "tril_", "triu_",
      "trunc_", "zero_"}
-)  # fmt: skip
-# Functions that write to nothing but `out`: listed to save a run on fake tensors.
-_PURE = frozenset(
-    {"add", "conv1d", "conv2d", "getitem", "layer_norm", "linear", "matmul", "mul", "reshape", "rms_norm",
-     "scaled_dot_product_attention", "size", "softmax", "transpose", "view"}
 )  # fmt: skip
 
 
@@ -50,7 +46,7 @@ def writes(body: GraphModule, memory: set[int], fake_mode: Any) -> Iterator[Node
     sets = AliasSets(body.graph.nodes)
     held = {sets.number(storage) for storage in memory}
     for node in body.graph.nodes:
-        if operator_of(node) in _PURE and "out" not in node.kwargs:
+        if operator_of(node) in WRITES_NOTHING and "out" not in node.kwargs:
             continue
         touched = [operand for operand in node.all_input_nodes if sets.of(operand) & held]
         if touched and node.op.startswith("call"):

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
+from fxpasses.graph.calls import OperatorCall, operator_of
+from fxpasses.graph.traits import CASTS
 from fxpasses.rows.routing import is_inside
 from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Tags
 

@@ -29,12 +29,13 @@ from fxpasses.graph.checkpoints import has_policy
 from fxpasses.graph.modes import Regions, autocast_regions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region
+from fxpasses.graph.traits import RESHAPES
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, RowAttention, fused, is_written_between, written_out
 from fxpasses.rows.exits import Exit, exit_of
 from fxpasses.rows.nodes import Unfollowed, first_of, is_tensor, refused, shape_of, unfollowed, whole_index
 from fxpasses.rows.routing import is_inside
-from fxpasses.rows.rules import RESHAPES, Rules
+from fxpasses.rows.rules import Rules
 from fxpasses.rows.scores import Scores, Unpacked
 from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, SORTED, TOKENS, Space, Spaces, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes

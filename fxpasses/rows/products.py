@@ -17,7 +17,6 @@ from fxpasses.graph.calls import argument, operator_of
 from fxpasses.rows.nodes import is_tensor, shape_of
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Tags
 
-PRODUCTS = frozenset({"bmm", "einsum", "matmul"})
 _KNOWN = {BATCH, TOKENS, ROWS}
 
 

@@ -29,6 +29,7 @@ from fxpasses.graph.calls import argument, is_in_place, operator_of
 from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import elements_of
+from fxpasses.graph.traits import RESHAPES, SETS_GRADIENTS, SETS_INFERENCE
 from fxpasses.graph.values import Tensor, Value
 from fxpasses.rows.attentions import RowAttention
 from fxpasses.rows.conversion import Conversion
@@ -37,11 +38,10 @@ from fxpasses.rows.layout import Layout, Step
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.packings import Packing, Packings, computed
 from fxpasses.rows.routing import is_inside
-from fxpasses.rows.rules import RESHAPES, broadcasts
+from fxpasses.rows.rules import broadcasts
 from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, SORTED, TOKENS, Tags
 
 ops = torch.ops.fxpasses
-_GRADIENTS = frozenset({"_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"})
 
 
 class Rewrite:
@@ -92,7 +92,7 @@ class Rewrite:
             yield node, moment
             writes = node in self.layout.written or node in self.layout.fills
             writes = writes or (node in self.layout.scores and is_in_place(operator_of(node)))
-            moment += writes or getattr(node.target, "__name__", "") in _GRADIENTS
+            moment += writes or getattr(node.target, "__name__", "") in SETS_GRADIENTS | SETS_INFERENCE
 
     # Before the first row: all that only the batch determines, and the sets
 

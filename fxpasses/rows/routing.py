@@ -27,12 +27,12 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.calls import CASTS, OperatorCall, operator_of
+from fxpasses.graph.calls import OperatorCall, operator_of
+from fxpasses.graph.traits import KEEPS_VALUES
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.spaces import CHOICES, EXPERTS, ROWS, SORTED, Space, Tags
 
 _INSIDE = frozenset({CHOICES, SORTED, EXPERTS})
-_SAME = CASTS | {"clone", "contiguous"}
 # What integers are: experts that rows have chosen; of each sorted choice, which choice it is, of which row, and which
 # of the row's; of each choice, where it is sorted; of each expert, how many chose it, and where its choices end.
 _CHOSEN, _ORDER, _ROWS, _SLOTS, _PLACES, _COUNTS, _ENDS = (
@@ -108,7 +108,7 @@ class Routing:
         if first in self._kinds and node not in self._kinds:
             reshapes = self._kinds[first] == _CHOSEN and name in ("flatten", "reshape", "view")
             is_number = is_integer or self._kinds[first] in (_CHOSEN, _COUNTS, _ENDS)
-            if reshapes or (name in _SAME and is_number and _counts_exactly(node)):
+            if reshapes or (name in KEEPS_VALUES and is_number and _counts_exactly(node)):
                 self._kinds[node], self._roots[node] = self._kinds[first], self._roots[first]
         if EXPERTS in tags and node not in self._kinds:
             raise refused(node, "computes with numbers of choices")

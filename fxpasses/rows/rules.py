@@ -17,17 +17,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpasses.experts.rowwise_rules import ALONG
-from fxpasses.graph.calls import CASTS, OperatorCall, is_in_place, is_pointwise
+from fxpasses.graph.calls import OperatorCall, is_in_place
 from fxpasses.graph.refusals import Refused
+from fxpasses.graph.traits import ALONG_DIMENSION, BATCHED_PRODUCTS, KEEPS_VALUES, RESHAPES, is_pointwise
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed, whole_index
-from fxpasses.rows.products import PRODUCTS, tags_of_product
+from fxpasses.rows.products import tags_of_product
 from fxpasses.rows.routing import Routing, is_inside
 from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, TOKENS, Space, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, WRITTEN_BY_INDEX, Writes
 
-RESHAPES = frozenset({"flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"})
-_KEEPING = CASTS | {"clone"}
-_KEEPING_ALONG = frozenset({"chunk", "cumsum", "glu", "log_softmax", "softmax", "split", "tensor_split"})
+_KEEPING_ALONG = ALONG_DIMENSION | {"chunk", "glu", "split", "tensor_split"}
 _NORMS = frozenset({"layer_norm", "rms_norm"})
 
 
@@ -79,7 +78,7 @@ class Rules:
             fits = self.tags.get(rows) == (ROWS, None) and self._rows_among(node) == 1
             if fits and is_tensor(bias) and len(shape_of(bias)) == 1:
                 return (ROWS, None)
-        if name in PRODUCTS:
+        if name in BATCHED_PRODUCTS:
             product = tags_of_product(node, self.tags)
             if product is None and self.near_misses and self._rows_among(node) > 1:  # why this is no attention
                 raise self.near_misses[0]
@@ -87,7 +86,7 @@ class Rules:
                 return product
         if not tags:
             raise refused(node)
-        if name in _KEEPING or (name == "dropout" and (self.may_drop or not _drops(call))):
+        if name in KEEPS_VALUES or (name == "dropout" and (self.may_drop or not _drops(call))):
             return tags
         found = self._selected(node, call, name, tags) or self._multiplied(node, call, name, tags)
         if found is not None:

@@ -22,20 +22,20 @@ from torch.utils import _pytree as pytree
 from fxpasses.attention.match import Mask, Operand
 from fxpasses.attention.products import Product, product_of
 from fxpasses.attention.spelling import constant_of
-from fxpasses.graph.calls import CASTS, OperatorCall, argument, is_in_place, is_pointwise, operator_of
+from fxpasses.graph.calls import OperatorCall, argument, is_in_place, operator_of
 from fxpasses.graph.refusals import Refused
+from fxpasses.graph.traits import ADDITIONS, KEEPS_VALUES, RESHAPES, is_pointwise
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, HIDES, MODERATE, RowAttention
 from fxpasses.rows.nodes import first_of, is_tensor, refused
-from fxpasses.rows.rules import RESHAPES, Rules
+from fxpasses.rows.rules import Rules
 from fxpasses.rows.spaces import BATCH, GROUPS, TOKENS, Tags
 
 # The dimension of scores whose elements are the tokens that a query attends to.
 KEYS = "keys"
-_ADDS = frozenset({"add", "add_", "sub"})
-_KEEPING = CASTS | {"clone", "contiguous"}
+_ADDS = ADDITIONS | {"sub"}
 _USUAL = (0, 1, 2, 3)
-_CARRIES = _KEEPING | {"expand"}
+_CARRIES = KEEPS_VALUES | {"expand"}
 _ROWS = (BATCH, None, TOKENS, None)
 _UNBOUNDED = frozenset({"cosh", "exp", "exp2", "expm1", "reciprocal", "sinh", "where"})  # makes more than a mask hides
 # Operators that make nothing large of what is not.
@@ -187,7 +187,7 @@ class Unpacked:
     def _after(self, node: Node, name: str, given: list[Node]) -> tuple[Scores, Tags] | None:
         state, tags = self.states[given[0]], self.tags[given[0]]
         first = node.args[0] if node.args else None
-        if name in _KEEPING:
+        if name in KEEPS_VALUES:
             return (state, tags) if node.meta["example_value"].is_floating_point() else None
         if name in RESHAPES and len(given) == 1 and not state.more:
             return state, self.regrouped(node)

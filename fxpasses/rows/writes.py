@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from fxpasses.graph.aliases import storages, written_operands
-from fxpasses.graph.calls import is_pointwise, operator_of
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.traits import is_pointwise
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed
 from fxpasses.rows.spaces import Tags
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph
 
-from fxpasses.graph.calls import OperatorCall, argument, is_pointwise, operator_of
+from fxpasses.graph.calls import OperatorCall, argument, operator_of
+from fxpasses.graph.traits import is_pointwise
 from tests.graph.nodes import call
 
 
