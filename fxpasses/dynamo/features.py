@@ -1,4 +1,5 @@
-"""The features of the capture, one line each: what it is, the module of its handlers, what does not work without it.
+"""The features of the capture, one line each: what it is, the module of its handlers, what does not work without it,
+and what has to change in PyTorch or in another library so that it can go. `fxpasses doctor` lists them.
 
 A module has `handlers` (`dynamo/interceptions.py`) and, where the feature needs them, some of these functions:
 
@@ -21,6 +22,7 @@ class _Line:
     title: str
     module: str = ""
     effect: str = ""
+    until: str = ""
     needs: tuple[str, ...] = ("HINTS",)
 
 
@@ -36,109 +38,176 @@ class Feature(enum.Enum):
     """A part of the capture. The members stand in the order of their handlers, where `order` does not say another one.
 
     title: its name in messages. module: of its handlers; "" for a part of another feature without any of its own.
-    effect: what does not work where it is off.
+    effect: what does not work where it is off. until: when it can go.
     """
 
     FLOATS = _Line(
         "floating-point arithmetic",
         _rule("float_arithmetic"),
         "numbers computed in floating point may be rounded otherwise than by Python",
+        until="sympy keeps the order of sums and products of floats",
         needs=(),
     )
     HINTS = _Line(
-        "value hints", "fxpasses.dynamo.hints", "code that asks the batch for a number breaks the graph", needs=()
+        "value hints",
+        "fxpasses.dynamo.hints",
+        "code that asks the batch for a number breaks the graph",
+        until="Dynamo asks the batch, and guards the answer",
+        needs=(),
     )
     MEMBERS = _Line(
-        "members of lists", _rule("list_members"), "`3 in lengths.tolist()` may take the wrong branch", needs=()
+        "members of lists",
+        _rule("list_members"),
+        "`3 in lengths.tolist()` may take the wrong branch",
+        until="Dynamo compares numbers without a value when it searches a list",
+        needs=(),
     )
-    CHUNKS = _Line("ranges over chunks", _rule("chunk_ranges"), "`range(0, n, 64)` is compiled anew for each n")
+    CHUNKS = _Line(
+        "ranges over chunks",
+        _rule("chunk_ranges"),
+        "`range(0, n, 64)` is compiled anew for each n",
+        until="a range of Dynamo's may have an end without a value",
+    )
     SLICES = _Line(
-        "sizes of slices", _rule("slice_sizes"), "slices whose bounds depend on the batch may break the graph"
+        "sizes of slices",
+        _rule("slice_sizes"),
+        "slices whose bounds depend on the batch may break the graph",
+        until="fake kernels define the sizes that they make, and AOTAutograd keeps what is learned of them later",
     )
     LAYOUTS = _Line(
         "layouts of convolutions",
         _rule("conv_layouts"),
         "trimmed images in channels-last layout may be compiled for other strides",
+        until="the fake kernel of a convolution finds channels-last layout without asking for sizes",
     )
     OUTPUTS = _Line(
-        "recorded outputs", _rule("recorded_outputs"), "transformers' recorded outputs of layers break the graph"
+        "recorded outputs",
+        _rule("recorded_outputs"),
+        "transformers' recorded outputs of layers break the graph",
+        until="Dynamo traces transformers' hooks: `with lock:`, appends in checkpoints, and `Signature.parameters`",
     )
-    STORES = _Line("stored values", _rule("stored_values"), "what checkpointed layers store outside break the graph")
+    STORES = _Line(
+        "stored values",
+        _rule("stored_values"),
+        "what checkpointed layers store outside break the graph",
+        until="Dynamo allows side effects in checkpoints that a recomputation repeats",
+    )
     SHARED = _Line(
         "shared tensors",
         _rule("shared_tensors"),
         "tensors that checkpointed layers share through a dict break the graph",
+        until="Dynamo allows side effects in checkpoints that a recomputation repeats",
     )
     GRADIENTS = _Line(
-        "required gradients", _rule("required_gradients"), "requiring the gradient of an intermediate breaks the graph"
+        "required gradients",
+        _rule("required_gradients"),
+        "requiring the gradient of an intermediate breaks the graph",
+        until="AOTAutograd differentiates with respect to intermediates",
     )
     OUT = _Line(
         "out= arguments",
         _rule("out_arguments"),
         "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph",
+        until="functionalization keeps the strides of `out=` arguments",
     )
     ROPE = _Line(
-        "positions of images", _rule("rope_indices"), "`get_rope_index` of vision-language models breaks the graph"
+        "positions of images",
+        _rule("rope_indices"),
+        "`get_rope_index` of vision-language models breaks the graph",
+        until="transformers computes the positions by tensor operations",
     )
-    CTC = _Line("CTC losses", _rule("ctc_losses"), "`F.ctc_loss` with lengths in tensors breaks the graph")
+    CTC = _Line(
+        "CTC losses",
+        _rule("ctc_losses"),
+        "`F.ctc_loss` with lengths in tensors breaks the graph",
+        until="`torch._ctc_loss` has a meta kernel",
+    )
     PADDED = _Line(
-        "padded sequences", _rule("padded_sequences"), "`pad_sequence` compiles for each order of the lengths"
+        "padded sequences",
+        _rule("padded_sequences"),
+        "`pad_sequence` compiles for each order of the lengths",
+        until="`pad_sequence` has a decomposition that takes a maximum",
     )
     STRIDES = _Line(
         "strides in backward functions",
         _rule("strides_in_backward"),
         "`.stride()` in the backward of a function may break the graph",
+        until="Dynamo knows the strides of what a backward allocates",
     )
     RANDOM = _Line(
-        "random numbers", _rule("random_numbers"), "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0"
+        "random numbers",
+        _rule("random_numbers"),
+        "`if random.uniform(0, 1) < rate:` breaks the graph, also at rate 0",
+        until="Dynamo traces branches on numbers of `random`",
     )
-    WARNINGS = _Line("warnings", _rule("shown_once"), "`warnings.warn(...)` breaks the graph")
-    SCALARS = _Line("integer tensors in indices", _rule("scalar_indices"), "tuples of integer tensors in an index fail")
+    WARNINGS = _Line(
+        "warnings", _rule("shown_once"), "`warnings.warn(...)` breaks the graph", until="Dynamo traces `warnings.warn`"
+    )
+    SCALARS = _Line(
+        "integer tensors in indices",
+        _rule("scalar_indices"),
+        "tuples of integer tensors in an index fail",
+        until="Dynamo makes a tensor of a tuple in an index",
+    )
     STRINGS = _Line(
-        "strings with sizes", _rule("lazy_strings"), 'f"{x.shape[0]} tokens" is compiled anew for each size', needs=()
+        "strings with sizes",
+        _rule("lazy_strings"),
+        'f"{x.shape[0]} tokens" is compiled anew for each size',
+        until="Dynamo joins the parts of a string when it is read",
+        needs=(),
     )
     FUNCTIONS = _Line(
         "numbers of autograd functions",
         _rule("function_numbers"),
         "an autograd function that reads a number ends the capture of the model",
+        until="Dynamo gives an autograd function's backward the numbers that forward has read",
     )
     INSIDE = _Line("numbers captured in autograd functions", needs=("FUNCTIONS", "HINTS"))
     PLANS = _Line(
         "plans of random blocks",
         _rule("block_plans"),
         "BigBird's random blocks, drawn from a constant seed, break the graph",
+        until="Dynamo seeds NumPy's generator as the program does",
     )
     SPECULATION = _Line(
-        "speculation", _of_experts("speculation_handlers"), "loops that skip experts without tokens break the graph"
+        "speculation",
+        _of_experts("speculation_handlers"),
+        "loops that skip experts without tokens break the graph",
+        until="nothing is planned in Dynamo that could take its place",
     )
     NUMPY = _Line(
         "NumPy's numbers",
         _of_experts("numpy_counts"),
         "loops over counts that went through NumPy break the graph",
+        until="elements of a NumPy array are numbers in Dynamo, as those of `.tolist()` are",
         needs=("HINTS", "SPECULATION"),
     )
     LISTS = _Line(
         "grown lists",
         _of_experts("grown_lists"),
         "lists that grow only for experts with tokens break the graph",
+        until="nothing is planned in Dynamo that could take its place",
         needs=("HINTS", "SPECULATION"),
     )
     INDICES = _Line(
         "lists of indices",
         _of_experts("index_lists"),
         "an expert's tokens as a list of indices break the graph",
+        until="Dynamo has lists of a length without a value",
         needs=("HINTS", "SPECULATION"),
     )
     HOOKS = _Line(
         "repeated hooks",
         _rule("repeated_hooks"),
         "a model whose checkpointing is switched off and on compiles again each time",
+        until="transformers adds the hook once",
         needs=(),
     )
     WRITES = _Line(
         "writes in checkpoints",
         _rule("checkpoint_writes"),
         "what checkpointed layers write to buffers is written once",
+        until="AOTAutograd repeats a checkpoint's writes in its recomputation",
         needs=(),
     )
     MOVED = _Line("writes moved out of checkpoints", needs=("HINTS", "WRITES"))
@@ -154,6 +223,10 @@ class Feature(enum.Enum):
     @property
     def effect(self) -> str:
         return self.value.effect
+
+    @property
+    def until(self) -> str:
+        return self.value.until
 
     def needs(self, other: Feature) -> bool:
         """Whether this feature is off if `other` is."""

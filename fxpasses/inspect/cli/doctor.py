@@ -32,7 +32,12 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser  # it has none
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="say when each part of the capture can go, and which of Dynamo's methods it replaces",
+    )
 
 
 def run(given: argparse.Namespace) -> int:
@@ -41,7 +46,7 @@ def run(given: argparse.Namespace) -> int:
     from fxpasses.inspect.text import Style
 
     style = Style.of(sys.stdout)
-    found = list(findings())
+    found = list(findings(given.verbose))
     colors = {"ok": "32", "note": "33", "off": "31"}
     rows = [[style.paint(f.state, colors[f.state]), f.subject, f.text] for f in found]
     widths = [None, None, max(30, style.width - max(len(f.subject) for f in found) - 8)]
@@ -49,12 +54,12 @@ def run(given: argparse.Namespace) -> int:
     return int(any(f.state == "off" for f in found))
 
 
-def findings() -> Iterator[Finding]:
+def findings(verbose: bool = False) -> Iterator[Finding]:
     """All findings, in the order of the report."""
     yield from _versions()
     yield from _devices()
     yield from _capture()
-    yield from _interceptions()
+    yield from _features(verbose)
     yield from _private_names()
     yield _folding()
     yield _backend_names()
@@ -116,26 +121,36 @@ def _capture() -> Iterator[Finding]:
     yield Finding.of("compile ids", has_ids, "records distinguish recompilations", "torch lacks them")
 
 
-def _interceptions() -> Iterator[Finding]:
-    """The handlers that run in place of Dynamo's methods while a frame is traced, in order."""
+def _features(verbose: bool) -> Iterator[Finding]:
+    """The features of the capture, each a workaround of what Dynamo cannot trace. verbose: whether to say when
+    each can go, and which methods it replaces."""
     import torch
 
+    from fxpasses.dynamo.features import Feature
     from fxpasses.dynamo.interceptions import Row, off_in, table
 
-    def describe(row: Row) -> str:
-        if row.missing or row.feature in off:
-            return row.missing or f"{row.feature.title} is off"
-        is_checked = torch.__version__.startswith(row.handler.checked)
-        return row.feature.title + ("" if is_checked else f" (checked on torch {', '.join(row.handler.checked)} alone)")
+    def place(row: Row) -> str:
+        return f"{'.'.join(row.handler.site.name.split('.')[-2:])} ({row.handler.order})"
 
     rows = table()
     off = off_in(rows)
-    for site in dict.fromkeys(row.handler.site.name for row in rows):
-        handlers = sorted((row for row in rows if row.handler.site.name == site), key=lambda row: row.handler.order)
-        texts = [describe(row) for row in handlers]
-        is_as_checked = texts == [row.feature.title for row in handlers]
-        state = "off" if any(row.missing for row in handlers) else "ok" if is_as_checked else "note"
-        yield Finding(".".join(site.split(".")[-2:]), state, ", then ".join(texts))
+    for feature in Feature:
+        own = [row for row in rows if row.feature is feature]
+        if not own:
+            continue
+        missing = [row.missing for row in own if row.missing]
+        others = sorted({version for row in own for version in row.handler.checked})
+        is_checked = all(torch.__version__.startswith(row.handler.checked) for row in own)
+        text = f"else {feature.effect}"
+        if feature in off:
+            text = "off: " + "; ".join(missing or [feature.effect])
+        elif missing:
+            text = "; ".join(missing)
+        elif not is_checked:
+            text += f" (checked on torch {', '.join(others)} alone)"
+        details = [f"can go when {feature.until}", "replaces " + ", ".join(map(place, own))]
+        state = "off" if feature in off or missing else "ok" if is_checked else "note"
+        yield Finding(feature.title, state, "\n".join([text, *(details if verbose else ())]))
 
 
 def _private_names() -> Iterator[Finding]:
