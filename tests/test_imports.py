@@ -50,10 +50,10 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
-    """Modules of the package that run when this one's code does; not those for type checkers alone."""
+def imported(tree: ast.AST, known: dict[str, Path], types: bool) -> Iterator[str]:
+    """Modules of the package that a module imports. types: whether to count those for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
             continue
         if isinstance(node, ast.ImportFrom) and node.module in known:
             for alias in node.names:
@@ -61,17 +61,17 @@ def imported(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
                 yield module if module in known else node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
-        yield from imported(node, known)
+        yield from imported(node, known, types)
 
 
-def imports() -> dict[str, set[str]]:
+def imports(types: bool = False) -> dict[str, set[str]]:
     known = modules()
-    return {name: set(imported(ast.parse(file.read_text()), known)) - {name} for name, file in known.items()}
+    return {name: set(imported(ast.parse(file.read_text()), known, types)) - {name} for name, file in known.items()}
 
 
 def test_no_circle() -> None:
     # The package itself names public objects for their users; what it imports lazily is no module's own import.
-    TopologicalSorter({name: found - {"fxpasses"} for name, found in imports().items()}).prepare()
+    TopologicalSorter({name: found - {"fxpasses"} for name, found in imports(types=True).items()}).prepare()
 
 
 def test_folders_import_what_lies_below_them() -> None:

@@ -29,23 +29,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from fxpasses.dynamo.attempt import Place, Question
+from fxpasses.dynamo.attempt import Attempt, Place, Question
 from fxpasses.dynamo.dynamo_names import in_short
-from fxpasses.dynamo.failures import Rejected
+from fxpasses.dynamo.failures import Failure, Rejected
 from fxpasses.dynamo.features import Feature
 from fxpasses.graph.collectives import is_all_to_all
-
-if TYPE_CHECKING:
-    from fxpasses.dynamo.trace import Trace
 
 # Who asks about the layout of a tensor in memory: a wrong answer makes a copy, and no other result.
 _LAYOUT_IN_CPP = ("Contiguity.h", "EmptyTensor.cpp", "Resize.h", "TensorBase.h", "TensorImpl.h", "TensorUtils.cpp")
@@ -99,6 +96,30 @@ class _Run:
         equal = [part for part in sympy.Or.make_args(assertion) if isinstance(part, sympy.Eq)]
         compared = {side for part in equal for side in part.args}
         yield from (question for question in self.questions if _size(question, 1) in compared)
+
+
+class Trace(Protocol):
+    """What is asked of the trace (`dynamo/trace.py`)."""
+
+    attempt: Attempt
+    failure: Failure | None
+
+    @property
+    def is_tracing(self) -> bool: ...
+
+    def number(self, expression: Any) -> Any: ...
+
+    def compute(self, symbols: Iterable[Any]) -> None: ...
+
+    def place(self) -> Place: ...
+
+    def is_in_try(self) -> bool: ...
+
+    def choosing(self) -> AbstractContextManager[None]: ...
+
+    def note_choice(self, question: Any, answer: bool, place: Place) -> None: ...
+
+    def note_error(self, feature: Feature, error: Exception) -> None: ...
 
 
 class SizeDefaults:

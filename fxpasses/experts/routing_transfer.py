@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
@@ -32,10 +32,20 @@ from fxpasses.graph.calls import OperatorCall, argument, operator_of
 from fxpasses.graph.symbols import constant, expression
 from fxpasses.graph.traits import is_integer
 
-if TYPE_CHECKING:
-    from fxpasses.experts.routing import Routing
-
 Result = Fact | str | None
+
+
+class Routing(Protocol):
+    """What a transfer function may ask (`experts/routing.py`)."""
+
+    def of(self, node: Node) -> Fact: ...
+
+    def choice(self, ids: Node) -> Choice: ...
+
+    def presence(self, node: Node) -> Presence | None: ...
+
+    def canonical(self, node: Node) -> Node: ...
+
 
 CASTS = ("bool", "contiguous", "cpu", "cuda", "detach", "double", "float", "int", "long", "to", "type")
 RESHAPES = ("flatten", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
@@ -449,7 +459,7 @@ def _element(node: Node) -> tuple[int | None, int | None]:
     return (place, number) if type(place) is int and type(number) is int and place < ndim else (None, None)
 
 
-_Transfer = Callable[["Routing", Node], Result]
+_Transfer = Callable[[Routing, Node], Result]
 _PARTS: dict[tuple[str, int], _Transfer] = {
     ("max", 1): _choice,
     ("nonzero", 0): _hits,

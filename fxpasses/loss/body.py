@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -14,11 +14,26 @@ from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.modes import Regions, autocast_regions
 from fxpasses.graph.reachability import reached
 from fxpasses.loss.forms import Form, refused
+from fxpasses.loss.region import LossRegion
 from fxpasses.loss.row_program import Result, RowProgram
 from fxpasses.rows.nodes import is_tensor
 
-if TYPE_CHECKING:
-    from fxpasses.loss.rewrite import Rewrite
+
+class Rewrite(Protocol):
+    """What a program is written for (`loss/rewrite.py`)."""
+
+    region: LossRegion
+    graph: Graph
+    fake_mode: Any
+    inductor: Mapping[str, Any] | None
+    leaving: list[Node]
+    trained: list[Node]
+    is_trained: bool
+    emit: NodeBuilder
+
+    def operand(self, node: Node, form: Form) -> tuple[Node, bool]: ...
+
+    def requires_grad(self, node: Node) -> bool: ...
 
 
 class Body:

@@ -10,8 +10,8 @@ followed only where every name of what it writes is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from torch.fx import Node
 
@@ -21,19 +21,31 @@ from fxpasses.graph.traits import is_pointwise
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed
 from fxpasses.rows.spaces import Tags
 
-if TYPE_CHECKING:
-    from fxpasses.rows.layout import Layout
-
 MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "full_like", "zeros_like", "ones_like"})
 # Write where an index says; the rules say whether that is in the same row.
 WRITTEN_BY_INDEX = frozenset({"index_add", "scatter", "scatter_add"})
 _NEW_PARTS = frozenset({"max", "min", "sort", "topk"})  # give tuples whose parts share no memory
 
 
+class Found(Protocol):
+    """What is known so far of the layout that is being made (`rows/layout.py`)."""
+
+    tags: dict[Node, Tags]
+    written: dict[Node, Node]
+    fills: dict[Node, Node]
+    origins: dict[Node, Node]
+
+    @property
+    def exits(self) -> Mapping[Node, Any]: ...
+
+    @property
+    def scores(self) -> Mapping[Node, Any]: ...
+
+
 class Writes:
     """Finds what is written, for a layout that is being made."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Found) -> None:
         self.layout, self.tags = layout, layout.tags
         self._memory: dict[Node, set[int]] = {}
         self._new: dict[Node, Node] = {}  # of new memory that nobody has read, and of views to fill it: that memory
