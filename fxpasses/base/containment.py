@@ -1,6 +1,6 @@
 """Pieces without which a step runs just as well: an error in one is said once, and does not reach the program.
 
-What is needed for right results is not such a piece: an error there falls back by one level, as docs/containment.md says.
+What is needed for right results is not such a piece: an error there falls back by one level (docs/containment.md).
 """
 
 from __future__ import annotations

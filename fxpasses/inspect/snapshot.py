@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fxpasses.graph.aliases import storages_of
 from fxpasses.graph.flops import flops_of
-from fxpasses.graph.provenance import module_of, source
+from fxpasses.graph.provenance import is_of_package, module_of, source
 from fxpasses.graph.symbols import bytes_of
 from fxpasses.inspect.model import MAIN, PROLOGUE, Node, Region, Source, TensorValue
 from fxpasses.metadata.host_copies import copy_read_by, is_copy_to_host, is_read_by_items
@@ -230,7 +230,7 @@ def _source(node: FxNode) -> Source | None:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return None
-    file, line, function, code = frames[-1]
+    file, line, function, code = next((f for f in reversed(frames) if not is_of_package(f[0])), frames[-1])
     return Source(file, int(line), function, code.strip()[:200])
 
 
