@@ -43,6 +43,7 @@ from fxpasses.dynamo.failures import CaptureRejected, FeatureRejected, Rejected,
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.trace import Trace
 from fxpasses.fold.outlining import WHOLE, Place, is_folded
+from fxpasses.graph.bodies import nodes_in
 from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
@@ -230,7 +231,7 @@ def _check_integers(gm: GraphModule) -> None:
 
     Inductor's backward would read the float, which it is not given ("name 'zuf0' is not defined", torch 2.13).
     """
-    for node in (node for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes):
+    for node in nodes_in(gm):
         example = node.meta.get("example_value")
         if isinstance(example, torch.SymInt) and has_unbacked_floats(example):
             raise CaptureRejected(f"`{node.name}` makes an integer of a float, which Inductor does not compile")

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fxpasses.graph.bodies import nodes_in
+
 _WRITES = (operator.setitem, torch.index_put, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 _METHODS = ("index_put", "index_put_", "__setitem__")
 
@@ -41,6 +43,5 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
 
 def decompositions(gm: GraphModule) -> dict[Any, Callable[..., Any]]:
     """For AOTAutograd; empty if nothing in a graph and its bodies writes by index."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    writes = any(node.target in _WRITES or node.target in _METHODS for graph in graphs for node in graph.nodes)
+    writes = any(node.target in _WRITES or node.target in _METHODS for node in nodes_in(gm))
     return {torch.ops.aten.index_put.default: index_put} if writes else {}

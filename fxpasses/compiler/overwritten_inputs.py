@@ -25,13 +25,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpasses.graph.aliases import AliasSets, written_operands
+from fxpasses.graph.bodies import nodes_in
 from fxpasses.version import __version__
 
 
 def writes_in_place(gm: GraphModule) -> bool:
     """Whether a graph that Dynamo captured, or the body of a checkpoint in it, writes to anything in place."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    return any(written_operands(node) for graph in graphs for node in graph.nodes)
+    return any(map(written_operands, nodes_in(gm)))
 
 
 class SavingPartitioner(CustomPartitionerFn):

@@ -19,18 +19,19 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fxpasses.graph.bodies import nodes_in
+
 _TENSOR, _UNCHECKED_TENSOR, _OBJECT, _SIZE = range(4)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def may_save_objects(gm: GraphModule) -> bool:
     """Whether a graph that Dynamo captured has objects among its values, or inside them, as in a DTensor."""
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            for value in pytree.tree_leaves(node.meta.get("example_value")):
-                if is_traceable_wrapper_subclass(value) or (node.op == "placeholder" and _is_object(value)):
-                    return True
-    return False
+    values = ((node, value) for node in nodes_in(gm) for value in pytree.tree_leaves(node.meta.get("example_value")))
+    return any(
+        is_traceable_wrapper_subclass(value) or (node.op == "placeholder" and _is_object(value))
+        for node, value in values
+    )
 
 
 def order_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> bool:

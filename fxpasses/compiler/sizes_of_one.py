@@ -23,14 +23,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxpasses.graph.bodies import modules_in
 from fxpasses.graph.symbols import expression, is_unbacked
 
 
 def make_exact(gm: GraphModule) -> None:
     """Rewrite a graph and its bodies where such a dimension comes from: an operator, or an input."""
     known: dict[Any, bool] = {}
-    for module in gm.modules():
-        if isinstance(module, GraphModule) and (made := _made_in(module.graph, known)):
+    for module in modules_in(gm):
+        if made := _made_in(module.graph, known):
             for node, dimensions in made.items():
                 _make_exact(node, dimensions)
             module.graph.lint()

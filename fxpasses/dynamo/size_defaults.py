@@ -42,6 +42,7 @@ from fxpasses.dynamo.attempt import Attempt, Place, Question
 from fxpasses.dynamo.dynamo_names import in_short
 from fxpasses.dynamo.failures import Failure, Rejected
 from fxpasses.dynamo.features import Feature
+from fxpasses.graph.bodies import nodes_in
 from fxpasses.graph.collectives import is_all_to_all
 
 # Who asks about the layout of a tensor in memory: a wrong answer makes a copy, and no other result.
@@ -348,8 +349,7 @@ def _assert_splits(node: Node) -> None:
 
 def _bound(gm: GraphModule) -> set[Any]:
     """The symbols that a graph determines when it runs."""
-    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
-    return {symbol for graph in graphs for node in graph.nodes for symbol in node.meta.get("unbacked_bindings") or ()}
+    return {symbol for node in nodes_in(gm) for symbol in node.meta.get("unbacked_bindings") or ()}
 
 
 def _size(question: Any, number: int) -> Any:

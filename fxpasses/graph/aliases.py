@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.graph import effects
+from fxpasses.graph.bodies import modules_in
 from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.effects import leaves, storage_key
 from fxpasses.graph.modes import Regions, autocast_regions
@@ -46,7 +47,7 @@ def storages_of(value: Any) -> list[int]:
 def is_written(gm: GraphModule, values: Any) -> bool:
     """Whether a graph, or a body in it, may write to memory of the tensors in `values`, fake tensors of that graph."""
     sought = set(storages_of(values))
-    bodies = [module for module in gm.modules() if isinstance(module, GraphModule)] if sought else []
+    bodies = list(modules_in(gm)) if sought else []
     written = (operand for body in bodies for node in body.graph.nodes for operand in written_operands(node, body))
     return any(sought.intersection(storages(operand)) for operand in written)
 

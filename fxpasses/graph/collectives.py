@@ -16,6 +16,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from fxpasses.graph.bodies import modules_in
+
 _NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"}
 )
@@ -100,7 +102,7 @@ def communicates(gm: GraphModule) -> bool:
 
 
 def _graphs(gm: GraphModule) -> list[Graph]:
-    return [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    return [module.graph for module in modules_in(gm)]
 
 
 def spans_ranks() -> bool:

@@ -20,6 +20,8 @@ from torch.fx.experimental.symbolic_shapes import constrain_unify, free_unbacked
 from torch.fx.experimental.symbolic_shapes import free_symbols as _free_symbols
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from fxpasses.graph.bodies import nodes_in
+
 log = logging.getLogger(__name__)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -50,8 +52,7 @@ def has_unbacked_floats(value: Any) -> bool:
 
 def binds_symbols(gm: GraphModule) -> bool:
     """Whether a graph, or a body in it, has numbers or sizes that are known only at run time."""
-    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
-    return any(node.meta.get("unbacked_bindings") for graph in graphs for node in graph.nodes)
+    return any(node.meta.get("unbacked_bindings") for node in nodes_in(gm))
 
 
 def expression(value: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -31,6 +31,7 @@ from fxpasses.dynamo.checks import Check
 from fxpasses.dynamo.dynamo_names import guard_compiled_graph
 from fxpasses.dynamo.guarding import can_guard
 from fxpasses.graph.aliases import storages, written_operands
+from fxpasses.graph.bodies import nodes_in
 from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.copying import copy_graph_module
@@ -163,7 +164,7 @@ def leave_out(gm: GraphModule, code: CodeType | None, is_whole: bool) -> LeftOut
     report.figures = {"lazy_outputs": len(positions)}
     examples = tuple(results[at].meta["example_value"] for at in positions)
     assert sizes is not None
-    return LeftOut(rest, gm.forward, positions, examples, sizes, code, report, any(map(_is_opaque, _nodes(gm))))
+    return LeftOut(rest, gm.forward, positions, examples, sizes, code, report, any(map(_is_opaque, nodes_in(gm))))
 
 
 def _logits(gm: GraphModule) -> set[Node]:
@@ -191,8 +192,8 @@ def _refusal(gm: GraphModule, logits: Sequence[Node], is_whole: bool) -> Refusal
         return Refusal(first, Reason.COLLECTIVE, "the graph would communicate twice")
     if any(is_unbacked(node.meta["example_value"]) for node in logits):
         return Refusal(first, Reason.UNKNOWN_SIZE)
-    given = {storage for node in _nodes(gm) if node.op in ("placeholder", "get_attr") for storage in storages(node)}
-    for node in _nodes(gm):
+    given = {storage for node in nodes_in(gm) if node.op in ("placeholder", "get_attr") for storage in storages(node)}
+    for node in nodes_in(gm):
         if _draws(node, logits[0].meta["example_value"].fake_mode):
             return Refusal(first, Reason.RANDOM, f"`{node.name}` would draw other numbers")
         if operator_of(node) == "embedding" and OperatorCall.of(node).argument("max_norm") is not None:
@@ -201,13 +202,6 @@ def _refusal(gm: GraphModule, logits: Sequence[Node], is_whole: bool) -> Refusal
             if written.op == "placeholder" or not given.isdisjoint(storages(written)):
                 return Refusal(first, Reason.INPUT_WRITTEN, f"`{written.name}` would be written twice")
     return None
-
-
-def _nodes(gm: GraphModule) -> Iterator[Node]:
-    """Of a graph and of all bodies in it."""
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
 
 
 def _is_opaque(node: Node) -> bool:

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from fxpasses.experts.runtime import grouped_linear  # noqa: F401 - registers the operators
 from fxpasses.experts.runtime.grouped_kernels import is_library_loop
+from fxpasses.graph.bodies import nodes_in
 
 ops = torch.ops.fxpasses
 
@@ -59,5 +60,4 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 def decompositions(gm: GraphModule) -> dict[Any, Callable[..., Any]]:
     """Those of the products in a graph and its bodies, for AOTAutograd; empty if there are none."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    return dict(_DECOMPOSITIONS) if any(n.target in _DECOMPOSITIONS for g in graphs for n in g.nodes) else {}
+    return dict(_DECOMPOSITIONS) if any(node.target in _DECOMPOSITIONS for node in nodes_in(gm)) else {}
