@@ -127,7 +127,7 @@ def new_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
         num_attention_heads=5,
         num_key_value_heads=5,
         num_hidden_layers=arguments.layers,
-        use_cache=False,
+        use_cache=False,  # or transformers makes no mask from position_ids, and the texts attend to each other
         attn_implementation=attention_of(arguments),
     )
     model = LlamaForCausalLM(config).to(arguments.device, dtype(arguments)).train()

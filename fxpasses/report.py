@@ -56,6 +56,7 @@ class Reason(enum.Enum):
     NO_GAIN = "it would not become faster"
     NOT_MEASURED = "whether it would become faster was not measured"
     STANDS_ONCE = "no equal one stands in its graph"
+    TEXTS_MIX = "texts of one row attend to each other, since no mask separates them"
     LEFT_OUT = "FXPASSES_CHANGES excludes it"
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxpasses import default_options, inspect, registry
+from fxpasses.attention import documents
 from fxpasses.base import overrides
 from fxpasses.base.containment import contained, error_text, is_unsaid, say
 from fxpasses.base.once import warn_once
@@ -109,7 +110,10 @@ def _compiled(
     observer = inspect.observe(gm, example_inputs, settings)
     assumed = tracing.report(trace)
     captured = Result(gm, list(example_inputs))
-    for report in (assumed, before):
+    mixing = None
+    with contained("looking for packed texts that no mask separates", strict=strict):
+        mixing = documents.report(gm, lambda positions: trace.inputs(gm, positions))
+    for report in (assumed, before, mixing):
         if report is not None:
             observer.after_pass(report, captured, "")
     with contained("finding out whether a graph is the whole program", strict=strict):

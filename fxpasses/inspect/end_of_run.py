@@ -190,6 +190,8 @@ def _advice(ours: list[Graph]) -> Iterator[str]:
         if compilation.guard:
             needed[cause(compilation.guard).advice] += 1
     yield from (advice for advice, count in needed.most_common(_MOST_LINES) if advice and count > 1)
+    if any(refusal.reason is Reason.TEXTS_MIX for graph in ours for r in graph.reports for refusal in r.refusals):
+        yield "Call the model with use_cache=False, so that transformers makes the mask that separates packed texts."
     if any(True for _ in dynamo_history.breaks()):
         yield "Take what breaks the graph out of the compiled model; TORCH_LOGS=graph_breaks has ways around it."
     if any(True for graph in ours for _ in _refusals(graph)):
