@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import trl.trainer.utils as trl_utils
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpasses.inspect
 from fxpasses.inspect import Record
 from tests.support import compiled, events
+
+trl_utils = pytest.importorskip("trl.trainer.utils")
+LoraConfig, get_peft_model = (getattr(pytest.importorskip("peft"), name) for name in ("LoraConfig", "get_peft_model"))
+transformers = pytest.importorskip("transformers")
+LlamaConfig, LlamaForCausalLM = transformers.LlamaConfig, transformers.LlamaForCausalLM
 
 pytestmark = [
     pytest.mark.usefixtures("capture_flags"),
