@@ -9,18 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.experts.layer import EXPERTS, WIDTH, Layer, check, level_of
+from tests.experts.layer import EXPERTS, PAIRS, WIDTH, Layer, Loop, add_all, check, level_of, looping, written
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
-
-
-def qwen2_moe(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    """transformers 4: the mask of an expert is squeezed in vain."""
-    mask, out = F.one_hot(idx, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
-    for e in range(EXPERTS):
-        slot, tok = torch.where(mask[e].squeeze(0))
-        out.index_add_(0, tok, x[None, tok].reshape(-1, WIDTH) @ layer.w[e] * weights[tok, slot, None])
-    return out
 
 
 def gpt_oss(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
@@ -79,24 +70,6 @@ def switch_argmax(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tens
     return out
 
 
-def idle_dropout(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        y = F.dropout(F.dropout(x[tok], 0.0) @ layer.w[e], 0.5, training=False)
-        out.index_add_(0, tok, y * weights[tok, slot, None])
-    return out
-
-
-def onto_a_base(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    """Adapters as experts, added in place to what a shared layer gives."""
-    out = x @ layer.w[0]
-    for e in range(1, EXPERTS):
-        tok, slot = torch.where(idx == e)
-        out[tok] += (x[tok] @ layer.w[e]) * weights[tok, slot, None]
-    return out
-
-
 def balanced(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Any:
     """With Mixtral's auxiliary loss, of the masks that the loop asks."""
     mask, out = F.one_hot(idx, EXPERTS), torch.zeros_like(x)
@@ -110,13 +83,9 @@ def balanced(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Any:
 
 def dropped_by_rank(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
     """Capacity: pairs beyond an expert's first three are sent to no expert."""
-    hot, out = F.one_hot(idx, EXPERTS), torch.zeros_like(x)
+    hot = F.one_hot(idx, EXPERTS)
     rank = (hot.view(-1, EXPERTS).cumsum(0).view(hot.shape) * hot).sum(-1)
-    idx = idx.masked_fill(rank > 3, EXPERTS)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, (x[tok] @ layer.w[e]) * weights[tok, slot, None])
-    return out
+    return add_all(layer, x, weights, idx.masked_fill(rank > 3, EXPERTS))
 
 
 def torchtitan(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
@@ -147,26 +116,32 @@ def megatron(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
     return (back.reshape(-1, 2, WIDTH) * weights.unsqueeze(-1)).sum(1)
 
 
-GROUPED = [
-    qwen2_moe, gpt_oss, make_moe, of_a_batch, switch, switch_argmax, idle_dropout, onto_a_base, balanced,
-    dropped_by_rank, megatron, torchtitan,
-]  # fmt: skip
+def idle_dropout(layer: Layer, e: int, x: Tensor, tok: Tensor) -> Tensor:
+    return F.dropout(F.dropout(x[tok], 0.0) @ layer.w[e], 0.5, training=False)
 
 
-@pytest.mark.parametrize("block", GROUPED, ids=lambda block: block.__name__)
-def test_blocks(block: Any) -> None:
+def named(*loops: Loop) -> dict[str, Loop]:
+    return {loop.__name__: loop for loop in loops}
+
+
+GROUPED = {
+    # transformers 4: the mask of an expert is squeezed in vain.
+    "qwen2_moe": written(
+        "slot, tok = torch.where(mask[e].squeeze(0)); "
+        "out.index_add_(0, tok, x[None, tok].reshape(-1, WIDTH) @ w[e] * weights[tok, slot, None])",
+        "mask = F.one_hot(idx, EXPERTS).permute(2, 1, 0)",
+    ),
+    "idle_dropout": looping(idle_dropout),
+    # Adapters as experts, added in place to what a shared layer gives.
+    "onto_a_base": written(f"{PAIRS}; out[tok] += y", start="x @ w[0]", experts="range(1, EXPERTS)"),
+    **named(gpt_oss, make_moe, of_a_batch, switch, switch_argmax, balanced, dropped_by_rank, megatron, torchtitan),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_blocks(name: str) -> None:
     """Up to the order in which gradients of shared inputs are summed."""
-    assert level_of(check(block, tolerance=1e-5)) == 2
-
-
-def a_branch_without_gradients(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        with torch.no_grad():
-            y = x[tok] @ layer.w[e]
-        out = out.index_add(0, tok, y * weights[tok, slot, None])
-    return out
+    assert level_of(check(GROUPED[name], tolerance=1e-5)) == 2
 
 
 def one_addition_without_gradients(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
@@ -187,14 +162,6 @@ def halves_without_gradients(layer: Layer, x: Tensor, weights: Tensor, idx: Tens
         with torch.no_grad():
             gate = torch.cat(y.chunk(2, dim=-1), -1)
         out = out.index_add(0, tok, y * gate * weights[tok, slot, None])
-    return out
-
-
-def active_dropout(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, F.dropout(x[tok] @ layer.w[e], 1.0) * weights[tok, slot, None])
     return out
 
 
@@ -219,12 +186,16 @@ def second_of_a_pair(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> T
     return out
 
 
-LEFT = [
-    a_branch_without_gradients, one_addition_without_gradients, halves_without_gradients, active_dropout,
-    squeezed_slots, second_of_a_pair,
-]  # fmt: skip
+LEFT = {
+    "a_branch_without_gradients": written(
+        "tok, slot = torch.where(idx == e)\n        with torch.no_grad(): y = x[tok] @ w[e]\n"
+        "        out = out.index_add(0, tok, y * weights[tok, slot, None])"
+    ),
+    "active_dropout": looping(lambda layer, e, x, tok: F.dropout(x[tok] @ layer.w[e], 1.0)),
+    **named(one_addition_without_gradients, halves_without_gradients, squeezed_slots, second_of_a_pair),
+}
 
 
-@pytest.mark.parametrize("block", LEFT, ids=lambda block: block.__name__)
-def test_blocks_that_stay_loops(block: Any) -> None:
-    assert level_of(check(block)) < 2
+@pytest.mark.parametrize("name", LEFT)
+def test_blocks_that_stay_loops(name: str) -> None:
+    assert level_of(check(LEFT[name])) < 2
