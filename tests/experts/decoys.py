@@ -80,40 +80,34 @@ def one_detached(moe: Moe, e: int, rows: Tensor, scores: Tensor) -> Tensor:
     return (y.detach() if e == 1 else y) * scores
 
 
-def other_index(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where((idx if e != 2 else idx.flip(0)) == e)
-        out.index_add_(0, tok, moe.experts(e, x[tok]) * weights[tok, slot, None])
-    return out
+def pairs(
+    ask: Callable[[int, Tensor], Tensor] = lambda e, idx: idx == e,
+    add: Callable[[Tensor, Tensor, Tensor], Any] = lambda out, tok, y: out.index_add_(0, tok, y),
+    most: int | None = None,
+) -> Loop:
+    """The loop with other masks, another sum, or as many tokens of an expert as `most`."""
+
+    def loop(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in moe.local:
+            tok, slot = torch.where(ask(e, idx))
+            if most is not None:
+                tok, slot = tok[:most], slot[:most]
+            add(out, tok, moe.experts(e, x[tok]) * weights[tok, slot, None])
+        return out
+
+    return loop
 
 
-def overlapping(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx >= e)
-        out.index_add_(0, tok, moe.experts(e, x[tok]) * weights[tok, slot, None])
-    return out
+other_index = pairs(lambda e, idx: (idx if e != 2 else idx.flip(0)) == e)
+overlapping = pairs(lambda e, idx: idx >= e)
 
 
 # Tokens are dropped
 
 
-def capacity_drop(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out, capacity = torch.zeros_like(x), 5
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        tok, slot = tok[:capacity], slot[:capacity]
-        out.index_add_(0, tok, moe.experts(e, x[tok]) * weights[tok, slot, None])
-    return out
-
-
-def last_expert_wins(moe: Moe, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in moe.local:
-        tok, slot = torch.where(idx == e)
-        out[tok] = moe.experts(e, x[tok]) * weights[tok, slot, None]
-    return out
+capacity_drop = pairs(most=5)
+last_expert_wins = pairs(add=lambda out, tok, y: out.index_put_((tok,), y))
 
 
 # One branch feeds the next

@@ -94,8 +94,12 @@ def written(
     *,
     start: str = "torch.zeros_like(x)",
     experts: str = "range(EXPERTS)",
+    **names: Any,
 ) -> Loop:
-    """The loop that does what `body` says for each expert e, with its weight w[e]. All are given as source."""
+    """The loop that does what `body` says for each expert e, with its weight w[e]. All are given as source.
+
+    names: what the source uses besides.
+    """
     text = f"""
 def NAME(layer, x, weights, idx):
     w = layer.w
@@ -105,4 +109,4 @@ def NAME(layer, x, weights, idx):
         {body}
     return {result}
 """
-    return source("written", text, EXPERTS=EXPERTS, WIDTH=WIDTH, TOKENS=TOKENS)
+    return source("written", text, EXPERTS=EXPERTS, WIDTH=WIDTH, TOKENS=TOKENS, **names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import fxpasses.inspect
 from fxpasses.inspect.figures import figures
-from tests.experts.layer import EXPERTS, WIDTH, Layer, check, level_of
+from tests.experts.layer import EXPERTS, WIDTH, Layer, Loop, check, level_of, written
 from tests.support import ASSIGNS_SLICES, assert_same, compiled, events
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
@@ -29,7 +30,7 @@ def in_order(counts: list[int]) -> list[tuple[int, int]]:
     return bounds
 
 
-def assigned(bounds: Bounds, rounds: int = 1) -> Any:
+def assigned(bounds: Bounds) -> Any:
     """The rows sorted by expert, cut where `bounds` says, and the results put where the rows were."""
 
     def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
@@ -46,33 +47,22 @@ def assigned(bounds: Bounds, rounds: int = 1) -> Any:
     return loop
 
 
-def overlapping(counts: list[int]) -> list[tuple[int, int]]:
-    return [(0, stop) for _, stop in in_order(counts)]
-
-
-def without_the_first_row(counts: list[int]) -> list[tuple[int, int]]:
-    return [(start + 1, stop) for start, stop in in_order(counts)]
-
-
-def backwards(counts: list[int]) -> list[tuple[int, int]]:
-    return in_order(counts)[::-1]
-
-
-def shifted(counts: list[int]) -> list[tuple[int, int]]:
-    return in_order([*counts[1:], counts[0]])
-
-
-def clamped(counts: list[int]) -> list[tuple[int, int]]:
-    return [(start, stop + (5 if e == EXPERTS - 1 else 0)) for e, (start, stop) in enumerate(in_order(counts))]
-
-
 def test_slices_that_follow_one_another() -> None:
     assert level_of(check(assigned(in_order))) == (2 if ASSIGNS_SLICES else 0)
 
 
-@pytest.mark.parametrize("bounds", [overlapping, without_the_first_row, backwards, shifted, clamped])
-def test_slices_of_another_order_stay(bounds: Bounds) -> None:
-    assert level_of(check(assigned(bounds))) == 0
+OTHER_BOUNDS: dict[str, Bounds] = {
+    "overlapping": lambda counts: [(0, stop) for _, stop in in_order(counts)],
+    "without the first row": lambda counts: [(start + 1, stop) for start, stop in in_order(counts)],
+    "backwards": lambda counts: in_order(counts)[::-1],
+    "shifted": lambda counts: in_order([*counts[1:], counts[0]]),
+    "clamped": lambda counts: [(a, b + (5 if e == EXPERTS - 1 else 0)) for e, (a, b) in enumerate(in_order(counts))],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_BOUNDS)
+def test_slices_of_another_order_stay(name: str) -> None:
+    assert level_of(check(assigned(OTHER_BOUNDS[name]))) == 0
 
 
 def added(counts_of: Callable[[Tensor], Tensor], rows_of: Callable[[Tensor], Tensor] = lambda tok: tok) -> Any:
@@ -123,71 +113,42 @@ def test_counts_of_another_routing() -> None:
     assert level_of(check(loop)) == 2
 
 
-def test_more_rows_than_are_counted_stay() -> None:
-    def padded(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor[:3]])
-
-    assert level_of(check(added(counted, padded))) == 0
-
-
-def test_counts_that_are_written_to_stay() -> None:
-    def counts(idx: Tensor) -> Tensor:
-        found = counted(idx)
-        found[0] -= 1
-        return found
-
-    assert level_of(check(added(counts))) == 0
+def written_to(idx: Tensor) -> Tensor:
+    counts = counted(idx)
+    counts[0] -= 1
+    return counts
 
 
-def test_ids_that_are_written_to_stay() -> None:
-    def counts(idx: Tensor) -> Tensor:
-        idx.clamp_(max=EXPERTS - 1)
-        return counted(idx)
-
-    assert level_of(check(added(counts))) == 0
+def sliced(body: str, before: str = "y = torch.zeros_like(rows)", result: str = "y") -> Loop:
+    """A loop over slices of the rows sorted by expert, given as source."""
+    sort = "flat, stop = idx.flatten(), 0; rows, sizes = x[flat.argsort(stable=True) // 2], counted(idx).tolist()"
+    return written(f"start, stop = stop, stop + sizes[e]; {body}", f"{sort}; {before}", result, counted=counted)
 
 
-def test_a_slice_that_is_used_elsewhere_stays() -> None:
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Any:
-        order = idx.flatten().argsort(stable=True)
-        rows, start, first = x[order // 2], 0, x.new_zeros(())
-        y = torch.zeros_like(rows)
-        for e, count in enumerate(counted(idx).tolist()):
-            own = rows[start : start + count]
-            y[start : start + count] = own @ layer.w[e]
-            first = first + own.sum() * e
-            start = start + count
-        return y, first
-
-    assert level_of(check(loop, tolerance=1e-6)) == 0
-
-
-def test_a_branch_that_reads_another_part_stays() -> None:
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        order = idx.flatten().argsort(stable=True)
-        rows, start = x[order // 2], 0
-        y = rows.clone()
-        for e, count in enumerate(counted(idx).tolist()):
-            y[start : start + count] = y[start : start + count].clone() @ layer.w[e] + y[0].clone()
-            start = start + count
-        return y
-
-    assert level_of(check(loop)) == 0
+STAY = {
+    "more rows than are counted": added(counted, lambda rows: torch.cat([rows, rows[:3]])),
+    "counts that are written to": added(written_to),
+    "ids that are written to": added(lambda idx: counted(idx.clamp_(max=EXPERTS - 1))),
+    "a slice that is used elsewhere": sliced(
+        "own = rows[start:stop]; y[start:stop] = own @ w[e]; first = first + own.sum() * e",
+        "y, first = torch.zeros_like(rows), x.new_zeros(())",
+        "(y, first)",
+    ),
+    "a branch that reads another part": sliced(
+        "y[start:stop] = y[start:stop].clone() @ w[e] + y[0].clone()", "y = rows.clone()"
+    ),
+}
 
 
-def test_a_value_that_is_broadcast_over_rows_stays() -> None:
+@pytest.mark.parametrize("name", STAY)
+def test_what_stays(name: str) -> None:
+    assert level_of(check(STAY[name], tolerance=1e-6)) == 0
+
+
+def test_a_value_that_is_broadcast_over_rows() -> None:
     """`y[start:stop] = v` with v of fewer dimensions puts rows where features are."""
-
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        order = idx.flatten().argsort(stable=True)
-        rows, start = x[order // 2], 0
-        y = x.new_zeros(rows.shape[0], 3, rows.shape[1])
-        for e, count in enumerate(counted(idx).tolist()):
-            y[start : start + count] = (rows[start : start + count] @ layer.w[e])[:, None]
-            start = start + count
-        return y
-
-    assert level_of(check(loop)) in (0, 2)
+    broadcast = "y[start:stop] = (rows[start:stop] @ w[e])[:, None]"
+    assert level_of(check(sliced(broadcast, "y = x.new_zeros(rows.shape[0], 3, rows.shape[1])"))) in (0, 2)
 
 
 def reads_of(record: fxpasses.inspect.Record) -> int | None:
@@ -233,30 +194,18 @@ def test_counts_that_are_written_to_after_they_were_read() -> None:
     assert record.figures("group_experts")["loops_grouped"] == 1
 
 
-def padded(counts_of: Callable[[Tensor], Tensor]) -> Any:
-    """As many of the rows are cut as the counts add up to; the sum is used elsewhere as well."""
+def padded(counts_of: Callable[[Tensor], Tensor], first: bool = False) -> Any:
+    """As many of the rows are cut as the counts add up to; the sum is used elsewhere as well, or before the loop."""
 
     def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
         counts = counts_of(idx).tolist()
         tok = idx.flatten().argsort(stable=True) // 2
         rows = torch.cat([x[tok], x[:3]])
-        parts = rows[: sum(counts)].split(counts)
-        y = torch.cat([part @ layer.w[e] for e, part in enumerate(parts)])
-        return torch.cat([y, y.new_ones(rows.shape[0] - sum(counts), y.shape[1])]) * (sum(counts) + 1)
-
-    return loop
-
-
-def padded_first(counts_of: Callable[[Tensor], Tensor]) -> Any:
-    """The sum is used before the loop."""
-
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        counts = counts_of(idx).tolist()
-        tok = idx.flatten().argsort(stable=True) // 2
-        rows = torch.cat([x[tok], x[:3]])
-        padding = rows.shape[0] - sum(counts)
+        padding = rows.shape[0] - sum(counts) if first else None
         y = torch.cat([part @ layer.w[e] for e, part in enumerate(rows[: sum(counts)].split(counts))])
-        return torch.cat([y, y.new_ones(padding, y.shape[1])])
+        if padding is not None:
+            return torch.cat([y, y.new_ones(padding, y.shape[1])])
+        return torch.cat([y, y.new_ones(rows.shape[0] - sum(counts), y.shape[1])]) * (sum(counts) + 1)
 
     return loop
 
@@ -289,7 +238,11 @@ def test_part_of_the_rows(name: str) -> None:
     assert reads_of(record) == reads
 
 
-@pytest.mark.parametrize("loop", [padded, padded_first, added], ids=["the first rows", "the padding first", "slices"])
+@pytest.mark.parametrize(
+    "loop",
+    [padded, functools.partial(padded, first=True), added],
+    ids=["the first rows", "the padding first", "slices"],
+)
 @pytest.mark.parametrize("name", ["bincount", "a histogram"])
 def test_sizes_that_are_symbolic(name: str, loop: Any) -> None:
     """Float32 counts exactly up to 2^24 pairs: a guard on the sizes, no number that the host reads."""

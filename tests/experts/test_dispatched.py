@@ -166,33 +166,39 @@ def test_counts_that_do_not_fit_raise_an_error(lowering: str, counts: list[int],
 # What looks alike and is not
 
 
+def run_parts(experts: Any, parts: Any) -> Tensor:
+    return torch.cat([experts.run(e, part) for e, part in enumerate(parts)])
+
+
+def padded_back(out: Tensor, rows: Tensor, sizes: list[int]) -> Tensor:
+    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes)))
+
+
 def modified_between(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
     """The sizes were read before; the counts say something else by the end of the loop."""
     sizes = counts.tolist()
     parts = rows[: sum(sizes)].split(sizes)
     counts.zero_()
-    out = torch.cat([experts.run(e, part) for e, part in enumerate(parts)])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes))) + counts.sum()
+    return padded_back(run_parts(experts, parts), rows, sizes) + counts.sum()
 
 
-def parts_in_another_order(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    sizes = counts.tolist()
-    parts = rows[: sum(sizes)].split(sizes)
-    out = torch.cat([experts.run(e, parts[e]) for e in reversed(range(EXPERTS))])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes)))
+def with_sizes(change: Callable[[list[int]], list[int]]) -> Loop:
+    def loop(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        sizes = change(counts.tolist())
+        return padded_back(run_parts(experts, rows[: sum(sizes)].split(sizes)), rows, sizes)
+
+    return loop
 
 
-def sizes_in_another_order(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    sizes = counts.tolist()[::-1]
-    out = torch.cat([experts.run(e, part) for e, part in enumerate(rows[: sum(sizes)].split(sizes))])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes)))
+def with_parts(run: Callable[..., Tensor], first: int = 0) -> Loop:
+    """`run(experts, parts, sizes)` gives the rows of all experts."""
 
+    def loop(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        sizes = counts.tolist()
+        parts = rows[first : sum(sizes) + first].split(sizes)
+        return padded_back(run(experts, parts, sizes), rows, sizes)
 
-def sizes_changed(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    sizes = counts.tolist()
-    sizes[0] += 1
-    out = torch.cat([experts.run(e, part) for e, part in enumerate(rows[: sum(sizes)].split(sizes))])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes)))
+    return loop
 
 
 def overlapping(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
@@ -200,7 +206,7 @@ def overlapping(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
     for e, size in enumerate(sizes):
         out.append(experts.run(e, rows[start : start + size]))
         start = start + size - int(e == 0)
-    return F.pad(torch.cat(out), (0, 0, 0, rows.shape[0] - sum(sizes)))
+    return padded_back(torch.cat(out), rows, sizes)
 
 
 def slices_that_may_be_clamped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
@@ -212,57 +218,37 @@ def slices_that_may_be_clamped(experts: Any, rows: Tensor, counts: Tensor) -> Te
     return torch.cat(out).sum(0) + rows
 
 
-def from_the_second_row(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    sizes = counts.tolist()
-    parts = rows[1 : sum(sizes) + 1].split(sizes)
-    out = torch.cat([experts.run(e, part) for e, part in enumerate(parts)])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes)))
-
-
-def rows_read_twice(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    sizes = counts.tolist()
-    parts = rows[: sum(sizes)].split(sizes)
-    out = torch.cat([experts.run(e, part) + parts[0].sum() for e, part in enumerate(parts)])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes)))
-
-
-def scaled_by_its_count(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    sizes = counts.tolist()
-    parts = rows[: sum(sizes)].split(sizes)
-    out = torch.cat([experts.run(e, part) * sizes[e] for e, part in enumerate(parts)])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes)))
-
-
 def a_size_is_used_elsewhere(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
     sizes = counts.tolist()
-    parts = rows[: sum(sizes)].split(sizes)
-    out = torch.cat([experts.run(e, part) for e, part in enumerate(parts)])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes))) * sizes[1]
+    return padded_back(run_parts(experts, rows[: sum(sizes)].split(sizes)), rows, sizes) * sizes[1]
 
 
-@pytest.mark.parametrize(
-    "loop",
-    each(
-        2,
-        [
-            modified_between,
-            parts_in_another_order,
-            sizes_in_another_order,
-            sizes_changed,
-            overlapping,
-            slices_that_may_be_clamped,
-            from_the_second_row,
-            rows_read_twice,
-            scaled_by_its_count,
-            a_size_is_used_elsewhere,
-        ],
+DECOYS: dict[str, Loop] = {
+    "modified between": modified_between,
+    "parts in another order": with_parts(
+        lambda experts, parts, sizes: torch.cat([experts.run(e, parts[e]) for e in reversed(range(EXPERTS))])
     ),
-)
-def test_decoys_stay_loops(loop: Loop) -> None:
+    "sizes in another order": with_sizes(lambda sizes: sizes[::-1]),
+    "sizes changed": with_sizes(lambda sizes: [sizes[0] + 1, *sizes[1:]]),
+    "overlapping": overlapping,
+    "slices that may be clamped": slices_that_may_be_clamped,
+    "from the second row": with_parts(lambda experts, parts, sizes: run_parts(experts, parts), first=1),
+    "rows read twice": with_parts(
+        lambda experts, parts, sizes: torch.cat([experts.run(e, p) + parts[0].sum() for e, p in enumerate(parts)])
+    ),
+    "scaled by its count": with_parts(
+        lambda experts, parts, sizes: torch.cat([experts.run(e, p) * sizes[e] for e, p in enumerate(parts)])
+    ),
+    "a size is used elsewhere": a_size_is_used_elsewhere,
+}
+
+
+@pytest.mark.parametrize("name", each(2, DECOYS))
+def test_decoys_stay_loops(name: str) -> None:
     # The rows that `overlapping` returns are as many as no batch tells: the graph breaks, and gradients are summed in
     # another order.
-    tolerance = 1e-6 if loop is overlapping else 0.0
-    record = assert_same(Model(loop), batches(1), "aot_eager", tolerance=tolerance)
+    tolerance = 1e-6 if name == "overlapping" else 0.0
+    record = assert_same(Model(DECOYS[name]), batches(1), "aot_eager", tolerance=tolerance)
     assert not record.figures("group_experts"), record
     assert any(report.refusals for report in reports_of(record, "group_experts"))
 
@@ -272,14 +258,12 @@ def changed_before_they_are_read(experts: Any, rows: Tensor, counts: Tensor) -> 
     return torchtitan(experts, rows, counts)
 
 
-def weights_in_another_order(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    sizes = counts.tolist()
-    parts = rows[: sum(sizes)].split(sizes)
-    out = torch.cat([experts.run(EXPERTS - 1 - e, part) for e, part in enumerate(parts)])
-    return F.pad(out, (0, 0, 0, rows.shape[0] - sum(sizes)))
+WEIGHTS_IN_ANOTHER_ORDER = with_parts(
+    lambda experts, parts, sizes: torch.cat([experts.run(EXPERTS - 1 - e, part) for e, part in enumerate(parts)])
+)
 
 
-@pytest.mark.parametrize("loop", [changed_before_they_are_read, weights_in_another_order])
+@pytest.mark.parametrize("loop", [changed_before_they_are_read, WEIGHTS_IN_ANOTHER_ORDER], ids=["changed", "order"])
 def test_what_looks_different_and_is_the_same(loop: Loop) -> None:
     record = assert_same(Model(loop), batches(1), "aot_eager")
     assert record.figures("group_experts") == {"loops_grouped": 1}, record

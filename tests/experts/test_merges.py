@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.experts.layer import EXPERTS, TOKENS, WIDTH, Layer, check, level_of
+from tests.experts.layer import EXPERTS, PAIRS, TOKENS, WIDTH, Layer, add_all, check, level_of, written
 from tests.support import compiled, events
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
@@ -42,143 +42,81 @@ def slots_as_tokens(idx: Tensor) -> Tensor:
 TWICE = [written_in_place, written_through_a_copy_that_is_none, stacked, slots_as_tokens]
 
 
-def by_tokens(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        out[tok] += (x[tok] @ layer.w[e]) * weights[tok, slot, None]
-    return out
-
-
-def by_slots_first(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    mask, out = F.one_hot(idx, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
-    for e in range(EXPERTS):
-        slot, tok = torch.where(mask[e])
-        out[tok] += (x[tok] @ layer.w[e]) * weights[tok, slot, None]
-    return out
-
-
-def by_pairs(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out, flat, scores = torch.zeros_like(x), idx.flatten(), weights.flatten()
-    for e in range(EXPERTS):
-        pairs = torch.where(flat == e)[0]
-        tok = pairs // 2
-        out[tok] += (x[tok] @ layer.w[e]) * scores[pairs, None]
-    return out
-
-
-def by_sum_of_one_hot(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    hot, out = F.one_hot(idx, EXPERTS).sum(1), torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok = hot[:, e].nonzero().flatten()
-        out[tok] += (x[tok] @ layer.w[e]) * hot[tok, e, None]
-    return out
-
-
-def by_sum_as_mask(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    hot, out = F.one_hot(idx, EXPERTS).sum(1).bool(), torch.zeros_like(x)
-    for e in range(EXPERTS):
-        own = hot[..., e]
-        out[own] += x[own] @ layer.w[e] * weights[own].sum(-1, keepdim=True)
-    return out
-
-
-def by_any(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        mask = (idx == e).any(-1)
-        out[mask] += (x[mask] @ layer.w[e]) * weights[mask].sum(-1, keepdim=True)
-    return out
-
-
-def by_masked_scatter(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        mask = (idx == e).any(-1, keepdim=True)
-        rows = torch.masked_select(x, mask).view(-1, WIDTH)
-        out = out + torch.zeros_like(x).masked_scatter(mask, rows @ layer.w[e])
-    return out
-
-
-WAYS = [by_tokens, by_slots_first, by_pairs, by_sum_of_one_hot, by_sum_as_mask, by_any, by_masked_scatter]
+WAYS = {
+    "tokens": written(f"{PAIRS}; out[tok] += y"),
+    "slots first": written(
+        "slot, tok = torch.where(mask[e]); out[tok] += (x[tok] @ w[e]) * weights[tok, slot, None]",
+        "mask = F.one_hot(idx, EXPERTS).permute(2, 1, 0)",
+    ),
+    "pairs": written(
+        "pairs = torch.where(flat == e)[0]; tok = pairs // 2; out[tok] += (x[tok] @ w[e]) * scores[pairs, None]",
+        "flat, scores = idx.flatten(), weights.flatten()",
+    ),
+    "a sum of one_hot": written(
+        "tok = hot[:, e].nonzero().flatten(); out[tok] += (x[tok] @ w[e]) * hot[tok, e, None]",
+        "hot = F.one_hot(idx, EXPERTS).sum(1)",
+    ),
+    "a sum as a mask": written(
+        "own = hot[..., e]; out[own] += x[own] @ w[e] * weights[own].sum(-1, keepdim=True)",
+        "hot = F.one_hot(idx, EXPERTS).sum(1).bool()",
+    ),
+    "any": written("mask = (idx == e).any(-1); out[mask] += (x[mask] @ w[e]) * weights[mask].sum(-1, keepdim=True)"),
+    "masked_scatter": written(
+        "mask = (idx == e).any(-1, keepdim=True); rows = torch.masked_select(x, mask).view(-1, WIDTH); "
+        "out = out + torch.zeros_like(x).masked_scatter(mask, rows @ w[e])"
+    ),
+}
 
 
 def of(ids: Ids, way: Callable[..., Tensor]) -> Any:
     return lambda layer, x, weights, idx: way(layer, x, weights, ids(idx))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_each_token_once_in_an_expert(way: Any) -> None:
-    assert level_of(check(way)) == 2
+@pytest.mark.parametrize("way", WAYS)
+def test_each_token_once_in_an_expert(way: str) -> None:
+    assert level_of(check(WAYS[way])) == 2
 
 
 @pytest.mark.parametrize("ids", TWICE, ids=lambda ids: ids.__name__)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_token_twice_in_an_expert(ids: Ids, way: Any) -> None:
-    assert level_of(check(of(ids, way), tolerance=1e-6)) < 2
+@pytest.mark.parametrize("way", WAYS)
+def test_a_token_twice_in_an_expert(ids: Ids, way: str) -> None:
+    assert level_of(check(of(ids, WAYS[way]), tolerance=1e-6)) < 2
 
 
 def test_a_token_twice_in_an_expert_is_summed_by_index_add() -> None:
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        out, idx = torch.zeros_like(x), stacked(idx)
-        for e in range(EXPERTS):
-            tok, slot = torch.where(idx == e)
-            out.index_add_(0, tok, (x[tok] @ layer.w[e]) * weights[tok, slot, None])
-        return out
-
-    assert level_of(check(loop, tolerance=1e-6)) == 2
+    assert level_of(check(of(stacked, add_all), tolerance=1e-6)) == 2
 
 
-# Places that are made of a pair's coordinates, and do not tell the pair. (size of the sum, places of pairs, adds)
-Places = Callable[[Tensor, Tensor], Any]
-LOSING: dict[str, tuple[tuple[int, ...], Places, bool]] = {
-    "two tokens in one": ((TOKENS, WIDTH), lambda tok, slot: tok // 2, True),
-    "slots": ((2, WIDTH), lambda tok, slot: slot, True),
-    "a table": ((TOKENS, WIDTH), lambda tok, slot: (torch.arange(TOKENS) // 3)[tok], True),
-    "the diagonal": ((TOKENS, TOKENS, WIDTH), lambda tok, slot: (tok, tok), False),
-    "tokens, overwritten": ((TOKENS, WIDTH), lambda tok, slot: tok, False),
-    "a remainder": ((3, WIDTH), lambda tok, slot: (tok * 2 + slot) % 3, False),
+# Places that are made of a pair's coordinates, and do not tell the pair: the size of the sum, and how it is added to.
+LOSING = {
+    "two tokens in one": ("TOKENS, WIDTH", "out[tok // 2] += y"),
+    "slots": ("2, WIDTH", "out[slot] += y"),
+    "a table": ("TOKENS, WIDTH", "out[(torch.arange(TOKENS) // 3)[tok]] += y"),
+    "the diagonal": ("TOKENS, TOKENS, WIDTH", "out[tok, tok] = y"),
+    "tokens, overwritten": ("TOKENS, WIDTH", "out[tok] = y"),
+    "a remainder": ("3, WIDTH", "out[(tok * 2 + slot) % 3] = y"),
 }
 
 
 @pytest.mark.parametrize("name", LOSING)
 def test_places_that_are_met_twice(name: str) -> None:
-    size, places, adds = LOSING[name]
-
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        out = torch.zeros(size)
-        for e in range(EXPERTS):
-            tok, slot = torch.where(idx == e)
-            key = places(tok, slot)
-            if adds:
-                out[key] += (x[tok] @ layer.w[e]) * weights[tok, slot, None]
-            else:
-                out[key] = (x[tok] @ layer.w[e]) * weights[tok, slot, None]
-        return out
-
-    assert level_of(check(loop)) == 1
+    size, add = LOSING[name]
+    assert level_of(check(written(f"{PAIRS}; {add}", start=f"torch.zeros({size})"))) == 1
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_pairs_divided_by_another_number_than_slots(group: int) -> None:
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        out, flat = torch.zeros(2 * TOKENS, WIDTH), idx.flatten()
-        for e in range(EXPERTS):
-            pairs = torch.where(flat == e)[0]
-            out[pairs // group] += x[pairs // 2] @ layer.w[e]
-        return out
-
+    loop = written(
+        f"pairs = torch.where(idx.flatten() == e)[0]; out[pairs // {group}] += x[pairs // 2] @ w[e]",
+        start="torch.zeros(2 * TOKENS, WIDTH)",
+    )
     assert level_of(check(loop)) == 1
 
 
 def test_all_coordinates_of_a_pair_tell_it() -> None:
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        out = torch.zeros(2, TOKENS, WIDTH)
-        for e in range(EXPERTS):
-            tok, slot = torch.where(idx == e)
-            out[slot, tok] = x[tok] @ layer.w[e]
-        return out
-
+    loop = written(
+        "tok, slot = torch.where(idx == e); out[slot, tok] = x[tok] @ w[e]", start="torch.zeros(2, TOKENS, WIDTH)"
+    )
     assert level_of(check(loop)) == 2
 
 
@@ -230,44 +168,28 @@ def width_of_view(x: Tensor, weights: Tensor, pairs: list[Tensor], parts: list[T
     return F.layer_norm((y * weights[..., None]).sum(1), (y.shape[-1],)) + x
 
 
-def reversed_pairs(x: Tensor, weights: Tensor, pairs: list[Tensor], parts: list[Tensor]) -> Tensor:
-    return unsorted_again(x, weights, pairs[::-1], parts)
+# What is done with the lists, and the level that it allows.
+LISTS: dict[str, tuple[Finish, int]] = {
+    "unsorted again": (unsorted_again, 2),
+    "added": (added, 2),
+    "put back": (put_back, 2),
+    "written to": (written_to, 2),
+    "width of a view": (width_of_view, 2),
+    "reversed pairs": (lambda x, weights, pairs, parts: unsorted_again(x, weights, pairs[::-1], parts), 1),
+    "one part twice": (lambda x, weights, pairs, parts: (torch.cat([parts[0], *parts]), torch.cat(pairs)), 1),
+    "one part missing": (lambda x, weights, pairs, parts: (torch.cat(parts[1:]), torch.cat(pairs[1:])), 1),
+    "not as many": (lambda x, weights, pairs, parts: (torch.cat(parts[:2]), torch.cat(pairs)), 1),
+    "seen elsewhere": (lambda x, weights, pairs, parts: (torch.cat(parts), torch.cat(pairs), pairs[1].sum()), 1),
+    "a stranger in front": (lambda x, weights, pairs, parts: (torch.cat([x, *parts]), torch.cat(pairs)), 1),
+    "another kind": (lambda x, weights, pairs, parts: (torch.cat([parts[0].tanh(), *parts[1:]]), torch.cat(pairs)), 1),
+}
 
 
-def one_part_twice(x: Tensor, weights: Tensor, pairs: list[Tensor], parts: list[Tensor]) -> Any:
-    return torch.cat([parts[0], *parts]), torch.cat(pairs)
-
-
-def one_part_missing(x: Tensor, weights: Tensor, pairs: list[Tensor], parts: list[Tensor]) -> Any:
-    return torch.cat(parts[1:]), torch.cat(pairs[1:])
-
-
-def not_as_many(x: Tensor, weights: Tensor, pairs: list[Tensor], parts: list[Tensor]) -> Any:
-    return torch.cat(parts[:2]), torch.cat(pairs)
-
-
-def seen_elsewhere(x: Tensor, weights: Tensor, pairs: list[Tensor], parts: list[Tensor]) -> Any:
-    return torch.cat(parts), torch.cat(pairs), pairs[1].sum()
-
-
-def a_stranger_in_front(x: Tensor, weights: Tensor, pairs: list[Tensor], parts: list[Tensor]) -> Any:
-    return torch.cat([x, *parts]), torch.cat(pairs)
-
-
-def one_of_another_kind(x: Tensor, weights: Tensor, pairs: list[Tensor], parts: list[Tensor]) -> Any:
-    return torch.cat([parts[0].tanh(), *parts[1:]]), torch.cat(pairs)
-
-
-LISTS: dict[Finish, int] = {
-    unsorted_again: 2, added: 2, put_back: 2, written_to: 2, width_of_view: 2, reversed_pairs: 1, one_part_twice: 1,
-    one_part_missing: 1, not_as_many: 1, seen_elsewhere: 1, a_stranger_in_front: 1, one_of_another_kind: 1,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("finish", LISTS, ids=lambda finish: finish.__name__)
-def test_lists(finish: Finish) -> None:
+@pytest.mark.parametrize("name", LISTS)
+def test_lists(name: str) -> None:
+    finish, level = LISTS[name]
     tolerance = 1e-5 if finish is width_of_view else 0.0  # a residual: gradients are summed in another order
-    assert level_of(check(listed(finish), tolerance=tolerance)) == LISTS[finish]
+    assert level_of(check(listed(finish), tolerance=tolerance)) == level
 
 
 def test_two_layers_of_lists() -> None:
@@ -372,29 +294,21 @@ def test_a_sum_that_starts_from_something() -> None:
 
 
 def test_rows_of_another_width_than_were_selected() -> None:
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for e in range(EXPERTS):
-            mask = keepdim(idx == e)
-            halves = torch.masked_select(x, mask).view(-1, WIDTH // 2) @ layer.w[e][: WIDTH // 2]
-            out = out + torch.zeros_like(x).masked_scatter(mask, halves)
-        return out
-
+    loop = written(
+        "mask = (idx == e).any(-1, keepdim=True); "
+        "halves = torch.masked_select(x, mask).view(-1, WIDTH // 2) @ w[e][: WIDTH // 2]; "
+        "out = out + torch.zeros_like(x).masked_scatter(mask, halves)"
+    )
     assert level_of(check(loop)) < 2
 
 
 def test_assertions_about_elements_are_kept() -> None:
     """72 elements are nine rows, and there are ten tokens."""
-
-    def loop(layer: Layer, x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for e in range(EXPERTS):
-            mask = keepdim(idx == e)
-            selected = torch.masked_select(x, mask)
-            torch._check(selected.numel() <= 72)
-            out = out + torch.zeros_like(x).masked_scatter(mask, selected.view(-1, WIDTH) @ layer.w[e])
-        return out
-
+    loop = written(
+        "mask = (idx == e).any(-1, keepdim=True); selected = torch.masked_select(x, mask); "
+        "torch._check(selected.numel() <= 72); "
+        "out = out + torch.zeros_like(x).masked_scatter(mask, selected.view(-1, WIDTH) @ w[e])"
+    )
     assert level_of(check(loop)) < 2
 
 
