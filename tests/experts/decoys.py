@@ -6,6 +6,7 @@ In some the branch mixes its rows, in some the branches differ, in some one bran
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
