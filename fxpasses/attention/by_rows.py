@@ -116,12 +116,12 @@ class _Restriction:
             and self.table.entries[part.number].fake.dtype.is_floating_point
             for part in content.operands
         ):
-            raise _not(content)
+            raise _not_by_rows(content)
         name = operator_of(content.node)
         if content.kind == "write":
             return self._written(content, entry, name, axis)
         if content.kind != "op" or content is not entry:
-            raise _not(content)
+            raise _not_by_rows(content)
         return self._made_by(content, name, content.node.target, axis)
 
     def _written(self, write: Entry, owner: Entry, name: str, axis: int) -> Node:
@@ -129,13 +129,13 @@ class _Restriction:
         fakes = [owner.fake, *(self.table.entries[ref.number].fake for ref in write.operands)]
         dtypes = {fake.dtype for fake in fakes if isinstance(fake, torch.Tensor)}
         if name not in _IN_PLACE or write.target != owner.number or dtypes != {torch.bool}:
-            raise _not(write)
+            raise _not_by_rows(write)
         return self._made_by(write, name.rstrip("_"), _IN_PLACE[name], axis, owner.fake)
 
     def _made_by(self, entry: Entry, name: str, target: Any, axis: int, fake: Any = None) -> Node:
         fake = entry.fake if fake is None else fake
         if not isinstance(fake, torch.Tensor) or "out" in entry.kwargs:
-            raise _not(entry)
+            raise _not_by_rows(entry)
         in_place = entry.kind == "write"
         tensors = [ref for ref in entry.operands if isinstance(self.table.entries[ref.number].fake, torch.Tensor)]
         if name in _SIZES and not in_place:
@@ -146,7 +146,7 @@ class _Restriction:
             return self._read(entry, fake, axis)
         pointwise = in_place or is_pointwise(name) or (name in _OF_ONE and len(tensors) == 1)
         if not pointwise or (name == "where" and len(entry.args) != 3):
-            raise _not(entry)
+            raise _not_by_rows(entry)
         return self._call(entry, target, lambda ref: self._aligned(ref, fake, axis, entry))
 
     def _aligned(self, ref: Ref, fake: torch.Tensor, axis: int, entry: Entry) -> Node:
@@ -155,15 +155,15 @@ class _Restriction:
         if operand.dim() < -axis or (type(operand.shape[axis]) is int and operand.shape[axis] == 1):
             return self._whole(ref)
         if not _same(operand.shape[axis], fake.shape[axis]):
-            raise _not(entry)
+            raise _not_by_rows(entry)
         return self.rows(ref, axis)
 
     def _factory(self, entry: Entry, position: int, fake: torch.Tensor, axis: int) -> Node:
         if len(entry.args) <= position:
-            raise _not(entry)
+            raise _not_by_rows(entry)
         sizes, rest = _sizes(entry.args[position:])
         if len(sizes) != fake.dim():
-            raise _not(entry)
+            raise _not_by_rows(entry)
         sizes[axis] = self.length
         target = _ANEW.get(operator_of(entry.node))
         if target is None:
@@ -177,7 +177,7 @@ class _Restriction:
         source = entry.args[0]
         call = OperatorCall(entry.node.target, entry.args, entry.kwargs)
         if axis not in (-1, -2) or not isinstance(source, Ref) or not call.has_only("input", "diagonal"):
-            raise _not(entry)
+            raise _not_by_rows(entry)
         diagonal = call.argument("diagonal", 0)
         diagonal = self._whole(diagonal) if isinstance(diagonal, Ref) else diagonal
         moved = self.graph.call_function(operator.add if axis == -2 else operator.sub, (diagonal, self.start))
@@ -188,11 +188,11 @@ class _Restriction:
         source, index = entry.args
         indices = index if isinstance(index, tuple) else (index,)
         if not isinstance(source, Ref) or len(indices) != self.table.entries[source.number].fake.dim():
-            raise _not(entry)
+            raise _not_by_rows(entry)
         for part in indices:
             found = self.table.entries[part.number].fake if isinstance(part, Ref) else None
             if not isinstance(found, torch.Tensor) or found.dtype is torch.bool:
-                raise _not(entry)
+                raise _not_by_rows(entry)
 
         def resolve(ref: Ref) -> Node:
             return self._whole(ref) if ref is source else self._aligned(ref, fake, axis, entry)
@@ -205,15 +205,15 @@ class _Restriction:
         name = operator_of(entry.node)
         source = entry.args[0] if entry.args else None
         if not isinstance(source, Ref) or source.version is not None:
-            raise _not(entry)
+            raise _not_by_rows(entry)
         viewed, fake = self.table.entries[source.number].fake, entry.fake
         if not isinstance(viewed, torch.Tensor) or not isinstance(fake, torch.Tensor):
-            raise _not(entry)
+            raise _not_by_rows(entry)
         source = Ref(source.number, version)
         if name == "expand":
             sizes, rest = _sizes(entry.args[1:])
             if rest or entry.kwargs or len(sizes) != fake.dim():
-                raise _not(entry)
+                raise _not_by_rows(entry)
             sizes[axis] = self.length
             operand = self._aligned(source, fake, axis, entry)
             sizes = [self._whole(size) if isinstance(size, Ref) else size for size in sizes]
@@ -226,7 +226,7 @@ class _Restriction:
             call = OperatorCall(entry.node.target, entry.args, entry.kwargs)
             own = _VIEWS[name](call, viewed.dim(), fake.dim() + axis) if name in _VIEWS else None
         if own is None or (name != "getitem" and not _same(viewed.shape[own], fake.shape[axis])):
-            raise _not(entry)
+            raise _not_by_rows(entry)
         rows = self.rows(source, own - viewed.dim())
         args, kwargs = map_aggregate((args, entry.kwargs), self._resolve(self._whole))
         return self._create(entry.node.target, (rows, *args), kwargs)
@@ -249,7 +249,7 @@ class _Restriction:
         return lambda leaf: convert(leaf) if isinstance(leaf, Ref) else leaf
 
 
-def _not(entry: Entry) -> Refused:
+def _not_by_rows(entry: Entry) -> Refused:
     name = operator_of(entry.node) or entry.node.name
     return Refused(Reason.NOT_BY_ROWS, f"`{name}` is not known to be elementwise in rows", entry.node)
 

@@ -25,7 +25,7 @@ from fxpasses.offload.inputs import movable
 from fxpasses.offload.offload_activations import NAME, OffloadActivations
 from fxpasses.offload.saved import Partition
 from fxpasses.options import Offload
-from fxpasses.passes.pipeline import dropped
+from fxpasses.passes.pipeline import report_dropped
 from fxpasses.report import Report
 from fxpasses.version import code_digest
 
@@ -75,7 +75,7 @@ class Partitioner(CustomPartitionerFn):
             plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
             report = OffloadActivations(options, replayed=_replayed(), place=self.place)(partition)
         except Exception as error:
-            dropped(NAME, error, self.strict, "all activations where they are")
+            report_dropped(NAME, error, self.strict, "all activations where they are")
             if plain is not None:
                 partition.forward.graph, partition.backward.graph = plain
             return

@@ -148,7 +148,7 @@ def run_further(
         try:
             report, result = _run(graph_pass, gm, context, result)
         except Exception as error:
-            _tell(after_pass, Report(name), result, dropped(name, error, options.strict), options.strict)
+            _tell(after_pass, Report(name), result, report_dropped(name, error, options.strict), options.strict)
             continue
         result.reports.append(report)
         log.info("%s (%.3f s)", report, report.seconds)
@@ -223,7 +223,7 @@ def _verify(graph_pass: Pass, before: Result, after: GraphModule, context: Conte
 def _left_out(error: Exception, strict: bool) -> str:
     """Report that passes cannot be run: by an error with `strict`, else by one warning. Returns a text for the failure.
 
-    The warning is the same for each pass and graph, unlike that of `dropped`.
+    The warning is the same for each pass and graph, unlike that of `report_dropped`.
     """
     if strict:
         raise PassError(f"preparing a graph for a pass failed: {error}") from error
@@ -231,7 +231,7 @@ def _left_out(error: Exception, strict: bool) -> str:
     return error_text(error)
 
 
-def dropped(name: str, error: Exception, strict: bool, instead: str = "the graph as it was") -> str:
+def report_dropped(name: str, error: Exception, strict: bool, instead: str = "the graph as it was") -> str:
     """Report a pass that failed: by an error with `strict`, else by one warning. Returns a text for the failure."""
     if strict:
         raise PassError(f"the pass {name} failed: {error}") from error
