@@ -8,6 +8,7 @@ padded with zeros to one of a few sizes are traced once for each size; a sequenc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def bucket_lengths(lengths: Sequence[int] | torch.Tensor, buckets: Sequence[int]
     lengths: n lengths in tokens, in order: integers, or an integer tensor [n]. buckets: the sizes to pad to, in any
     order; by default the powers of two. Returns an integer tensor [bucket], of the dtype and on the device of `lengths`
     (int64 on the CPU for integers). Raises `TypeError` for other dtypes, and `ValueError` for a negative length, for
-    another number of dimensions, and for more sequences than the largest bucket holds.
+    another number of dimensions, for wrong buckets, and for more sequences than the largest bucket holds.
     """
     if not isinstance(lengths, torch.Tensor):
         lengths = torch.tensor(list(lengths)) if len(lengths) else torch.empty(0, dtype=torch.int64)
@@ -38,7 +39,17 @@ def bucket_lengths(lengths: Sequence[int] | torch.Tensor, buckets: Sequence[int]
     return torch.cat([given, given.new_zeros(size - len(given))])
 
 
+def check_buckets(buckets: Any) -> None:
+    """Raise `ValueError` for anything but None or sizes from 1 on."""
+    if buckets is None:
+        return
+    is_list = isinstance(buckets, Sequence) and not isinstance(buckets, (str, bytes)) and len(buckets) > 0
+    if not is_list or not all(isinstance(size, Integral) and int(size) > 0 for size in buckets):
+        raise ValueError(f"buckets are {buckets!r}; pass numbers of sequences, from 1 on, such as [8, 16, 32]")
+
+
 def _bucket(count: int, buckets: Sequence[int] | None) -> int:
+    check_buckets(buckets)
     if buckets is None:
         return 1 << max(0, count - 1).bit_length()
     fitting = [size for size in buckets if size >= count]
@@ -59,6 +70,7 @@ class BucketCollator:
         collate: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]] | None = None,
         buckets: Sequence[int] | None = None,
     ) -> None:
+        check_buckets(buckets)
         if collate is None:
             from transformers import DataCollatorWithFlattening
 

@@ -27,6 +27,8 @@ def set_default_options(options: Mapping[str, Any] | None = None) -> None:
     options: as in `torch.compile(..., options=...)`: keys `fastpack.*`, and Inductor's; None or {} for none. They take
     precedence over `FASTPACK_OPTIONS`. Raises `ValueError` for unknown keys and wrong values.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"the options are {options!r}; pass a dict, such as {{'{PREFIX}experts': 'slices'}}")
     given = dict(options or {})
     Options.parse(given)
     _set.clear()

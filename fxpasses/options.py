@@ -180,8 +180,13 @@ def _check_inductor(given: Mapping[str, Any]) -> None:
     from torch._inductor import list_options
 
     known = list_options()
+    own = {option.name for option in fields(Options)}
     for key in given:
         name = str(key).replace("-", "_")
+        if name not in known and name in own:
+            raise ValueError(
+                f"unknown option {key!r}: it lacks the prefix {PREFIX!r} (did you mean {PREFIX + name!r}?)"
+            )
         if name not in known:
             raise ValueError(
                 f"unknown option {key!r}: it lacks the prefix {PREFIX!r}, and Inductor has none of that name"

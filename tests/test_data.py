@@ -37,6 +37,9 @@ def test_lengths_are_padded_to_the_next_bucket(lengths, buckets, expected):
     [
         ([1, 2, 3], [2], ValueError, r"3 sequences.*\[2\]"),
         ([1, -2], None, ValueError, "-2"),
+        ([1], "yes", ValueError, "buckets are 'yes'"),
+        ([1], [8, 0], ValueError, r"\[8, 0\].*from 1 on"),
+        ([1], [], ValueError, r"buckets are \[\]"),
         ([1.5], None, TypeError, "float32"),
         (torch.ones(2, 2, dtype=torch.int64), None, ValueError, r"\[2, 2\]"),
     ],

@@ -96,3 +96,8 @@ def test_options_that_do_not_go_together_name_both_sources(monkeypatch: pytest.M
     monkeypatch.setenv("FASTPACK_OPTIONS", '{"fastpack.lowering": "eager"}')
     with pytest.raises(ValueError, match=r"goes to Inductor.*the call gives .*shape_padding.*from FASTPACK_OPTIONS"):
         fxpasses.compile(torch.sin, options={"shape_padding": True})
+
+
+def test_what_is_no_mapping_is_refused_in_words():
+    with pytest.raises(ValueError, match="the options are 'fast'; pass a dict"):
+        fxpasses.set_default_options("fast")

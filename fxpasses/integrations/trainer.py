@@ -18,7 +18,7 @@ from fxpasses import default_options
 from fxpasses.base.containment import contained
 from fxpasses.base.once import warn_once
 from fxpasses.compiling import backend_of
-from fxpasses.data import bucket_lengths
+from fxpasses.data import bucket_lengths, check_buckets
 from fxpasses.metadata.runtime.prefetching import keep_host_copies
 
 _OUTPUTS = "fastpack.outputs"
@@ -34,7 +34,7 @@ class FastpackCallback(TrainerCallback):
     a batch with zeros, and its `cu_seq_lens_q` and `cu_seq_lens_k` with their last element, to one of these numbers of
     sequences: True for the powers of two (see `fxpasses.data.bucket_lengths`); a sequence of length zero has no tokens.
     host_copies: integer tensors of a batch that move to a device stay known to the host, so that prologues copy nothing
-    back; batches have to be dicts. Raises `ValueError` for wrong options, here.
+    back; batches have to be dicts. Raises `ValueError` for wrong options and buckets, here.
 
     In place means that checkpoints, `save_pretrained` and `generate` see the model that they know. Under FSDP2 each
     sharded block is compiled, as in docs/sharding.md, and the root is not. A Trainer that compiles by itself
@@ -56,6 +56,8 @@ class FastpackCallback(TrainerCallback):
         self.backend = backend_of(mode, given)
         self.dynamic = dynamic
         self.buckets: Sequence[int] | bool | None = None if buckets is True else buckets
+        if self.buckets is not False:
+            check_buckets(self.buckets)
         self.host_copies = host_copies
 
     def on_train_begin(

@@ -188,6 +188,12 @@ def test_draw_writes_dot(record_file, capsys):
     assert "no node 'nobody'" in capsys.readouterr().err
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fxpasses {fxpasses.__version__}\n"
+
+
 def test_doctor(capsys, monkeypatch):
     monkeypatch.delenv("FXPASSES_PASSES", raising=False)
     main(["doctor"])

@@ -105,6 +105,10 @@ def test_a_trainer_that_compiles_by_itself_is_left_so(tmp_path: Path) -> None:
 def test_wrong_options_fail_where_they_are_given() -> None:
     with pytest.raises(ValueError, match=r"did you mean 'fastpack\.lowering'"):
         FastpackCallback({"fastpack.lowring": "eager"})
+    with pytest.raises(ValueError, match=r"unknown option 'mode': .*did you mean 'fastpack\.mode'"):
+        FastpackCallback({"mode": "default"})
+    with pytest.raises(ValueError, match="buckets are 3; pass numbers of sequences"):
+        FastpackCallback(buckets=3)  # type: ignore[arg-type]
 
 
 def test_lengths_are_bucketed() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fxpasses.inspect.cli.failure import Failure
 from fxpasses.inspect.codec import RecordError
+from fxpasses.version import __version__
 
 _EPILOG = """\
 examples:
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"fxpasses {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (inspecting, comparing, explaining, bisect, drawing, doctor):
         sub = commands.add_parser(
