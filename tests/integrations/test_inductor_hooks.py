@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 import fxpasses.inspect
+from fxpasses import registry
 from fxpasses.dynamo.flags import FLAGS
 
 EXPERTS, TOKENS, HIDDEN = 4, 24, 8
@@ -130,3 +132,11 @@ def test_activations_are_offloaded(inputs: list[Tensor]) -> None:
         compiled = torch.compile(program, backend="inductor", options=given)
         torch.testing.assert_close(results(compiled, inputs[:1]), results(program, inputs[:1]))
     assert fxpasses.offload_stats() != before
+
+
+def test_the_page_says_how_many_passes_the_hooks_run() -> None:
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+    passes = [entry for entry in registry.PASSES if entry.graphs != registry.PARTITIONED]
+    kept = [entry for entry in passes if not entry.not_in_inductor]
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    assert f"[{words[len(kept)]} passes of {words[len(passes)]}, and offloading]" in page

@@ -104,3 +104,22 @@ def test_the_fused_head_on_valid_positions_alone(monkeypatch: pytest.MonkeyPatch
     (model, _), inputs = models, batch(12, 3)
     step(program, model, inputs, fused_lm_head=True)
     assert not any("nonzero" in name for name in events(lambda: step(program, model, inputs, fused_lm_head=True)))
+
+
+def test_a_model_that_is_compiled_before_peft_wraps_it() -> None:
+    def adapted(compiles: bool) -> Any:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            use_cache=False,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        if compiles:
+            model.compile(backend=fxpasses.fastpack_backend, options={"fastpack.lowering": "aot_eager"})
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+
+    model, eager = adapted(True), adapted(False)
+    with fxpasses.inspect.record() as record:
+        actual, expected = step(model, model, batch(8, 2)), step(eager, eager, batch(8, 2))
+    torch.testing.assert_close(actual, expected)
+    assert len(record.graphs) == 1
