@@ -28,13 +28,14 @@ from fxpasses.metadata.draft import Extra
 class Assumption:
     """A condition over symbols that must hold for a batch, and its text: `lengths.max() > 512`.
 
-    places: all that asked for it; `where` is the first, as text. is_tacit: whether only PyTorch takes it for granted.
+    places: all places that asked for it; `where` is the first, as text. is_tacit: whether PyTorch assumed it by
+    default, without asking the batch.
     """
 
     condition: Any
     text: str
     where: str
-    names: Mapping[Any, str]  # of the condition's symbols, as in the text
+    names: Mapping[Any, str]  # the names of the condition's symbols in the text
     places: frozenset[Place] = frozenset()
     is_tacit: bool = False
 
@@ -43,14 +44,14 @@ class Assumption:
 
     @property
     def fixes_number(self) -> bool:
-        """Whether it holds for one number alone, so that each batch may break it in its own way: no flag does."""
+        """Whether it holds for a single number, so that every batch may break it. A flag (0 or 1) does not count."""
         if not isinstance(self.condition, sympy.Eq):
             return False
         return any(side.is_Integer and side not in (0, 1) for side in self.condition.args)
 
 
 def assumptions_of(trace: Trace) -> list[Assumption]:
-    """The distinct choices among the answers of a trace, without those that others imply."""
+    """The distinct choices among a trace's answers, without those that other choices imply."""
     if trace.graph is None:
         return []
     canonical = _Canonical(trace.graph)
@@ -77,7 +78,7 @@ def assumptions_of(trace: Trace) -> list[Assumption]:
 
 
 def _unless_broadcast(equal: sympy.Eq) -> Any:
-    """Two sizes are equal, or an operator fails, for neither is 1, which it would broadcast."""
+    """The sizes are equal, or neither is 1: then the operator fails in eager mode too, which broadcasts only a 1."""
     return sympy.Or(equal, sympy.And(*(sympy.Ne(side, 1) for side in equal.args)))
 
 

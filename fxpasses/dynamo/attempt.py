@@ -16,12 +16,12 @@ from fxpasses.dynamo.unproved import Function
 _OFF = Values(False, False)
 
 Place = tuple[str, int, bool]  # where the program asks a question: file, line, and whether an operator asks it
-Question = tuple[Place, str]  # what an operator asks at a place, as text: whether a size is 1
+Question = tuple[Place, str]  # a place, and what an operator asks there, as text: whether a size is 1
 
 
 @dataclass(frozen=True)
 class Left:
-    """A checkpoint that is left to eager mode: the node that writes, why, and `file.py:12` of the checkpoint."""
+    """A checkpoint that is left to eager mode: the node that writes, the reason, and the checkpoint's `file.py:12`."""
 
     write: str
     text: str
@@ -33,9 +33,9 @@ class Attempt:
     """flags: Dynamo's capture flags; None to leave them unchanged, under `fullgraph=True`, which sets both.
 
     refused: the places whose questions about the batch get no answer (`dynamo/variants.py`). given_up: the functions
-    on whose branches is not speculated (`dynamo/unproved.py`). left: the checkpoints at which an earlier attempt broke
-    the graph. strict: errors of this package are raised. answered: the questions about sizes that the batch answers,
-    which PyTorch would take for granted (`dynamo/size_defaults.py`).
+    whose branches are not speculated on (`dynamo/unproved.py`). left: the checkpoints at which an earlier attempt broke
+    the graph. strict: errors of this package are raised. answered: the questions about sizes that the batch answers
+    in place of PyTorch's defaults (`dynamo/size_defaults.py`).
     """
 
     flags: Values | None = None
@@ -47,35 +47,35 @@ class Attempt:
     answered: frozenset[Question] = frozenset()
 
     def without(self, *features: Feature) -> Attempt:
-        """The same attempt without some features and those that need them."""
+        """The same attempt without some features and the features that need them."""
         kept = frozenset(own for own in self.features if not any(own.needs(other) for other in features))
         return replace(self, features=kept)
 
     def after_failure(self, feature: Feature) -> Attempt | None:
-        """The same attempt without a feature that failed, or else without any; None if it has none."""
+        """The same attempt without a feature that failed, or without all if it lacks that one; None if it has none."""
         if feature is Feature.HINTS and (following := self.without_flags()) is not None:
-            return following  # with the flags alone Dynamo answers some questions wrongly: `4 in lengths.tolist()`
+            return following  # with only the flags on, Dynamo answers some questions wrongly: `4 in lengths.tolist()`
         if not self.features:
             return None
         following = self.without(feature)
         return following if following != self else replace(self, features=frozenset())
 
     def refusing(self, places: Iterable[Place]) -> Attempt:
-        """The same attempt, without answers at more places, if it answers anything."""
+        """The same attempt, refusing answers at more places; unchanged if it has no features."""
         return replace(self, refused=self.refused.union(places)) if self.features else self
 
     def leaving(self, left: Iterable[Left]) -> Attempt:
         return replace(self, left=self.left.union(left))
 
     def answering(self, questions: Iterable[Question]) -> Attempt:
-        """The same attempt, with answers to more questions about sizes."""
+        """The same attempt, in which the batch answers more questions about sizes."""
         return replace(self, answered=self.answered.union(questions))
 
     def with_fewer_flags(self) -> Attempt | None:
         """The same attempt without the second flag, or else without both; None if both are off.
 
-        After speculation was taken back, both go at once: what breaks the graph then is the loop over experts, without
-        the second flag as well, only later.
+        After speculation was taken back, both go at once: the loop over experts broke the graph, and would break it
+        without the second flag as well, only later.
         """
         if self.flags in (None, _OFF):
             return None
@@ -85,7 +85,7 @@ class Attempt:
         return self.without_flags()
 
     def without_flags(self) -> Attempt | None:
-        """As stock PyTorch traces the frame; None if it was traced so, or under `fullgraph=True`."""
+        """An attempt with stock PyTorch's flags; None if this is one, or under `fullgraph=True`."""
         if self.flags in (None, _OFF):
             return None
         return Attempt(_OFF, self.without(Feature.HINTS).features, strict=self.strict)

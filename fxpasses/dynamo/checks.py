@@ -1,7 +1,7 @@
-"""What Dynamo's guards call: a check whose own failure neither stops the program nor has it traced again and again.
+"""The checks that Dynamo's guards call: a failure of the check itself neither stops the program nor retraces forever.
 
-Dynamo takes an error in a guard for False and traces the frame once more, with the same guard. It also evaluates a new
-guard once, on the batch that was traced, and raises if that one does not hold.
+Dynamo treats an error in a guard as False and traces the frame once more, with the same guard. It also evaluates a new
+guard once, on the batch that was traced, and raises if the guard does not hold.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _MOST_ERRORS = 1
 
 
 class Check:
-    """Calls `holds`. If that fails, nothing is known of the batch, except in the first call, on the traced batch.
+    """Calls `holds`. If that raises, the check is False, except in the first call, which is for the traced batch.
 
-    feature: without which the frame is traced again once `holds` has failed twice, since the check then holds for no
-    batch; None if the graph is right for any batch, and the check holds where it fails: `what` says what it is of, in a
-    warning. code: of the frame.
+    feature: once `holds` has raised twice, the check is False for every batch, and the frame is traced again without
+    this feature. None if the graph is right for any batch: then the check is True where `holds` raises, and `what`
+    names the guard in the warning. code: the frame's.
     """
 
     def __init__(

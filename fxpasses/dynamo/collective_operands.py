@@ -1,19 +1,19 @@
-"""While a graph is traced no collective runs, and the result of none is known.
+"""No collective runs while a graph is traced, and no collective's result is known.
 
-PyTorch computes on constants while it traces: what `torch.tensor` makes of numbers has a value then, and so has all
-that operators make of it. A collective on such a tensor would be issued by the trace, for other ranks' steps to meet,
-and the graph would keep what it returned for this batch:
+PyTorch computes on constants while it traces: a tensor that `torch.tensor` makes of numbers has a value then, and so
+have the results of operators on it. The trace would issue a collective on such a tensor, which would meet other ranks'
+steps, and the graph would keep the result for this batch:
 
     n = torch.tensor(lengths.shape[0])
     dist.all_reduce(n, dist.ReduceOp.MAX)
     return x * int(n)                          the number of the batch that was traced
 
-Here the operands of a collective have no values while it is traced, and what it writes to has none afterwards. A tensor
-that it only reads stays a constant for the program.
+Here the operands of a collective have no values while it is traced, and a tensor that it writes to has none afterwards.
+A tensor that it only reads stays a constant for the program.
 
 Private names, checked on torch 2.13: `FakeTensorMode.dispatch`, `FakeTensor.constant`,
 `FakeTensorConverter.invalidate_constant_aliases`; `proxy_tensor.proxy_call` and `get_proxy_slot`, by which AOTAutograd
-finds constants. Where a torch has others, it traces collectives on constants as ever.
+finds constants. A torch without these names traces collectives on constants as it always did.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _installing = threading.Lock()
 
 @contextlib.contextmanager
 def unknown() -> Iterator[None]:
-    """Trace collectives on constants, inside, as on other tensors; nothing changes on one process."""
+    """Inside, trace collectives on constants like those on other tensors; on one process nothing changes."""
     if not spans_ranks() or _tracing.get():
         yield
         return
@@ -52,7 +52,7 @@ def unknown() -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    """Once for the process: in other traces, the replacements only call what they replace."""
+    """Install the replacements once for the process: in other traces they only call the originals."""
     with _installing:
         _replace(FakeTensorMode, "dispatch", _dispatch)
         _replace(proxy_tensor, "proxy_call", _proxy_call)
@@ -91,7 +91,7 @@ def _proxy_call(original: Callable[..., Any], mode: Any, func: Any, *args: Any, 
 
 @contextlib.contextmanager
 def _without_constants(func: torch._ops.OpOverload, holders: list[Any]) -> Iterator[None]:
-    """Hide the attribute `constant` of fake tensors, or of what stands for tensors in a joint graph."""
+    """Hide the attribute `constant` of fake tensors, or of the proxies for tensors in a joint graph."""
     constants = [(holder, found) for holder in holders if (found := getattr(holder, "constant", None)) is not None]
     for holder, _ in constants:
         holder.constant = None

@@ -2,11 +2,12 @@
 
 The program's questions reach us from anywhere: from an operator on fake tensors, from C++ that has switched Python's
 dispatch off (`torch.as_tensor([n])` asks for `n` there), from below autograd, from a function transform, from regions
-of inference mode or autocast. Our own operators run on fake tensors, which need that dispatch (without it, real kernels
-touch memory that is not there, and the process dies), and on the batch, whose values must not depend on the place.
+of inference mode or autocast. Our own operators run on fake tensors, which need Python's dispatch (without it, real
+kernels touch memory that is not there, and the process dies), and on the batch, whose values must not depend on where
+the question came from.
 
 A compiler runs a graph's `torch._C._set_grad_enabled(False)` and enters its function transforms. If it raises before
-the graph switches them back, the next attempt would trace without gradients, or inside a transform.
+the graph restores them, the next attempt would trace without gradients, or inside a transform.
 
 Private names, checked on torch 2.13: `FakeTensorMode.in_kernel_invocation`, `torch._C._ForceDispatchKeyGuard`,
 `torch._C._dispatch_tls_local_include_set` and `..._exclude_set`, `torch._C._DisablePythonDispatcher`,
@@ -54,7 +55,7 @@ def as_in_new_thread(
 
 @contextlib.contextmanager
 def restored_if_it_fails() -> Iterator[None]:
-    """After an error, the modes and transforms are those of before."""
+    """After an error, restore the modes and transforms that were active before."""
     transforms, gradients = torch._C._functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
     autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in ("cpu", "cuda")]
     with torch._C._PreserveDispatchKeyGuard():

@@ -8,7 +8,7 @@
 - `config._make_closure_patcher(**values)` sets values on a hot path.
 - `OutputGraph.current_tx` interprets the innermost frame; `exn_tab_entry` of its `current_instruction` has the
   handler of an exception, and `with_context.cm_obj` of an entry of its `block_stack` is the manager of a `with`.
-- An error that leaves `trace_frame` may say by its `frame_exec_strategy` what happens to later calls of the frame.
+- The `frame_exec_strategy` of an error that leaves `trace_frame` may say what happens to later calls of the frame.
 - `TracingContext.extract_stack()` is the user's stack at the traced instruction.
 """
 
@@ -33,8 +33,8 @@ import torch
 from fxpasses.graph.provenance import is_of_package
 
 CHECKED = ("2.11.0", "2.13.0", "2.15.0")
-_CLEANUPS = ("COPY", "WITH_EXCEPT_START")  # behind the handler of `with`, and of a handler
-_ENDS = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "POP_EXCEPT", "RERAISE")  # the first of `except`, and of `finally`
+_CLEANUPS = ("COPY", "WITH_EXCEPT_START")  # follow PUSH_EXC_INFO in the handler of a handler, or of a `with`
+_ENDS = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "POP_EXCEPT", "RERAISE")  # the first one tells `except` from `finally`
 TRACE_FRAME_PARAMETERS = ("code", "compiler_fn", "one_graph", "speculation_log")
 
 
@@ -58,7 +58,7 @@ class DynamoNames:
     """restart, skip: the exceptions by which Dynamo ends an attempt, to start another one or none.
 
     unsupported: the error after which it does not compile the frame. runtime_error: an operator's, on fake tensors.
-    this_call_alone: what `frame_exec_strategy` of an error says if a frame's next call is traced again.
+    this_call_alone: the `frame_exec_strategy` of an error after which Dynamo traces the frame's next call again.
     """
 
     convert_frame: ModuleType
@@ -119,7 +119,7 @@ def guard_compiled_graph(holds: Callable[..., bool], sources: Sequence[str], tex
 
 
 def guard_on(holds: Callable[..., bool], sources: Sequence[str], text: str) -> Any:
-    """A guard that calls `holds` with the values of `sources`, expressions of Dynamo's; raises `MissingName`.
+    """A guard that calls `holds` with the values of `sources`, Dynamo's source expressions; raises `MissingName`.
 
     It runs after all other guards, so the values have the types and sizes that they had while tracing. `text` describes
     the condition in Dynamo's logs.
@@ -143,7 +143,7 @@ def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[]
 
 
 def guard_names() -> Mapping[str, object]:
-    """What the sources of guards call, besides the frame's locals `L` and globals `G`; raises `MissingName`."""
+    """The names that guards' sources use besides the frame's locals `L` and globals `G`; raises `MissingName`."""
     return check_guard_names()[0]()
 
 
@@ -155,8 +155,8 @@ def user_place() -> tuple[str, int]:
 
 
 def is_in_try(tx: Any) -> bool:
-    """Whether the program may catch an error of the instruction that a translator of Dynamo's is at, in its frame or in
-    one that calls it."""
+    """Whether the program may catch an error of the instruction that Dynamo's translator `tx` is at, in its frame or in
+    a caller's."""
     while tx is not None:
         if _is_covered(tx):
             return True
@@ -165,7 +165,7 @@ def is_in_try(tx: Any) -> bool:
 
 
 def _is_covered(tx: Any) -> bool:
-    """Whether a frame's instruction stands in a `try` with `except`, or in a `with` that may catch its error."""
+    """Whether a frame's instruction is inside a `try` with `except`, or a `with` that may catch its error."""
     blocks = getattr(tx, "block_stack", ())
     if any(_may_suppress(tx, block.with_context) for block in blocks if block.with_context is not None):
         return True
@@ -178,7 +178,7 @@ def _is_covered(tx: Any) -> bool:
 
 
 def _may_suppress(tx: Any, context: Any) -> bool:
-    """Whether a context manager may end an error: its `__exit__` returns something, or its generator has `except`."""
+    """Whether a context manager may suppress an error: `__exit__` may return true, or its generator has `except`."""
     manager = getattr(context, "cm_obj", None)
     if isinstance(manager, (contextlib.suppress, contextlib.ExitStack)):
         return True
@@ -199,14 +199,14 @@ def _has_except(code: CodeType) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _returns_something(code: CodeType) -> bool:
-    """Whether a function may return what is true."""
+    """Whether a function may return a true value."""
     pairs = list(itertools.pairwise(dis.get_instructions(code)))
     found = [before if i.opname == "RETURN_VALUE" else i for before, i in pairs if i.opname.startswith("RETURN_")]
     return any(not (i.opname in ("LOAD_CONST", "RETURN_CONST") and not i.argval) for i in found)
 
 
 def _catches(tx: Any, handler: Any) -> bool:
-    """Whether a handler is one of `except`. That of `finally` raises the error again, unless it returns."""
+    """Whether a handler is an `except`. A `finally` raises the error again, unless it returns."""
     start = tx.indexof[handler] + 1
     if handler.opname != "PUSH_EXC_INFO" or tx.instructions[start].opname in _CLEANUPS:
         return False

@@ -1,9 +1,9 @@
-"""Whose an error is that ends an attempt at tracing a frame: the program's, Dynamo's or this package's.
+"""An attempt at tracing a frame ends in an error: is it the program's, Dynamo's or this package's?
 
 An error of this package's own, in a handler for instance, is the failure of a feature: the frame is traced again
-without the feature, and so are the other frames of the compiled program (`dynamo/retracing.py`). Ours is an error that
-no method of Dynamo's raised, that is none of Dynamo's exceptions, by which it also passes on those of the program, and
-that comes of no number without a value. Dynamo may catch it on its way and go on, so the trace keeps it.
+without the feature, and so are the other frames of the compiled program (`dynamo/retracing.py`). An error is ours if
+no method of Dynamo's raised it, if it is not one of Dynamo's exceptions (which also pass on the program's errors), and
+if no number without a value caused it. Dynamo may catch our error and go on, so the trace keeps it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PASSED = "_fxpasses_passed"
 
 
 class Rejected(RuntimeError):
-    """Raised for a trace that must not be used: another one follows, with other features, flags or answers."""
+    """Raised for a trace that must not be used: another follows, with other features, flags or answers."""
 
 
 class CaptureRejected(Rejected):
@@ -38,7 +38,7 @@ class FeatureRejected(Rejected):
 
 
 class Unprovable(Rejected):
-    """No pass could discharge a branch, whose effects are not all in the graph: the frame is traced again."""
+    """No pass could discharge a branch, and the graph lacks some of its effects: the frame is traced again."""
 
 
 class Failure(NamedTuple):
@@ -76,7 +76,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether an unbacked symbol caused `error`: it is such an error, wraps one or was raised while handling one."""
+    """Whether an unbacked symbol caused `error`: it is such an error, wraps one, or was raised while handling one."""
     try:
         kinds = (*DynamoNames.find().data_dependent, CaptureRejected)
     except MissingName:

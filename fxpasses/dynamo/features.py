@@ -1,5 +1,5 @@
-"""The features of the capture, one line each: what it is, the module of its handlers, what does not work without it,
-and what has to change in PyTorch or in another library so that it can go. `fxpasses doctor` lists them.
+"""The features of the capture, one line each: its title, the module of its handlers, what does not work without it,
+and what has to change in PyTorch or another library before it can go. `fxpasses doctor` lists them.
 
 A module has `handlers` (`dynamo/interceptions.py`) and, where the feature needs them, some of these functions:
 
@@ -7,8 +7,8 @@ A module has `handlers` (`dynamo/interceptions.py`) and, where the feature needs
     check(trace, gm, rewritten)     # raises `FeatureRejected` for a graph that must not be used
     changed(trace)                  # called when Python's state has changed in a way that the trace does not record
 
-`check` is called with None in place of graphs that are not known yet. What a feature knows of one trace is a class of
-its own, which `Trace.state` makes when it is first asked for.
+`check` is called with None in place of graphs that are not known yet. A feature keeps its knowledge of one trace in a
+class of its own, which `Trace.state` instantiates on first use.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _of_experts(module: str) -> str:
 
 
 class Feature(enum.Enum):
-    """A part of the capture. The members stand in the order of their handlers, where `order` does not say another one.
+    """A part of the capture. The members are in the order of their handlers, unless `order` gives another.
 
-    title: its name in messages. module: of its handlers; "" for a part of another feature without any of its own.
-    effect: what does not work where it is off. until: when it can go.
+    title: its name in messages. module: the module of its handlers; "" for a part of another feature that has none.
+    effect: what does not work while it is off. until: when it can go.
     """
 
     FLOATS = _Line(

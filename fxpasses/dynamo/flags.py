@@ -1,12 +1,12 @@
 """The two flags of Dynamo that capture `.item()` and `nonzero` in the graph, and the scopes in which they are on.
 
-Without them these break the graph before any backend sees it. They are on while a frame is traced for this package's
-backend, and at no other time: another backend's frame, also one inside of ours, finds what the process has set.
+Without the flags, both break the graph before any backend sees it. The flags are on while a frame is traced for this
+package's backend, and at no other time: another backend's frame, even inside one of ours, finds the process's values.
 
 `torch._dynamo.config` has one value per process in torch 2.11, and one per context (`contextvars`) in 2.13 and 2.15, so
 that a new thread starts with the defaults. `THREAD_LOCAL` says which, and is determined by a probe. With one value per
 process, activations are counted under a lock: a thread that leaves its scope does not switch the flags off for another
-one that is still tracing. With one per context, each thread restores the previous values.
+thread that is still tracing. With one per context, each thread restores the previous values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ON = Values(True, True)
 def wanted() -> Values:
     """The values with which a trace for this package's backend starts: both on.
 
-    With `FXPASSES_KEEP_DYNAMO_CONFIG=1` in the environment, those that the process has set.
+    With `FXPASSES_KEEP_DYNAMO_CONFIG=1` in the environment, the values that the process has set.
     """
     return _read() if keeps_config() else ON
 
@@ -69,7 +69,7 @@ def enable_for_process() -> None:
 
 
 def scoped() -> AbstractContextManager[None]:
-    """Both flags on inside, restored after. Reentrant; several threads may be inside at once.
+    """Both flags are on inside, and restored after. Reentrant; several threads may be inside at once.
 
     Takes 3 to 4 µs in all, measured with torch 2.11, 2.13 and 2.15.
     """
@@ -78,7 +78,7 @@ def scoped() -> AbstractContextManager[None]:
 
 @contextmanager
 def held_at(values: Values) -> Iterator[None]:
-    """The flags at `values` inside, whatever scopes are active; for one trace, under Dynamo's compile lock."""
+    """The flags are `values` inside, whatever scopes are active; for one trace, under Dynamo's compile lock."""
     token = _outside.set(_outside.get() or _read())
     try:
         with _holding(values):
@@ -88,7 +88,7 @@ def held_at(values: Values) -> Iterator[None]:
 
 
 def as_outside() -> AbstractContextManager[None]:
-    """The flags as they are outside all traces for this package's backend; for another backend's trace in one."""
+    """The flags have their values from outside this package's traces: for another backend's trace inside one."""
     values = _outside.get()
     return nullcontext() if values is None else _holding(values)
 
@@ -130,7 +130,8 @@ def _nothing() -> None:
 
 
 class _Shared:
-    """All activations with one value per process: the last held value applies, else scopes, else the previous value."""
+    """All activations, with one value per process: a held value applies first (the last), then scopes, then the
+    previous value."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,7 +159,7 @@ class _Shared:
             self._apply()
 
     def switch_on(self) -> None:
-        """Switch the previous value on: the one to restore at the end of all activations."""
+        """Set the previous value, which the end of all activations restores, to on."""
         with self._lock:
             self._restore()
             _switch_to[ON]()

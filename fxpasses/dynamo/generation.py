@@ -1,16 +1,15 @@
 """transformers' `generate`, kept apart from training: it compiles nothing, and uses up none of a frame's graphs.
 
 A model that generates in its training loop (GRPO, RLOO) has one frame for four programs: prefill, decoding, the
-log-probabilities without gradient, and training. Each is compiled once for its first sizes and once for any, so that
-Dynamo's limit of 8 graphs per frame is reached in the third step, after which the frame, training included, runs
+log-probabilities without gradient, and training. Each is compiled once for its first sizes and once for any sizes.
+Dynamo's limit of 8 graphs per frame is reached in the third step, and from then on the frame, training included, runs
 uncompiled. Here the calls that come from `generate` run as in eager mode while the model is in training mode. Otherwise
-(a model that generates between two epochs, or does nothing else) they are compiled as long as the frame has fewer than
-4 graphs. What it costs: generation is no faster than in eager mode, and each call, one per token, takes 0.2 to
-0.3 ms of the host's time more, in which Dynamo finds that no graph fits (measured with torch 2.13, one core).
-`options={"fastpack.generation": "compiled"}` treats it as any other call.
+(a model that generates between two epochs, or only generates) they are compiled as long as the frame has fewer than
+4 graphs. The cost: generation is no faster than in eager mode, and each call, one per token, takes 0.2 to 0.3 ms more
+of the host's time, in which Dynamo finds that no graph fits (measured with torch 2.13, one core).
+`options={"fastpack.generation": "compiled"}` treats generation like any other call.
 
-Dynamo is told to run the call and all that it calls uncompiled, this time and not for good, before it looks at its
-limit.
+Before Dynamo looks at its limit, it is told to run this one call, and everything inside it, uncompiled.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `convert_frame.ConvertFrameAssert`, which Dynamo calls for a frame
 without a graph that fits, its attributes `_torchdynamo_orig_backend` and `_one_graph`; `types.ConvertFrameReturn`,
@@ -67,7 +66,7 @@ def install(chosen: Callable[[Any], bool]) -> None:
 
 
 def _is_apart(code: CodeType, graphs_of: Callable[[CodeType], list[Any]]) -> bool:
-    """Whether a frame that Dynamo has no graph for belongs to a call of `generate` that gets none."""
+    """Whether a frame without a fitting graph is called from `generate` and stays uncompiled."""
     generating = _generating()
     if generating is None:
         return False

@@ -1,8 +1,8 @@
 """Guard the assumptions of a graph about its batch: a batch that breaks them gets another graph.
 
-The assumptions become a Dynamo guard over the batch's metadata. It computes their numbers as the prologue does, once
-per batch and from the same copy on the host; if one does not hold, Dynamo traces the frame again, and keeps both
-graphs. If this torch has no such guards, the graph raises `AssumptionError` for such a batch.
+The assumptions become a Dynamo guard over the batch's metadata. The guard computes the numbers in them as the prologue
+does, once per batch and from the same copy on the host. If an assumption does not hold, Dynamo traces the frame again,
+and keeps both graphs. In a torch without such guards, the graph raises `AssumptionError` for that batch.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _message(broken: Sequence[Assumption], values: dict[Any, Any]) -> str:
 class Numbers(PythonReferenceAnalysis):
     """Computes conditions with Python's numbers.
 
-    PyTorch's own analysis divides integers, truncates, and combines bits as sympy does, and `torch.sym_min` takes no
-    numbers of sympy's.
+    PyTorch's own analysis divides integers, truncates, and combines bits as sympy does, and `torch.sym_min` rejects
+    sympy's numbers.
     """
 
     int_truediv = staticmethod(operator.truediv)
@@ -112,8 +112,8 @@ class Numbers(PythonReferenceAnalysis):
 class BatchGuard:
     """Checks the assumptions of a graph for a batch.
 
-    sources: Dynamo's source expressions of its arguments: `roots` inputs of the graph, then `sizes`, then the tensors
-    that the graph's own prologue reads, which are copied to the host in the same transfer.
+    sources: Dynamo's source expressions of the guard's arguments: `roots` inputs of the graph, then `sizes`, then the
+    tensors that the graph's own prologue reads, which are copied to the host in the same transfer.
     """
 
     def __init__(self, assumptions: list[Assumption], trace: Trace) -> None:
@@ -135,9 +135,9 @@ class BatchGuard:
         self._lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> bool:
-        """Whether the assumptions hold; not if an operator of the program fails, whose error the new trace raises.
+        """Whether the assumptions hold. False if an operator of the guard's program fails: the new trace raises again.
 
-        `lengths[2]` of a batch of two: the program does not ask for it, because it has read the size before.
+        `lengths[2]` fails for a batch of two; the user's program avoids it, because it has read the size before.
         """
         if self._is_released:
             return False
@@ -153,7 +153,7 @@ class BatchGuard:
     def broken_in(self, names: Mapping[str, Any]) -> list[Assumption] | None:
         """The assumptions that do not hold in a frame, whose locals and globals are `names` of `sources`.
 
-        All of them if the batch does not have their numbers; None if the frame does not have the inputs.
+        All of them if their numbers cannot be computed for the batch; None if the frame does not have the inputs.
         """
         try:
             inputs = [eval(source, {**guard_names(), **names}) for source in self.sources]
@@ -167,7 +167,7 @@ class BatchGuard:
             return list(self.assumptions)
 
     def release(self) -> None:
-        """Free what computes the numbers, once no graph is left that is guarded: the guard holds for no batch then."""
+        """Free the prologue once no guarded graph is left: from then on the guard holds for no batch."""
         self.__dict__.pop("_prologue", None)
         self._is_released = True
 

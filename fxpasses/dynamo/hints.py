@@ -1,9 +1,9 @@
 """Value hints: questions of the user's program that the traced batch answers.
 
-Questions about numbers are answered by the shape environment (`dynamo/trace.py`). `if tensor:`, `bool(tensor)`,
+The shape environment answers questions about numbers (`dynamo/trace.py`). `if tensor:`, `bool(tensor)`,
 `torch.equal(a, b)`, `torch.allclose(a, b)` and `3 in lengths.tolist()` break the graph before Dynamo asks for a number:
-on metadata, the handlers here turn each into the comparison of a symbol, and a tensor in the place of a size into the
-symbol of its number. On other tensors, Dynamo proceeds as usual.
+on metadata, the handlers here turn each into a comparison of a symbol, and a tensor used as a size into the symbol of
+its number. On other tensors, Dynamo proceeds as usual.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, are those of the handlers' sites.
 """
@@ -74,7 +74,8 @@ def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, *args: Any,
     without="`if height / width > 1:` may fail, as under stock PyTorch with its capture flags",
 )
 def divide(trace: Trace, proceed: Proceed, a: Any, b: Any) -> Any:
-    """Dynamo asserts in the graph what was assumed: PyTorch asks there whether a divisor, which is a proxy, is zero."""
+    """Dynamo puts each assumption into the graph as an assertion, where PyTorch asks whether a divisor, a proxy, is
+    zero."""
     return operator.truediv(a, b) if isinstance(a, Proxy) or isinstance(b, Proxy) else NOT_HANDLED
 
 
@@ -111,7 +112,7 @@ def take(tx: Any, instruction: Any, truth: bool) -> None:
 
 @handlers.at(method(BUILTIN, "call_bool"), order=1, without="`bool(tensor)` breaks the graph")
 def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> Any:
-    """`bool(n)` is True or False, as in Python, and not a symbol, which is neither."""
+    """`bool(n)` is True or False, as in Python, and not a symbol, which would be neither."""
     if isinstance(arg, TensorVariable):
         return _constant(_truth(trace, tx, arg))
     return _constant(_answer(trace, tx, arg)) if isinstance(arg, SymNodeVariable) else NOT_HANDLED
@@ -164,8 +165,8 @@ def allclose(input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e
 
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=7, without="`torch.autograd.grad` behind a read may fail")
 def gradient(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Where the graph breaks at `torch.autograd.grad`, its tensors are results of one graph, which autograd takes for
-    independent of each other. A read between them would have made two graphs of it."""
+    """If the graph breaks at `torch.autograd.grad`, the tensors in that call are results of one graph, which autograd
+    takes to be independent of each other. A read between them would have made two graphs of it."""
     if self.value is not torch.autograd.grad or trace.attempt.flags is None:
         return NOT_HANDLED
     if not any(node.target == "item" for node in tx.output.graph.nodes):
@@ -203,7 +204,7 @@ def bounds(trace: Trace, proceed: Proceed, self: Any, items: Any, tx: Any = None
     without="`[n, 4] == [tensor, 4]` fails, as under stock PyTorch with its capture flags",
 )
 def equal_items(trace: Trace, proceed: Proceed, tx: Any, v: Any, w: Any, *args: Any) -> Any:
-    """`x.size() == [n, 4]` where n is a tensor: lists ask for the truth of each comparison, which is a number's."""
+    """`x.size() == [n, 4]` where n is a tensor: lists ask for the truth of each comparison; n is read as a number."""
     numbers = [_as_number(trace, tx, item) for item in (v, w)]
     same = all(number is item.realize() for number, item in zip(numbers, (v, w), strict=True))
     return NOT_HANDLED if same else proceed(tx, *numbers, *args)
@@ -260,8 +261,8 @@ def _answer(trace: Trace, tx: Any, number: Any) -> bool | None:
 def _numbers(trace: Trace, tx: Any, tensor: Any) -> Any:
     """`.tolist()` of a data-dependent number of integers.
 
-    Dynamo would unbind the tensor, which creates symbols that nothing binds. Here the batch tells the size, and each
-    element is read.
+    Dynamo would unbind the tensor, which creates symbols that nothing binds. Here the batch determines the size, and
+    each element is read.
     """
     example = tensor.as_proxy().node.meta["example_value"]
     if trace.attempt.flags is not None and example.ndim == 1 and _is_computed(example.shape[0]):
@@ -279,7 +280,7 @@ def _numbers(trace: Trace, tx: Any, tensor: Any) -> Any:
 
 
 def _is_computed(size: Any) -> bool:
-    """Whether a size is computed from several numbers that the frame is given: of two images' sides, say."""
+    """Whether a size is computed from several numbers that the frame receives: from two images' sides, say."""
     return isinstance(size, torch.SymInt) and not is_unbacked(size) and len(free_symbols(size)) > 1
 
 

@@ -11,14 +11,14 @@ The handlers of one place run in ascending `order`, and Dynamo's own method is t
 running trace has its feature, and none runs unless this thread traces a frame for this package's
 backend. All are installed while some frame is traced, and removed after.
 
-If this torch lacks a private name, the handler that needs it is off, with one warning that says what does not work
+If this torch lacks a private name, the handler that needs it is off, and one warning says what does not work
 (`without`); if the rest of the feature would be wrong without the handler (no `without`), the feature is off. A method
-with other parameters counts as missing: the handler's own, after `trace` and `proceed`, have to be the method's, by
-position and by name. The first may have another name, and so may those before a `/`; `*args` and `**kwargs`
-of a handler stand for any further ones.
+with other parameters counts as missing: after `trace` and `proceed`, the handler's parameters have to match the
+method's by position and by name. The first may have another name, and so may those before a `/`; a handler's `*args`
+and `**kwargs` stand for any further parameters.
 
-Private name, checked on torch 2.13, besides those of the sites: `BuiltinVariable.call_function_handler_cache`, by which
-Dynamo keeps bound methods from one trace to the next. While handlers are installed, it is a dict of their own.
+Private name, checked on torch 2.13, besides those of the sites: `BuiltinVariable.call_function_handler_cache`, in which
+Dynamo keeps bound methods from one trace to the next. While handlers are installed, a separate dict replaces it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ resolve = functools.cache(find)
 
 @dataclass(frozen=True)
 class Site:
-    """What a handler replaces. places: finds it; raises if this torch lacks it."""
+    """A method or function that handlers replace. places: finds it; raises if this torch lacks it."""
 
     name: str
     places: Callable[[], Iterable[Place]]
@@ -85,7 +85,7 @@ def method(owner: str, *names: str, imported_by: tuple[str, ...] = ()) -> Site:
 def opcodes(name: str, *parts: str) -> Site:
     """An instruction of Python's bytecode, or all whose names contain one of `parts`, in all dispatch tables.
 
-    From Python 3.12 on, most have a twin that stands in code which a debugger watches; Dynamo traces none of these.
+    From Python 3.12 on, most have a twin for code that a debugger watches; Dynamo traces none of these twins.
     """
     names = [(at, found) for at, found in enumerate(dis.opname) if not found.startswith("INSTRUMENTED_")]
     wanted = [at for at, found in names if found == name or any(part in found for part in parts)]
@@ -110,7 +110,7 @@ class Handler:
     """checked: the versions of torch that it was tried on. order: among the site's handlers.
 
     without: the effect of its absence; "" if its feature must be off then. elsewhere: whether it may run on other
-    versions as well; not where a proof needs that Dynamo does something in no other way than through the sites.
+    versions too; False if a proof relies on Dynamo doing something only through the sites.
     """
 
     site: Site
@@ -142,7 +142,7 @@ class Handlers(list[Handler]):
 class Row:
     """A handler in the table. places: where this torch has its site; none if it lacks it.
 
-    missing: the missing name and the effect of its absence, or "", also where the handler is not for this torch.
+    missing: the missing name and the effect of its absence; "" if none is, or if the handler is not for this torch.
     """
 
     feature: Feature
@@ -192,7 +192,7 @@ def _check_parameters(handler: Handler, replaced: Callable[..., Any]) -> None:
     own = list(inspect.signature(handler.function).parameters.values())[2:]
     given = list(inspect.signature(replaced).parameters.values())
     if {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= {each.kind for each in given}:
-        return  # a wrapper, which tells nothing
+        return  # a wrapper, whose parameters say nothing
     kinds = {each.kind for each in own}
     expected = [each for each in own if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     by_keyword = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
@@ -260,7 +260,7 @@ class Installation:
     def _remove(self) -> None:
         while self._undo:
             self._undo.pop()()
-        for loaded in sys.modules.keys() - self._loaded:  # meanwhile: they may have imported a dispatcher
+        for loaded in sys.modules.keys() - self._loaded:  # loaded meanwhile: they may have imported a dispatcher
             for name, dispatcher, original in self._functions:
                 if getattr(sys.modules[loaded], "__dict__", {}).get(name) is dispatcher:
                     setattr(sys.modules[loaded], name, original)

@@ -1,8 +1,9 @@
-"""Guard which inputs of a graph are leaves, where activations are offloaded.
+"""Guard which inputs of a graph are leaves, if activations are offloaded.
 
 Dynamo guards whether a tensor requires a gradient, but not whether it is a leaf. Blocks that are compiled one by one
-share graphs. If the input of the first block is a leaf (embeddings, under `enable_input_require_grads`), which must not
-be offloaded, the activations of all other blocks would not be offloaded either; and in the opposite case, leaves would.
+share graphs. If the first block's input is a leaf (embeddings, under `enable_input_require_grads`), it must not be
+offloaded, and a shared graph would not offload the other blocks' inputs either; in the opposite case, it would offload
+leaves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def guard(gm: GraphModule, examples: Sequence[object]) -> None:
-    """Called while Dynamo compiles `gm`: guard that exactly those inputs are leaves that are leaves in `examples`."""
+    """Called while Dynamo compiles `gm`: guard that exactly the inputs that are leaves in `examples` are leaves."""
     found = {
         source: example.is_leaf
         for source, example in zip(input_sources(gm), examples, strict=False)

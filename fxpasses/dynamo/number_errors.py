@@ -6,11 +6,11 @@
         scale = 0.0
     return h * math.sqrt(lengths.min().item() - 2)
 
-A captured number is computed when the graph runs, outside of the `try`, and generated code makes infinity or NaN of
-what raises in Python. So the graph breaks, as under stock PyTorch:
+A captured number is computed when the graph runs, outside of the `try`, and generated code computes infinity or NaN
+where Python raises. So the graph breaks, as under stock PyTorch:
 
-- where such a number is read in a `try`, and where one that was read before is given there to something that may fail;
-- where a function of the batch at hand is not defined. That it is defined is guarded.
+- where such a number is read in a `try`, or an operation that may fail takes an earlier one there;
+- where a function is not defined for the batch's number. If it is defined, that is guarded.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# Of two numbers, or of one: what never fails.
+# Functions of one or two numbers that never fail.
 _TOTAL = frozenset(
     {"abs", "add", "and_", "eq", "ge", "gt", "le", "lt", "mul", "ne", "neg", "not_", "or_", "pos", "sub"}
 )
-# Of one: what is defined for some numbers alone.
+# Functions of a number that are defined only for some numbers.
 _PARTIAL = frozenset({"pow", "_sym_acos", "_sym_asin", "_sym_log2", "_sym_sqrt"})
 
 
 def check_operation(trace: Trace, node: Node, args: tuple[Any, ...]) -> None:
-    """Break the graph before an operation of a number of the batch that fails, or whose error the program may catch."""
+    """Break the graph before an operation on a batch's number that fails, or whose error the program may catch."""
     if trace.attempt.flags is None:
         return
     if _may_fail(node, args) and trace.is_in_try():
@@ -50,7 +50,7 @@ def check_operation(trace: Trace, node: Node, args: tuple[Any, ...]) -> None:
 
 
 def check_assertion(trace: Trace) -> None:
-    """Leave the frame to eager mode at an `assert` of a number, which Dynamo would put into the graph."""
+    """Break the graph at an `assert` of a number in a `try`: Dynamo would put the assertion into the graph."""
     if trace.attempt.flags is not None and trace.is_in_try():
         raise _broken("`assert` in `try`", "Its error would not be raised where the program catches it")
 
@@ -61,7 +61,7 @@ def _broken(what: str, why: str) -> Exception:
 
 
 def _conditions(node: Node, args: tuple[Any, ...]) -> list[Any]:
-    """What has to hold of a number of the batch for a function of it to be defined."""
+    """The conditions on a number of the batch under which a function of it is defined."""
     name, x = getattr(node.target, "__name__", ""), args[0] if args else None
     if name not in _PARTIAL or not isinstance(x, (torch.SymInt, torch.SymFloat)) or not is_unbacked(x):
         return []
@@ -78,7 +78,7 @@ def _holds(trace: Trace, condition: Any) -> bool:
 
 
 def _is_compared_with_itself(node: Node, args: tuple[Any, ...]) -> bool:
-    """Whether an operator is `x != x` of a float, which sympy takes for a real number."""
+    """Whether an operator compares a float with itself (`x != x`), which sympy decides as for a real number."""
     if getattr(node.target, "__name__", "") not in ("eq", "ge", "gt", "le", "lt", "ne") or len(args) != 2:
         return False
     x, y = args

@@ -2,7 +2,7 @@
 
 The rules are those of `metadata/analysis.py`: a number or a data-dependent size is metadata if it is computed
 from integer inputs and sizes alone, with memory versions, through checkpoint bodies. A program like the prologue's
-computes values from the real inputs, each once, because value numbering identifies it in all layers.
+computes values from the real inputs, each once: value numbering recognises the same value in all layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxpasses.report import Reason
 
 log = logging.getLogger(__name__)
 
-# The size of their result depends on one integer or bool argument, and not on the values of the other tensor.
+# Operators whose result has a size that depends on one integer or bool argument, not on the other tensor's values.
 _SIZED_BY_METADATA = frozenset({"getitem", "masked_select", "repeat_interleave"})
 # Why the contents of an allocation become unknown after a use outside the closure.
 _OVERWRITTEN = frozenset({Reason.WRITTEN_BY_LAYER, Reason.INPUT_WRITTEN, Reason.UNKNOWN_OPERATOR})
@@ -42,7 +42,7 @@ class NotKnown(Exception):
 
 
 class PartialGraph:
-    """output: Dynamo's `OutputGraph`. autocast: the state around the frame. on_failure: gets an error of the walk."""
+    """output: Dynamo's `OutputGraph`. autocast: its state around the frame. on_failure: called with a walk's error."""
 
     def __init__(self, output: Any, autocast: Any, on_failure: Callable[[Exception], None]) -> None:
         self.output = output
@@ -56,7 +56,7 @@ class PartialGraph:
         self.walk = _PartialWalk(output.fake_mode)
 
     def close(self) -> None:
-        """The capture is over: later changes of the graph by Dynamo, such as dead-code elimination, are ignored."""
+        """The capture is over: ignore Dynamo's later changes of the graph, such as dead-code elimination."""
         self.walk_on()
         self._over = True
 
@@ -137,7 +137,7 @@ class PartialGraph:
         return replace(draft, inputs=tuple(roots)).program(), roots
 
     def outside(self) -> AbstractContextManager[None]:
-        """The state in which the frame was called, for operators of ours, wherever the frame's trace is now."""
+        """Run our operators in the state in which the frame was called, wherever its trace is now."""
         return as_in_new_thread(self._autocast, self._inference, self.output.fake_mode)
 
     def _compute(self, extra: Extra) -> int | float:
@@ -163,7 +163,7 @@ class PartialGraph:
         try:
             with self.outside():
                 self._catch_up()
-        except Exception as error:  # what is known may no longer hold, so the frame is traced again without hints
+        except Exception as error:  # the analysis may no longer hold, so the frame is traced again without hints
             log.debug("the walk over Dynamo's graph failed", exc_info=error)
             self._over = True
             self._on_failure(error)
@@ -252,7 +252,7 @@ class _PartialWalk(Walk):
         return self._numbered_by_looks(node, outside[0], autocast)
 
     def _number_sizes(self, stand_in: Tensor, example: torch.Tensor) -> None:
-        """Number the sizes that an operator on activations determines: `labels[:, : x[:, :n].shape[1]]` is metadata."""
+        """Number the sizes of an activation: they may be metadata, as in `labels[:, : x[:, :n].shape[1]]`."""
         for dimension, size in enumerate(example.shape):
             found = symbol(size) if is_unbacked(size) else None
             if found is not None and found not in self.symbols:
@@ -263,7 +263,7 @@ class _PartialWalk(Walk):
                     self.symbols[found] = number
 
     def _body(self, region: Region, call: Node, autocast: tuple[Any, ...]) -> None:
-        """Walk a complete body, of which the nodes before its queries were walked while it was being written."""
+        """Walk a complete body. The nodes before its queries were walked while Dynamo was writing it."""
         outside = [(memory, memory.version) for operand in call.all_input_nodes for memory in self._memories(operand)]
         name = call.args[0]
         assert isinstance(name, Node)
@@ -282,7 +282,7 @@ class _PartialWalk(Walk):
 
 
 def _unbacked_as_created(size: Any) -> Any:
-    """The unbacked symbol of a size, even if it was found to equal something since; else None."""
+    """The unbacked symbol of a size, even if it has since been found to equal something; else None."""
     found = symbol_as_created(size) if isinstance(size, torch.SymInt) else None
     return found if getattr(found, "is_Symbol", False) and size.node.hint is None else None
 
@@ -303,7 +303,7 @@ class _PartialRegion(Region):
         self._autocast: tuple[Any, ...] = ()
 
     def was_rolled_back(self) -> bool:
-        """Whether Dynamo has erased nodes that were walked already."""
+        """Whether Dynamo has erased nodes that were already walked."""
         return self._last is not None and self._last._erased
 
     def advance(self, walk: _PartialWalk) -> None:

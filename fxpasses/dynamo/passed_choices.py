@@ -3,11 +3,11 @@
     idx = torch.topk(router(x), 2)[1]     frame 1: its graph ends before the loop, and returns `idx`
     for e in idx.unique(): ...            frame 2: `idx` is an input of integers, as the batch's are
 
-In frame 2 a question about `idx` has no answer, as in a graph of both. An answer would be guarded: in each layer and
-each step the guard would repeat the router's queries before the frame makes its own, and each set of experts that have
-tokens would be a variant. So the compiled frame 1 notes which of its results are such tensors.
+In frame 2 a question about `idx` gets no answer, as if one graph held both frames. An answer would be guarded: in each
+layer and each step the guard would repeat the router's queries before the frame makes its own, and each set of experts
+with tokens would be a variant. So the compiled frame 1 notes which of its results are such tensors.
 
-The set of these tensors is that of the process, because Dynamo offers no way from the frame that returns a tensor to
+The set of these tensors belongs to the process, because Dynamo offers no way from the frame that returns a tensor to
 the frame that takes it. It holds weak references.
 """
 
@@ -31,7 +31,7 @@ _passed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def is_passed(value: Any) -> bool:
-    """Whether a graph has computed a tensor of integers or bools with the help of parameters."""
+    """Whether a compiled graph has returned this tensor of integers or bools, computed from parameters."""
     return isinstance(value, torch.Tensor) and value in _passed
 
 
@@ -65,7 +65,7 @@ def _positions(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
 
 
 def _values_read(node: Node) -> list[Node]:
-    """The operands whose contents a result depends on, and not only their sizes."""
+    """The operands whose contents, and not only their sizes, a result depends on."""
     example = node.meta.get("example_value")
     if operator_of(node) in FACTORIES or (is_symbolic(example) and not is_unbacked(example)):
         return []

@@ -22,7 +22,7 @@ _sizes: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
 
 
 def note_sizes(gm: GraphModule) -> None:
-    """Warn once for an input of integers, all of which are read, that was compiled for more than 3 sizes."""
+    """Warn once for an input vector of integers of fixed size that was compiled for more than 3 sizes."""
     context = getattr(torch._guards, "CompileContext", None)
     compilation = context.current_compile_id() if context is not None else None
     if compilation is None or compilation.frame_id is None:

@@ -9,13 +9,13 @@ the symbol's value, tracing may end in an error that stock PyTorch does not have
     x[: a.item() + b.item()], in two checkpoints  # an internal assertion of Dynamo, which lost one of the symbols
 
 The attempts at such a frame are (`.item()` captured, data-dependent shapes captured) = (yes, yes), (yes, no), (no, no).
-The second helps most: `nonzero` breaks the graph as in stock PyTorch, and the rest, traced with both flags, has a
-tensor of known size whose `.tolist()` is captured. The last has the graph breaks and errors of stock PyTorch.
+The second attempt helps most: `nonzero` breaks the graph as in stock PyTorch, and the rest, traced with both flags, has
+a tensor of known size whose `.tolist()` is captured. The last has the graph breaks and errors of stock PyTorch.
 
-With `fullgraph=True`, stock PyTorch captures both, and no frame is retraced. Likewise, a frame whose trace contains an
-undischarged obligation (a speculated branch that no pass proved) is retraced without the feature behind it; if that
-fails, without both flags, and other frames do not try forever (`dynamo/unproved.py`). Only traces for this package's
-backend are concerned.
+With `fullgraph=True`, stock PyTorch captures both, and no frame is retraced. A frame whose trace contains an
+undischarged obligation (a speculated branch that no pass proved) is retraced without the feature that made it; if that
+fails, without both flags. After two such frames, a function's branches are no longer speculated on
+(`dynamo/unproved.py`). Only traces for this package's backend are affected.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 MARKER = "_is_fastpack"
 _MAX_WRAPPERS = 16
-_MOST_BROKEN = 2  # frames of a program; an inner one may be traced whole where an outer one is not
+_MOST_BROKEN = 2  # frames of a program; an inner frame may be traced whole although an outer one is not
 
 # The attempt at a frame that is traced as for any other backend.
 _STOCK = Attempt(Values(False, False))
@@ -148,7 +148,7 @@ def _wrapped_in(function: Any) -> Any:
 
 
 def _program(backend: Any) -> Any:
-    """What `torch.compile` made of this package's backend and its options; the backend itself where it is bare."""
+    """The object that `torch.compile` made of this package's backend and its options; a bare backend itself."""
     found = backend
     for function in _unwrapped(backend):
         if getattr(function, MARKER, False) is True:
@@ -170,8 +170,8 @@ class _TraceFrameInAttempts:
         self._next: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unproved = Unproved()
         self._failed = FailedFeatures()
-        # By program: how many frames had to be traced with fewer flags, since questions get no answer any more. The
-        # frames that they call are traced as far as the same place.
+        # By program: how many frames had to be traced with fewer flags, because refused questions get no answer. The
+        # frames that they call would be traced up to the same place.
         self._broken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ class _TraceFrameInAttempts:
                 frame["compiler_fn"] = optimizer.backend_compile_fn
             with ddp_buckets.moved_inside(optimizer):
                 return self._trace(frame, bound.args, bound.kwargs, strict)
-        except Exception as error:  # around the trace: nothing of it is left
+        except Exception as error:  # around the trace, of which nothing is left
             if strict or not is_ours(error):
                 raise
             say("tracing for this backend", error, "Dynamo traces the frame as for any other backend.")
@@ -217,7 +217,7 @@ class _TraceFrameInAttempts:
         return (Feature.HINTS in lost and attempt.without_flags()) or attempt.without(*lost)
 
     def _trace(self, frame: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool) -> Any:
-        """One attempt. If it fails and another one may succeed, have Dynamo start that."""
+        """Make one attempt. If it fails and another may succeed, have Dynamo start that one."""
         forget_leftovers()
         code, speculation_log = frame["code"], frame["speculation_log"]
         attempt = self._next.get(speculation_log) or self._first(frame, strict)
@@ -252,9 +252,9 @@ class _TraceFrameInAttempts:
     def _after_failure(
         self, trace: Trace, frame: Mapping[str, Any], error: Exception | None, result: Any = None
     ) -> Exception:
-        """What to raise after an attempt in which a feature failed: a restart without it, or the error itself.
+        """The exception to raise after an attempt in which a feature failed: a restart without it, or its own error.
 
-        error: what ended the attempt; None if it came to a result.
+        error: the error that ended the attempt; None if it came to a result.
         """
         assert trace.failure is not None
         feature, cause = trace.failure
@@ -268,7 +268,7 @@ class _TraceFrameInAttempts:
     def _noting(
         self, trace: Trace, frame: Mapping[str, Any], error: Exception, following: Attempt | None
     ) -> Attempt | None:
-        """Note for later frames what an attempt has shown, and warn; returns the attempt that follows."""
+        """Note for later frames what an attempt has shown, and warn; returns the next attempt."""
         code, speculation_log = frame["code"], frame["speculation_log"]
         if trace.crowded:  # also if Dynamo itself traces the frame again, up to a graph break
             variants.give_up(code, trace.crowded)
@@ -282,7 +282,7 @@ class _TraceFrameInAttempts:
             self._broken[program] = self._broken.get(program, 0) + 1
         if following is not None and trace.unproved():
             self._unproved.note(_program(frame["compiler_fn"]), trace.unproved_functions())
-        if self._is_given_up(trace, error, following) and not trace.left:  # of which the user knows
+        if self._is_given_up(trace, error, following) and not trace.left:  # the user knows of a left checkpoint
             tracing.warn_given_up(trace, code, error, error_text(_backend_error(error)))
         return following
 
@@ -304,7 +304,7 @@ class _TraceFrameInAttempts:
             return trace.attempt.without(rejected.feature)
         if isinstance(rejected, UnknownDefault):
             return trace.attempt.with_fewer_flags()
-        if unproved:  # first without counts in NumPy arrays, if there are any
+        if unproved:  # first without the feature for counts in NumPy arrays, if there are any
             uses_numbers = any(branch.kind == "numbers" for branch in trace.speculated())
             return trace.attempt.without(Feature.NUMPY if uses_numbers else Feature.SPECULATION)
         if isinstance(error, self._names.unsupported) and trace.attempt.refused:  # the break may have no other place
@@ -319,18 +319,18 @@ class _TraceFrameInAttempts:
         return trace.attempt.with_fewer_flags()
 
     def _is_raised_by_program(self, error: Exception, frame: Mapping[str, Any]) -> bool:
-        """Whether an operator has raised for this batch, while other ranks wait for the collectives before it."""
+        """Whether an operator has raised for this batch while other ranks may wait in the collectives before it."""
         return spans_ranks() and not frame["one_graph"] and isinstance(error, (self._names.runtime_error, IndexError))
 
     def _left_to_eager_mode(self, error: Exception) -> Exception:
-        """What to raise so that Dynamo runs this call of a frame, and no other, in eager mode, which raises in turn."""
+        """The exception by which Dynamo runs only this call of a frame in eager mode, which raises the program's."""
         left: Any = self._names.unsupported(f"an operator failed while it was traced: {error_text(error)}")
         left.frame_exec_strategy = self._names.this_call_alone
         left._torch_dynamo_tracer_output = getattr(error, "_torch_dynamo_tracer_output", None)
         return left
 
     def _is_given_up(self, trace: Trace, error: Exception, following: Attempt | None) -> bool:
-        """Whether the frame's reads stay uncaptured after an error, and it runs all the same."""
+        """Whether, after an error, the frame runs all the same, with its reads uncaptured."""
         if trace.attempt.flags is None or isinstance(error, self._names.restart):
             return False
         if following is not None:

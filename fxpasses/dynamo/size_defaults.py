@@ -1,21 +1,21 @@
-"""What PyTorch takes for granted about sizes that only the batch determines, and where the batch shows otherwise.
+"""PyTorch's default answers about sizes that only the batch determines, and the batches for which they are wrong.
 
 Operators on fake tensors ask whether a size is 1, to broadcast or to squeeze it. For a size without a value PyTorch
-consults no hint: it takes "no" for granted (`guard_or_false(size == 1)`), and asserts that the sizes are equal when the
-graph runs. So a graph would raise for a batch in which the size is 1, and which eager mode broadcasts.
+consults no hint: it assumes "no" (`guard_or_false(size == 1)`), and asserts that the sizes are equal when the graph
+runs. So the graph would raise for a batch in which the size is 1, which eager mode broadcasts.
 
 Here each operator's questions are kept together with the assertions that it leaves. When the trace is complete, the
-batch at hand tells which assertions fail:
+batch at hand determines which assertions fail:
 
 - If a question explains the failure, the frame is traced again, and that question is answered. The answer is an
-  assumption like any other, guarded.
+  assumption like any other, and guarded.
 - If none does, the operator fails in eager mode as well. The program may catch that error, or fail before: the frame is
-  traced as stock PyTorch traces it. Assertions that the program itself makes stay, and raise `MetadataError`.
+  traced with stock PyTorch's flags. Assertions that the program itself makes stay, and raise `MetadataError`.
 
-Where an assertion holds, what was taken for granted is guarded: a later batch in which the size is 1 gets another
-graph. So is the assertion itself inside `try`, where its error would be caught. `squeeze` leaves no assertion; its
-questions are answered and guarded at once. Where activations determine such a size, nothing is known of it, and the
-graph breaks before, as under stock PyTorch.
+Where an assertion holds, the default answers behind it are guarded: a later batch in which the size is 1 gets another
+graph. Inside `try`, where its error would be caught, the assertion itself is guarded too. `squeeze` leaves no
+assertion; its questions are answered and guarded at once. If activations determine such a size, nothing is known of it,
+and the graph breaks before the operator, as under stock PyTorch.
 
 Private names, checked on torch 2.13: `ShapeEnv.evaluate_expr(..., fallback_value=)`, by which `guard_or_false` and
 `guard_or_true` ask, also from C++, by way of `SymNode.guard_or_false(file, line)`;
@@ -45,7 +45,7 @@ from fxpasses.dynamo.features import Feature
 from fxpasses.graph.bodies import nodes_in
 from fxpasses.graph.collectives import is_all_to_all
 
-# Who asks about the layout of a tensor in memory: a wrong answer makes a copy, and no other result.
+# The C++ files that ask about a tensor's layout in memory: a wrong answer only makes a copy, and changes no result.
 _LAYOUT_IN_CPP = ("Contiguity.h", "EmptyTensor.cpp", "Resize.h", "TensorBase.h", "TensorImpl.h", "TensorUtils.cpp")
 _LAYOUT = (
     "__lt__",
@@ -64,7 +64,7 @@ _NO_ANSWER: Any = object()
 
 
 class WrongDefault(Rejected):
-    """Raised for a graph that would fail for the traced batch. questions: those to answer in another trace."""
+    """Raised for a graph that would fail for the traced batch. questions: the questions to answer in another trace."""
 
     def __init__(self, text: str, questions: frozenset[Question] = frozenset()) -> None:
         super().__init__(text)
@@ -72,15 +72,15 @@ class WrongDefault(Rejected):
 
 
 class UnknownDefault(Rejected):
-    """Raised for a graph that may fail for any batch, by a size that activations determine."""
+    """Raised for a graph that may fail for any batch, because of a size that activations determine."""
 
 
 @dataclass(eq=False)
 class _Run:
     """One run of an operator on fake tensors.
 
-    questions: whether sizes are 0 or 1, and what is taken for granted. assertions: conditions, and their values for the
-    batch, or None.
+    questions: whether sizes are 0 or 1, each with PyTorch's default answer. assertions: conditions, each with its value
+    for the batch, or None.
     """
 
     place: Place
@@ -93,14 +93,14 @@ class _Run:
         return f"`{self.name}` at {in_short(*self.place[:2])}"
 
     def about(self, assertion: Any) -> Iterator[Any]:
-        """The questions whether a size is 1 that an assertion compares with another: `u0 == 1` for `u0 == 12`."""
+        """The questions whether a size is 1 for the sizes that an assertion compares: `u0 == 1` for `u0 == 12`."""
         equal = [part for part in sympy.Or.make_args(assertion) if isinstance(part, sympy.Eq)]
         compared = {side for part in equal for side in part.args}
         yield from (question for question in self.questions if _size(question, 1) in compared)
 
 
 class Trace(Protocol):
-    """What is asked of the trace (`dynamo/trace.py`)."""
+    """The part of the trace (`dynamo/trace.py`) that is used here."""
 
     attempt: Attempt
     failure: Failure | None
@@ -129,10 +129,10 @@ class SizeDefaults:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._runs: list[_Run] = []
-        self._node: Any = None  # that runs
-        self._run: _Run | None = None  # of it, once it asks or asserts
+        self._node: Any = None  # the node that runs
+        self._run: _Run | None = None  # its run, once it asks or asserts
         self._shape_env: Any = None
-        self._unknown = ""  # which operator depends on a size that the batch does not tell
+        self._unknown = ""  # an operator that depends on a size that the batch does not determine
         self._is_over = False
         self._is_checked = False
 
@@ -144,7 +144,7 @@ class SizeDefaults:
             shape_env.guard_or_defer_runtime_assert = self._asserting(shape_env.guard_or_defer_runtime_assert)
 
     def close(self) -> None:
-        """The graph is complete: compilers ask as without hints."""
+        """The graph is complete: from now on compilers get PyTorch's own answers."""
         self._is_over = True
 
     def detach(self) -> None:
@@ -154,7 +154,7 @@ class SizeDefaults:
 
     @contextmanager
     def running(self, node: Any) -> Iterator[None]:
-        """Run an operator; one that it runs in turn is a part of it."""
+        """Run an operator. An operator that it runs in turn is part of it."""
         if self._node is not None:
             yield
             return
@@ -173,9 +173,9 @@ class SizeDefaults:
     # When the trace is complete
 
     def check(self, rewritten: GraphModule | None = None) -> None:
-        """Raise `WrongDefault` or `UnknownDefault` if the graph would fail for the traced batch, or may; else guard.
+        """Raise `WrongDefault` if the graph would fail for the traced batch, `UnknownDefault` if it may; else guard.
 
-        rewritten: what passes have made of it, if they ran. They may prove the size of what they replace.
+        rewritten: the graph after passes, if they ran. They may remove operators whose sizes were unknown.
         """
         if self._is_checked:
             return
@@ -202,11 +202,11 @@ class SizeDefaults:
         return frozenset(str(found) for run in self._runs if run.name in OF_PROGRAM for found in run.assertions)
 
     def wrong(self) -> frozenset[Question]:
-        """All questions to which the batch has another answer; an error while tracing may come of one."""
+        """All questions to which the batch has another answer than the default; one may have caused a tracing error."""
         return self._wrong(self._runs)
 
     def _guard(self) -> None:
-        """Note what was taken for granted and what a later batch may break."""
+        """Note as choices the default answers and assertions that a later batch may break."""
         for run in self._runs:
             for assertion in run.assertions:
                 if run.is_caught and run.name not in OF_PROGRAM and self._trace.number(assertion) is not None:
@@ -216,7 +216,7 @@ class SizeDefaults:
                     for question in run.about(assertion)
                     if self._trace.number(question) is not None
                 ]
-                if granted:  # of another batch, the assertion may fail only for what eager mode refuses too
+                if granted:  # while the defaults hold, the assertion fails only for batches that eager mode refuses too
                     self._trace.note_choice(sympy.Or(assertion, sympy.And(*granted)), True, run.place)
 
     def _wrong(self, runs: Iterable[_Run]) -> frozenset[Question]:
@@ -231,7 +231,7 @@ class SizeDefaults:
     def _is_unknown(self, run: _Run, assertion: Any) -> bool:
         """Whether a size that activations determine is compared with one that they do not.
 
-        Two such sizes are those of one mask, mostly: `y[mask] = f(x[mask])`.
+        Two sizes that activations determine are mostly those of one mask: `y[mask] = f(x[mask])`.
         """
         unknown = [_size(question, 1) for question in run.about(assertion) if self._trace.number(question) is None]
         sides = [side for part in sympy.Or.make_args(assertion) for side in part.args] if unknown else []
@@ -251,7 +251,7 @@ class SizeDefaults:
             if answer is not _NO_ANSWER:
                 return answer
             if self._contained(self._is_answered, expression, fallback_value):
-                # PyTorch learns of no symbol in this set that it is 0 or 1, and compilers would ask again.
+                # PyTorch never learns that a symbol in this set is 0 or 1, and compilers would ask again.
                 self._shape_env.size_like.difference_update(expression.free_symbols)
                 with self._trace.choosing():
                     return original(expression, *args, **kwargs)
@@ -260,7 +260,7 @@ class SizeDefaults:
         return evaluate_expr
 
     def _is_answered(self, question: Any, granted: bool) -> bool:
-        """Whether the batch answers a question; keep in mind what is taken for granted otherwise."""
+        """Whether the batch answers a question unlike PyTorch's default `granted`; notes the default otherwise."""
         run = self._current()
         squeezes = _size(question, 1) is not None and _asking_operator() in _SQUEEZES
         if not squeezes and (run.place, str(question)) not in self._trace.attempt.answered:
@@ -294,7 +294,7 @@ class SizeDefaults:
         run.assertions[condition] = self._trace.number(condition) if at_once else None
 
     def _contained(self, own: Callable[..., Any], *args: Any) -> Any:
-        """What `own` finds, inside an operator, whose errors Dynamo takes for the program's; noted where it fails."""
+        """The result of `own`. Inside an operator, Dynamo takes errors for the program's, so ours is noted."""
         try:
             return own(*args)
         except Exception as error:
@@ -316,9 +316,9 @@ class SizeDefaults:
 
 
 def _forget_answers(shape_env: Any) -> None:
-    """Have PyTorch think again about what it was asked before it learned of an assertion.
+    """Drop PyTorch's cached answers from before it learned of an assertion.
 
-    `guard_or_false(n == 1)` is cached, so it stays false where `n == 1` is known in the meantime.
+    `guard_or_false(n == 1)` is cached, so it would stay false after `n == 1` has become known.
     """
     cached: Any = getattr(type(shape_env), "_inner_evaluate_expr", None)
     if hasattr(cached, "cache_clear"):
@@ -335,9 +335,9 @@ def has_fallbacks(shape_env: Any) -> bool:
 
 
 def _assert_splits(node: Node) -> None:
-    """Assert what an all-to-all refuses, and its fake kernel does not: that the splits of its rows sum to them.
+    """Assert that the splits of an all-to-all sum to its rows, which its kernel checks and its fake kernel does not.
 
-    So it is known, where as many rows come back, that they are not one.
+    Where as many rows come back, it is then known that they are not one.
     """
     if node.op != "call_function" or not is_all_to_all(node.target):
         return
@@ -348,7 +348,7 @@ def _assert_splits(node: Node) -> None:
 
 
 def _bound(gm: GraphModule) -> set[Any]:
-    """The symbols that a graph determines when it runs."""
+    """The unbacked symbols that a graph's nodes bind when it runs."""
     return {symbol for node in nodes_in(gm) for symbol in node.meta.get("unbacked_bindings") or ()}
 
 
@@ -368,7 +368,7 @@ def _is_about_a_dimension(question: Any) -> bool:
 
 
 def _asking_operator() -> str:
-    """The operator that asks, which may be a part of the one that runs: `unbind` squeezes."""
+    """The operator that asks. It may be a part of the one that runs: `unbind` squeezes."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith("fake_tensor.py"):
@@ -380,7 +380,7 @@ def _asking_operator() -> str:
 
 
 def _is_of_layout() -> bool:
-    """Whether the question that is being asked is for the layout of a tensor in memory."""
+    """Whether the question that is being asked is about a tensor's layout in memory."""
     frame = sys._getframe(1)
     while frame is not None and os.path.basename(frame.f_code.co_filename) in _ON_THE_WAY:
         file = frame.f_locals.get("file")  # of `SymNode.guard_or_false`, if C++ asks

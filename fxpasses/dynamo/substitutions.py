@@ -1,13 +1,13 @@
-"""Calls that Dynamo cannot trace, and the Python that it traces in their place.
+"""Calls that Dynamo cannot trace, and the Python code that it traces in their place.
 
     @substitute(handlers, torch.is_nonzero, when=is_metadata)
     def is_nonzero(input):
         return bool(input)
 
-Dynamo traces the decorated function with the call's arguments, as if the program had called it, so that it may use
-whatever Dynamo and the handlers of this package can trace. `when` gets the trace and the arguments, Dynamo's variables,
-by their names in the decorated function, and says whether the call may be replaced; if not, the next handler has it. It
-is not asked for a call that does not fit the signature.
+Dynamo traces the decorated function with the call's arguments, as if the program had called it. So the function may use
+whatever Dynamo and the handlers of this package can trace. `when` gets the trace and the arguments (Dynamo's variables,
+by their names in the decorated function), and says whether the call may be replaced; if not, the next handler gets the
+call. `when` is not asked about a call that does not fit the signature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TENSOR = "torch._dynamo.variables.tensor.TensorVariable"
 TORCH_FUNCTION = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
-_orders = itertools.count(8)  # behind the handlers that look at every call; each substitution is of another function
+_orders = itertools.count(8)  # after the handlers that look at every call; each substitution has its own function
 
 Body = Callable[..., Any]
 When = Callable[..., bool]
@@ -37,7 +37,7 @@ When = Callable[..., bool]
 def substitute(handlers: Handlers, *called: Any, when: When, without: str = "") -> Callable[[Body], Body]:
     """Register the decorated function in place of functions of torch, and of methods (`torch.Tensor.bincount`).
 
-    handlers: of the feature. when: as above. without: as in `Handlers.at`.
+    handlers: the feature's. when: as above. without: as in `Handlers.at`.
     """
 
     def register(body: Body) -> Body:
@@ -71,7 +71,7 @@ def substitute(handlers: Handlers, *called: Any, when: When, without: str = "") 
 
 
 def example(variable: Any) -> torch.Tensor:
-    """Dynamo's example of a tensor, a fake one."""
+    """Dynamo's example of a tensor, a fake tensor."""
     return variable.as_proxy().node.meta["example_value"]
 
 

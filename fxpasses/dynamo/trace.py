@@ -1,4 +1,4 @@
-"""The state of one attempt at tracing a frame: numbers of the batch, which answer questions, and the answers given.
+"""The state of one attempt at tracing a frame: the batch's numbers, which answer questions, and the answers given.
 
 Dynamo represents every `.item()` and every data-dependent size by a symbol without a value. A question about it (`if n
 > 512`, whether an [n, n] mask fits [t, t] scores) breaks the graph or raises. PyTorch's shape environment accepts
@@ -6,8 +6,8 @@ values for such symbols: it uses them to answer, and adds each answer to the gra
 is computed only on demand, and only for metadata (`dynamo/partial_graph.py`); each answer is recorded, and becomes an
 assumption (`dynamo/assumptions.py`), so that a batch with another answer gets another graph.
 
-A loop that asks something of each token would get another graph for each batch, after a trace as long as the batch. A
-place that has asked for 8 numbers, and got both answers, gets none any more: the graph breaks there, as under stock
+A loop with a question for each token would get another graph for each batch, after a trace as long as the batch. A
+place that has asked about 8 numbers, and got both answers, gets no more answers: the graph breaks there, as under stock
 PyTorch.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 State = TypeVar("State")
 
-_MOST_QUESTIONS = 8  # of one place: as many as Dynamo keeps graphs of a frame, and each may make another
+_MOST_QUESTIONS = 8  # at one place: as many as the graphs that Dynamo keeps of a frame, since each may make another
 
 
 @dataclass(frozen=True)
 class Answer:
     """The batch's answer to a question about symbols, as a condition that holds.
 
-    is_number: whether the question was for a number, and not for a truth. is_choice: whether it is known that eager
-    mode runs a batch with another answer. is_tacit: whether PyTorch takes the answer for granted.
+    is_number: whether the question asked for a number, and not for a truth value. is_choice: whether eager mode is
+    known to run a batch with another answer. is_tacit: whether the answer is PyTorch's default.
     """
 
     condition: Any
@@ -71,9 +71,9 @@ class Answer:
 
     @property
     def states_consistency(self) -> bool:
-        """Whether the operator fails otherwise, because two sizes must be equal.
+        """Whether the operator fails for any other answer, because two sizes must be equal.
 
-        A size of 1 is broadcast, and an operator that asks for a number (`x.unbind()`) takes any.
+        A size of 1 is broadcast, and an operator that asks for a number (`x.unbind()`) accepts any.
         """
         if self.is_number or self.is_choice or not self.inside_operator:
             return False
@@ -82,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Definition:
-    """The value of a symbol that an operator created, an expression over other symbols, if the conditions hold."""
+    """The value of a symbol that an operator created: an expression over other symbols, if the conditions hold."""
 
     value: Any
     conditions: tuple[Any, ...]
@@ -91,7 +91,7 @@ class Definition:
 class Trace:
     """The state of one attempt.
 
-    given: whether the traced frame is known to be what was passed to `torch.compile`. branches: the obligations that
+    given: whether the traced frame is known to be the one passed to `torch.compile`. branches: the obligations that
     speculation has made, which a pass must discharge.
     """
 
@@ -100,13 +100,13 @@ class Trace:
         self.given = given
         self.code: CodeType | None = None  # of the frame
         self.failure: Failure | None = None  # the first error of this package's own
-        self.is_over = False  # Dynamo has traced the frame, or given up: what is left of its graph may be no graph
+        self.is_over = False  # Dynamo has traced the frame, or given up: its graph may no longer be valid
         self.graph: PartialGraph | None = None
         self.answers: list[Answer] = []
-        self.crowded: dict[Place, str] = {}  # places that have asked too many questions, and how many
-        self._truths: dict[Place, dict[Any, bool]] = {}  # of those that the program asked
+        self.crowded: dict[Place, str] = {}  # places that have asked too many questions, with a text that says how many
+        self._truths: dict[Place, dict[Any, bool]] = {}  # the answers to the program's own questions
         self.definitions: dict[Any, Definition] = {}
-        self.warnings: list[Callable[[], None]] = []  # that the program gives, to be shown if the trace succeeds
+        self.warnings: list[Callable[[], None]] = []  # the program's warnings, to be shown if the trace succeeds
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
@@ -116,14 +116,14 @@ class Trace:
         self.autocast = autocast_state()
         self.grad_enabled = torch.is_grad_enabled()
         self.branches: list[SpeculatedBranch] = []
-        self.discharged: set[int] = set()  # numbers of branches that were proved
+        self.discharged: set[int] = set()  # the numbers of the branches that were proved
         self._states: dict[Any, Any] = {}
         self._answering = True
         self._choosing = False  # whether the question that is being answered is a choice
         self.sizes = SizeDefaults(self)
 
     def state(self, kind: Callable[[Trace], State]) -> State:
-        """What a feature knows of this trace: a class, which is made with the trace where it is first asked for."""
+        """A feature's state for this trace: an instance of `kind`, made with the trace on first use."""
         if kind not in self._states:
             self._states[kind] = kind(self)
         return self._states[kind]
@@ -132,7 +132,7 @@ class Trace:
         return feature in self.attempt.features
 
     def note_error(self, feature: Feature, error: Exception) -> None:
-        """Note an error that passes through code of a feature; if it is this package's, the feature has failed."""
+        """Note an error that passes through a feature's code; if it is this package's own, the feature has failed."""
         if self.failure is None and is_ours(error):
             self.failure = Failure(feature, error)
 
@@ -149,7 +149,7 @@ class Trace:
             self.sizes.attach(output.shape_env)
 
     def inputs(self, gm: GraphModule, positions: Iterable[int]) -> list[Any]:
-        """The inputs at some positions of a captured graph, of the batch at hand."""
+        """The inputs of a captured graph at some positions, for the batch at hand."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         return [input_of(placeholders[position]) for position in positions]
 
@@ -158,7 +158,7 @@ class Trace:
         return self.graph is not None and is_in_try(self.graph.output.current_tx)
 
     def close(self) -> None:
-        """Called when the graph is complete: the knowledge about it is final."""
+        """Called when the graph is complete: its analysis is final."""
         self.sizes.close()
         if self.graph is not None:
             self.graph.close()
@@ -189,7 +189,7 @@ class Trace:
         return len({extra for extra in self.graph.walk.numbers.values() if extra.dimension is None})
 
     def hooks(self, name: str) -> Iterator[Callable[..., Any]]:
-        """The functions of a name that the modules of the attempt's features define (`dynamo/features.py`)."""
+        """The functions called `name` in the modules of the attempt's features (`dynamo/features.py`)."""
         for feature in Feature:
             if self.has(feature) and (found := getattr(sys.modules.get(feature.module), name, None)) is not None:
                 yield found
@@ -203,7 +203,7 @@ class Trace:
         return [branch for branch in self.speculated() if branch.number not in self.discharged]
 
     def unproved_functions(self) -> set[Function]:
-        """The functions of branches that are not proved; of all branches, if one of their results was misused."""
+        """The functions of unproved branches; if none of these has a function, those of all branches."""
         found = {branch.function for branch in self.unproved() if branch.function is not None}
         return found or {branch.function for branch in self.branches if branch.function is not None}
 
@@ -226,10 +226,10 @@ class Trace:
             value = sympy.sympify(self.graph.value(symbol))
         except NotKnown:
             return None
-        return None if value is sympy.nan else value  # which sympy does not compare
+        return None if value is sympy.nan else value  # sympy does not compare NaN
 
     def compute(self, symbols: Iterable[Any]) -> None:
-        """Compute the values of symbols at once, which takes less time than one by one."""
+        """Compute the values of symbols together, which takes less time than one by one."""
         if self.graph is not None and self._answering:
             self.graph.compute(symbols)
 
@@ -277,13 +277,13 @@ class Trace:
             self._count(found, question, answer == sympy.true)
 
     def note_choice(self, question: Any, answer: bool, place: Place) -> None:
-        """Record what was taken for granted at a place, and of which the shape environment knows nothing."""
+        """Record a default answer at a place, of which the shape environment does not know."""
         condition = question if answer else sympy.Not(question)
         self.answers.append(Answer(condition, place, is_choice=True, is_tacit=True))
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
-        """Answers inside are choices."""
+        """Inside, answers are choices."""
         self._choosing = True
         try:
             yield
@@ -292,7 +292,7 @@ class Trace:
 
     @property
     def is_tracing(self) -> bool:
-        """Whether an operator that runs is the program's, and not one that the walk runs again."""
+        """Whether a running operator is the program's, and not one that the walk runs again."""
         return self._answering and self.graph is not None and not self.graph.is_walking
 
     def _count(self, answer: Answer, question: Any, truth: bool) -> None:

@@ -1,7 +1,7 @@
 """The trace of a frame, from its start in Dynamo until its graph is guarded.
 
 The handlers in Dynamo (`dynamo/interceptions.py`) are installed only while some thread traces a frame for this
-package's backend. They find the trace in the context of the running thread, and none in traces for other backends.
+package's backend. They find the trace in the running thread's context, and find none in traces for other backends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def first_attempt(
 ) -> Attempt:
     """The first attempt at a frame, given by the arguments of `trace_frame`.
 
-    captures: whether the user enables more than the flags. given_up: see `Attempt`.
+    captures: whether the user enables features besides the flags. given_up: see `Attempt`.
     """
     code, names = frame["code"], {"L": frame.get("locals"), "G": frame.get("globals")}
     refused: frozenset[Place] = frozenset()
@@ -52,7 +52,7 @@ def first_attempt(
         refused = variants.begin(code, described(code), names)
     if not captures or (flags is not None and not flags.scalar_outputs):
         return Attempt(flags, frozenset({Feature.FLOATS}), strict=strict)
-    if flags is None:  # under `fullgraph=True` a break would be an error
+    if flags is None:  # under `fullgraph=True`, where a break would be an error
         refused = frozenset()
     return Attempt(flags, frozenset(Feature), refused, given_up, strict=strict)
 
@@ -73,7 +73,7 @@ def traced(attempt: Attempt) -> Iterator[Trace]:
 
 
 def _started(attempt: Attempt, stack: ExitStack) -> Trace:
-    """A new trace, with what it needs in Dynamo until `stack` is closed."""
+    """A new trace; what it installs in Dynamo stays until `stack` is closed."""
     given = False
     if attempt.features:
         attempt = attempt.without(*_installation.enter())
@@ -101,7 +101,7 @@ def as_current(trace: Trace | None) -> Iterator[Any]:
 
 
 def running() -> Trace:
-    """The current trace; an empty one if a graph is compiled that Dynamo does not trace."""
+    """The current trace; an empty one while a graph is compiled that Dynamo did not trace."""
     return current.get() or Trace(Attempt())
 
 
@@ -110,7 +110,7 @@ def described(code: CodeType) -> str:
 
 
 def function_of(code: CodeType | None) -> tuple[str, str]:
-    """The file and the name of the function of a frame, also for what Dynamo makes of the rest behind a graph break."""
+    """The file and name of a frame's function, also for the continuations that Dynamo makes after graph breaks."""
     if code is None:
         return "", ""
     return code.co_filename, re.sub(r"^(torch_dynamo_resume_in_)+|(_at_\d+)+$", "", code.co_name)
@@ -134,7 +134,7 @@ def finish(trace: Trace, output: Any, code: CodeType) -> None:
 
 
 def warn_given_up(trace: Trace, code: CodeType, error: BaseException, reason: str) -> None:
-    """Warn once for a frame that its capture was given up, if it had read numbers of the batch or communicated."""
+    """Warn once that a frame's capture was given up, if the frame had read the batch's numbers or communicated."""
     many = trace.numbers_found()
     if many:
         what = f"reads {many} {'numbers' if many > 1 else 'number'} of its batch"
@@ -148,7 +148,7 @@ def warn_given_up(trace: Trace, code: CodeType, error: BaseException, reason: st
     cause = error
     while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
         cause = inner
-    if is_unsaid(cause, function_of(code)):  # by a graph that runs uncompiled
+    if is_unsaid(cause, function_of(code)):  # a graph that runs uncompiled may have said it
         warn_once(("given up", function_of(code)), f"{text} TORCH_LOGS=graph_breaks shows the place.")
 
 
@@ -159,7 +159,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def report(trace: Trace) -> Report | None:
-    """A report of a trace's assumptions about its batch, and of checkpoints left to eager mode; None without any.
+    """A report of a trace's assumptions about its batch and of checkpoints left to eager mode; None if it has neither.
 
     Raises `FeatureRejected` if the trace has failed.
     """
@@ -183,10 +183,10 @@ def report(trace: Trace) -> Report | None:
 
 
 def check(trace: Trace, gm: GraphModule | None = None, rewritten: GraphModule | None = None) -> None:
-    """Raise `FeatureRejected` for an unproved branch, a visible store in a checkpoint, or a gradient that is lost;
-    `WrongDefault` or `UnknownDefault` for a graph that fails for the traced batch, or may.
+    """Raise `FeatureRejected` for an unproved branch, a visible store in a checkpoint, or a lost gradient;
+    `WrongDefault` for a graph that fails for the traced batch, and `UnknownDefault` for one that may.
 
-    gm: the graph, once it is complete. rewritten: what passes have made of it.
+    gm: the graph, once it is complete. rewritten: the graph after the passes.
     """
     if unproved := trace.unproved():
         text = f"the branch at {unproved[0].where} is not known to have no effect without tokens"
@@ -198,7 +198,7 @@ def check(trace: Trace, gm: GraphModule | None = None, rewritten: GraphModule | 
 
 @contextmanager
 def without_caches() -> Iterator[None]:
-    """Hints also while a graph is compiled; a graph from a cache would ask no questions, and so have no guards."""
+    """Compile without caches and with hints: a graph from a cache would ask no questions, and so have no guards."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
@@ -208,7 +208,7 @@ def without_caches() -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Without PyTorch's warning about each size that a hint determines."""
+    """Inside, suppress PyTorch's warning about each size that a hint determines."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
     def is_other(record: logging.LogRecord) -> bool:

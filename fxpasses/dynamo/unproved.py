@@ -1,12 +1,12 @@
-"""Functions on whose branches no more is speculated, because no pass could prove them.
+"""Functions whose branches are no longer speculated on, because no pass could prove them.
 
-A loop that is not proved breaks the graph, in its own frame and in all that call it: Dynamo then traces the model's
+An unproved loop breaks the graph, in its own frame and in all frames that call it: Dynamo then traces the model's
 `forward`, the layer's, the mixture's, each from its start. If each speculated anew, each would be traced twice, passes
-included, with the same end. So a function's branches are given up after two frames; two, because an inner frame may be
-proved where an outer one is not: less is written there.
+included, with the same end. So a function's branches are given up after two frames; two, because an inner frame, which
+writes less, may be proved where an outer one is not.
 
-This is known of a compiled program, that is of what `torch.compile` made of a backend and its options. Another program
-may run the same function on other experts.
+The counts are kept for each compiled program, that is, for what `torch.compile` made of a backend and its options.
+Another program may run the same function on other experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _MOST = 2
 
-Function = tuple[str, int]  # file and first line; Dynamo's continuations of a function have the same
+Function = tuple[str, int]  # file and first line, which Dynamo's continuations of the function share
 
 
 def function_of(code: CodeType) -> Function:

@@ -1,28 +1,27 @@
-"""How many variants of a frame batches may make, and which questions are given up because they keep differing.
+"""How many variants of a frame batches may make, and which questions are given up because their answers keep changing.
 
-Dynamo keeps 8 graphs of a frame (`recompile_limit`); then the frame runs uncompiled, and each of them took as long to
-compile as the first. A question that is given up gets no answer from then on, at any of the places that asked it, in
+Dynamo keeps 8 graphs of a frame (`recompile_limit`); after that the frame runs uncompiled, and each graph took as long
+to compile as the first. A question that is given up gets no answer from then on, at any of the places that asked it, in
 this frame and in those that Dynamo makes of the rest after a graph break. It breaks the graph there, as under stock
 PyTorch.
 
-Before a frame is compiled once more, the guards of its variants look at the batch at hand. An answer that none of them
-has is a new one. Some questions have more answers than there can be graphs: those that fix a number (`for i in
-range(n)`, the number of an image's windows), and a branch that is taken for each of three numbers or more. They are
-given up
+Before a frame is compiled once more, the guards of its variants look at the batch at hand. An answer that no variant
+has is new. Some questions have more answers than there can be graphs: those that fix a number (`for i in range(n)`, the
+number of an image's windows), and branches that one place takes for three numbers or more. They are given up
 
-- at the 2nd answer, where more than 4 numbers changed: no two batches agree in as many;
-- at the 3rd answer, where they are about 2 numbers or more;
-- like all others, from the frame's 6th variant on: those that had most answers.
+- at the 2nd answer, if more than 4 numbers changed: no two batches agree in so many;
+- at the 3rd answer, if they are about 2 numbers or more;
+- like all others, from the frame's 6th variant on, if they had the most answers.
 
-Where one place asks many questions of a single batch, their trace says so at once (`Trace.crowded`), and they are given
-up in the same way.
+If one place asks many questions of a single batch, its trace notices at once (`Trace.crowded`), and they are given up
+in the same way.
 
-Only a batch's answers count: the size of another input, or a hook that was added, says nothing about them. Where such
-guards make 6 variants, one warning names the last of them.
+Only a batch's answers count: the size of another input, or a hook that was added, says nothing about them. If such
+guards make 6 variants, one warning names the last guard.
 
-The state is that of the process, as Dynamo's caches are, and `torch._dynamo.reset` ends it. Dynamo does not free a
-guard that is a Python function, neither after a reset nor with the code of its frame (seen on torch 2.13), so the
-guards of frames that are gone give up what they hold.
+The state belongs to the process, like Dynamo's caches, and `torch._dynamo.reset` ends it. Dynamo does not free a guard
+that is a Python function, neither after a reset nor with the code of its frame (seen on torch 2.13), so the guards of
+frames that are gone release what they hold.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch._dynamo.utils.guard_failures`, to which Dynamo adds, before
 it compiles a frame once more, the guard that failed in each of the frame's graphs, the newest graph first; without it,
@@ -52,17 +51,17 @@ if TYPE_CHECKING:
     from fxpasses.dynamo.guarding import BatchGuard
 
 _MOST = 6  # variants
-_MANY = 4  # numbers that a batch changes: with more, the next batch is expected to change them as well
-_NAMED = 3  # guards, in a warning
-_BRANCHES = 3  # at one place: eight combinations of their answers
+_MANY = 4  # numbers that a batch changes: if more, the next batch is expected to change them as well
+_NAMED = 3  # guards that a warning names
+_BRANCHES = 3  # at one place, whose answers have eight combinations
 
 
 @dataclass
 class _Frame:
     """What is known of a frame's variants.
 
-    seen: how many of Dynamo's guard failures were looked at. variants: with the one that is being compiled. differed:
-    how many of them batches made. answers: how many further answers each question had.
+    seen: how many of Dynamo's guard failures were looked at. variants: how many there are, with the one being compiled.
+    differed: how many of them a batch's new answers made. answers: how many further answers each question had.
     """
 
     seen: int = 0
@@ -70,12 +69,12 @@ class _Frame:
     differed: int = 0
     guards: list[weakref.ref[BatchGuard]] = field(default_factory=list)
     answers: Counter[Place] = field(default_factory=Counter)
-    broken: dict[Place, Assumption] = field(default_factory=dict)  # as they failed last
+    broken: dict[Place, Assumption] = field(default_factory=dict)  # the assumption that failed last at each place
     given_up: set[Place] = field(default_factory=set)
 
 
 def begin(code: CodeType, described: str, names: Mapping[str, Any]) -> frozenset[Place]:
-    """See which answers of the batch at hand are new; returns the places whose questions get no answer.
+    """Find which answers of the batch at hand are new; returns the places whose questions get no answer.
 
     names: those that Dynamo's sources use, `L` and `G` for the frame's locals and globals.
     """
@@ -84,7 +83,7 @@ def begin(code: CodeType, described: str, names: Mapping[str, Any]) -> frozenset
         if known not in _met() or (known is code and _is_first_variant()):  # since `torch._dynamo.reset`
             _release(_frames.pop(known).guards)
     so_far = failures.get(code, ())
-    frame = _frames.setdefault(code, _Frame(seen=len(so_far)))  # those of other backends do not count
+    frame = _frames.setdefault(code, _Frame(seen=len(so_far)))  # failures of other backends' guards do not count
     reasons = so_far[frame.seen :]
     frame.seen = len(so_far)
     frame.variants = len(reasons) + 1
@@ -105,7 +104,7 @@ def begin(code: CodeType, described: str, names: Mapping[str, Any]) -> frozenset
 
 
 def add(code: CodeType, guard: BatchGuard) -> None:
-    """Called when a frame is traced."""
+    """Called when a frame has been traced."""
     frame = _frames.setdefault(code, _Frame())
     if not frame.guards:
         weakref.finalize(code, _release, frame.guards)
@@ -113,7 +112,7 @@ def add(code: CodeType, guard: BatchGuard) -> None:
 
 
 def give_up(code: CodeType, crowded: Mapping[Place, str]) -> None:
-    """Give up the places that asked too many questions in one trace of a frame. crowded: how many, in a text."""
+    """Give up the places that asked too many questions in one trace of a frame. crowded: a text that says how many."""
     _frames.setdefault(code, _Frame()).given_up.update(crowded)
     for place, text in crowded.items():
         warn_once(place, f"{text}: each batch would be a program of its own. The graph breaks there.")
@@ -121,7 +120,7 @@ def give_up(code: CodeType, crowded: Mapping[Place, str]) -> None:
 
 @dataclass(frozen=True)
 class _Variant:
-    """What a variant assumes, and what of it the batch at hand breaks."""
+    """A variant's assumptions, and those of them that the batch at hand breaks."""
 
     assumed: list[Assumption]
     broken: list[Assumption]
@@ -153,7 +152,7 @@ def _without_bound(variants: list[_Variant]) -> set[Place]:
 
 
 def _too_many(frame: _Frame, variants: list[_Variant], changed: Set[Place]) -> set[Place]:
-    """Which of the questions without a bound, whose answers are new, had too many."""
+    """The places `changed`, of unbounded questions with new answers, that have had too many answers."""
     nearest = min((count for one in variants if (count := one.numbers(changed, broken=True))), default=0)
     if nearest > _MANY:
         return set(changed)

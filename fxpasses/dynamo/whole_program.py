@@ -1,4 +1,4 @@
-"""Whether a graph is all that was given to `torch.compile`: no frame around it, and no graph break in it.
+"""Whether a graph is the whole program given to `torch.compile`: no frame around it, and no graph break in it.
 
 Private name, checked on torch 2.11, 2.13 and 2.15: `compile_subgraph_reason`, of an `OutputGraph` and of its graph.
 """
@@ -31,7 +31,7 @@ _BETWEEN = (
 
 
 def traces_what_was_given() -> bool:
-    """Whether the traced frame was passed to `torch.compile` itself, and is not one that such a frame calls."""
+    """Whether the traced frame itself was passed to `torch.compile`, and is not one that such a frame calls."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename != _CALLER:
         name = frame.f_code.co_filename
@@ -42,7 +42,7 @@ def traces_what_was_given() -> bool:
 
 
 def is_whole(trace: Trace, gm: GraphModule) -> bool:
-    """Whether a complete graph is known to be all that was given to `torch.compile`."""
+    """Whether a complete graph is known to be the whole program given to `torch.compile`."""
     return trace.given and not is_part_of_frame(gm)
 
 

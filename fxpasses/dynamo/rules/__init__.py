@@ -1,1 +1,1 @@
-"""What programs write that Dynamo does not trace, or traces wrongly: a module of handlers for each."""
+"""Handlers for code that Dynamo does not trace, or traces wrongly: one module for each spelling."""

@@ -4,12 +4,12 @@
     blocks = self._bigbird_block_rand_mask_with_head(length, ...)       # np.random.permutation, 2 * blocks times
 
 Dynamo seeds PyTorch's generator instead, so that the blocks are not those of eager mode, and breaks the graph at each
-draw. But what is drawn from a constant seed is a constant: here NumPy is seeded for the trace, the method runs once,
-and its arrays are constants of the graph. Each call of the compiled frame leaves NumPy's generator as the method does.
+draw. But a draw from a constant seed is a constant: here NumPy is seeded for the trace, the method runs once, and its
+arrays are constants of the graph. Each call of the compiled frame leaves NumPy's generator as the method does.
 
-Arguments that are not constants (a symbolic length) are left to Dynamo, and the graph breaks; the blocks are eager
-mode's in that case as well, since the frame seeds NumPy before the break. With checkpoints, eager mode's last draw is
-that of the first layer, in its recomputation; here it is that of the last layer.
+Calls with arguments that are not constants (a symbolic length) are left to Dynamo, and the graph breaks; even then the
+blocks are eager mode's, since the frame seeds NumPy before the break. With checkpoints, eager mode draws last in the
+recomputation of the first layer; here the last layer draws last.
 
 Private names, checked on torch 2.13, besides the handlers' sites: `OutputGraph.random_calls`, functions
 that the frame calls before its graph. Seen in transformers 5.23.
@@ -32,7 +32,7 @@ from fxpasses.dynamo.rules.bound_methods import BoundMethod
 
 try:
     import numpy
-except ImportError:  # models that draw by it cannot be had either
+except ImportError:  # no model can draw with it either
     numpy = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def draw(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     named = {name: value.as_python_constant() for name, value in kwargs.items()}
     with _numpy_at(trace.state(_NumpyState).value):
         drawn = bound.function(module, *given, **named)
-        if module.training:  # else there is one plan, which the caller's question for `training` guards
+        if module.training:  # otherwise there is one plan, guarded by the caller's question about `training`
             _leaves(trace, tx, numpy.random.get_state())
     if isinstance(drawn, numpy.ndarray):
         return _constant(tx, drawn)
@@ -102,7 +102,7 @@ def _numpy_at(state: Any) -> Iterator[None]:
 def _leaves(trace: Trace, tx: Any, state: Any) -> None:
     """Have the frame leave NumPy's generator in a state."""
     trace.state(_NumpyState).value = state
-    calls = tx.output.random_calls  # others are known by their place in it
+    calls = tx.output.random_calls  # its other calls are known by their index
     call: tuple[Any, ...] = (numpy.random.set_state, (state,), {})
     earlier = [place for place, (function, *_) in enumerate(calls) if function == numpy.random.set_state]
     if earlier:

@@ -1,4 +1,4 @@
-"""The body of a checkpoint that Dynamo is tracing, and what such bodies store outside of themselves.
+"""The body of a checkpoint that Dynamo is tracing, and the values that such bodies store outside of themselves.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: the `description` and the `parent` of a tracer of Dynamo's.
 """
@@ -32,13 +32,13 @@ def is_in_checkpoint(tx: Any) -> bool:
 
 
 def outer_body(tx: Any) -> Any:
-    """The tracer of the checkpoint's body that is being traced; None outside, and in a body inside another."""
+    """The tracer of the checkpoint's body that is being traced; None outside, and in a nested body."""
     tracer = tx.output.current_tracer
     return tracer if _is_of_checkpoint(tracer) and tracer.parent.parent is None else None
 
 
 def is_in_another_body(tx: Any) -> bool:
-    """Whether the traced code is in the body of a higher-order operator that is no checkpoint."""
+    """Whether the traced code is in the body of a higher-order operator that is not a checkpoint."""
     tracer = tx.output.current_tracer
     while _is_of_checkpoint(tracer):
         tracer = tracer.parent
@@ -50,10 +50,10 @@ def _is_of_checkpoint(tracer: Any) -> bool:
 
 
 class Ledger:
-    """What checkpoints' bodies store outside of themselves, in a dict or on an object, and what they read there.
+    """The stores of checkpoints' bodies outside of themselves, in a dict or on an object, and their reads there.
 
-    A store is known by its place: a dict or an object, and a key or a name. ALL stands for every key: a length, an
-    iteration. conflicts: why a store that was allowed would be visible after all.
+    A store is identified by its place: a dict or an object, and a key or a name. ALL stands for every key, as a length
+    or an iteration reads. conflicts: why a store that was allowed would be visible after all.
     """
 
     feature: Feature
@@ -63,7 +63,7 @@ class Ledger:
         self.conflicts: list[str] = []
         self._by: dict[StorePlace, Any] = {}  # the body that stored there
         self._read: set[StorePlace] = set()
-        self._tensors: list[Any] = []  # stored ones, as fake tensors
+        self._tensors: list[Any] = []  # the stored tensors, as fake tensors
 
     def read(self, place: StorePlace, body: Any) -> None:
         """body: None for the frame, outside of checkpoints."""
@@ -74,7 +74,7 @@ class Ledger:
         return bool({place, (place[0], ALL)} & self._read)
 
     def record(self, place: StorePlace, parts: Iterable[Any], body: Any) -> None:
-        """Record an allowed store. parts: of the value (`parts_of`)."""
+        """Record an allowed store. parts: the value's parts (`parts_of`)."""
         self._by[place] = body
         self._tensors += [part.as_proxy().node.meta["example_value"] for part in parts if part.is_tensor()]
 

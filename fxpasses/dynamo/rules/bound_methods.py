@@ -1,6 +1,6 @@
 """The method of a module that Dynamo is about to trace.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: the attributes by which `UserMethodVariable` knows its function and
+Private names, checked on torch 2.11, 2.13 and 2.15: the attributes in which `UserMethodVariable` holds its function and
 its object; `source`, by which the frame reaches the object.
 """
 
@@ -23,8 +23,8 @@ class BoundMethod:
 
     @classmethod
     def of(cls, variable: Any) -> BoundMethod | None:
-        """None if it is no method of a module."""
-        # Attributes of torch 2.11 and 2.13; of 2.15.
+        """The method that a variable stands for; None if that is not a method of a module."""
+        # The attributes of torch 2.11 and 2.13, then of 2.15.
         function = getattr(variable, "fn", getattr(getattr(variable, "im_func", None), "fn", None))
         owner = getattr(variable, "obj", getattr(variable, "im_self", None))
         module = getattr(owner, "value", None)
@@ -33,5 +33,5 @@ class BoundMethod:
         return cls(function, module, getattr(owner, "source", None))
 
     def is_defined_in(self, modules: str | tuple[str, ...], *names: str) -> bool:
-        """Whether the function has one of the names, in a Python module whose name begins with one of `modules`."""
+        """Whether the function has one of `names` and its Python module's name begins with one of `modules`."""
         return self.function.__name__ in names and str(self.function.__module__).startswith(modules)

@@ -1,19 +1,19 @@
-"""A checkpointed layer that writes to what outlives it is left to eager mode, which writes twice.
+"""A checkpointed layer that writes to memory that outlives it is left to eager mode, which writes twice.
 
     def layer(x):
         self.load += count(x)                          # in forward, and again when backward recomputes the layer
-        return F.batch_norm(self.linear(x), self.mean, self.variance, training=True)  # as well
+        return F.batch_norm(self.linear(x), self.mean, self.variance, training=True)  # the same
 
     checkpoint(layer, x, use_reentrant=False)
 
-Captured, the layer would write once, because what recomputes it in backward has no effects; and backward would raise
-"modified by an inplace operation" if the layer reads what it has written to. So the graph breaks at the checkpoint,
-whose function then runs uncompiled. Captured as under stock PyTorch are
+A captured layer would write once, because its recomputation in backward has no effects; and backward would raise
+"modified by an inplace operation" if the layer reads the memory that it has written. So the graph breaks at the
+checkpoint, whose function then runs uncompiled. These are captured, as under stock PyTorch:
 
 - a layer that is not recomputed, because no result has a gradient,
 - everything under `fullgraph=True`,
-- writes that change nothing when repeated, and that `hoist_writes` moves out of the checkpoint. If it turns out that it
-  does not, the frame is traced again without this exception (`Feature.MOVED`).
+- writes that change nothing when repeated, and that `hoist_writes` moves out of the checkpoint. If it turns out not to
+  move them, the frame is traced again without this exception (`Feature.MOVED`).
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site: the `root_tracer` of an `OutputGraph`,
 and its `nn_modules`, which hold the bodies of checkpoints.
@@ -46,7 +46,7 @@ handlers = Handlers()
 
 
 class _Found:
-    """any: whether a captured checkpoint has writes, which a pass must move out of it."""
+    """any: whether a captured checkpoint has writes that a pass must move out of it."""
 
     def __init__(self, trace: Trace) -> None:
         self.any = False
@@ -70,7 +70,7 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwarg
     try:
         with trace.paused():
             found = list(writes(body, inputs(output.root_tracer.graph), output.fake_mode))
-    except Exception as error:  # without this feature, what the checkpoint may write would be written once
+    except Exception as error:  # without this feature, the checkpoint's writes, if any, would happen once
         if trace.attempt.strict or not is_ours(error):
             raise
         say("finding what a checkpoint writes", error, "The graph breaks at it, and it runs uncompiled.")

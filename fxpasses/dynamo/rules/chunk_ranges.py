@@ -1,8 +1,8 @@
 """A loop over chunks, `for start in range(0, n, 64):`, in one graph for all n with as many chunks.
 
-Dynamo assumes n. But the number of chunks tells all numbers of the range: here its end is the end of the last chunk,
-for which the graph assumes only how many there are. The program reads the end that it gave (`.stop`), and so does who
-takes the range from the compiled frame.
+Dynamo assumes n. But the number of chunks determines all numbers of the range: here the range ends where the last chunk
+ends, so the graph assumes only the number of chunks. The program still reads the end that it gave (`.stop`), and so
+does code that takes the range from the compiled frame.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, and `RangeVariable.items`.
 """
@@ -53,7 +53,7 @@ def reconstruct(trace: Trace, proceed: Proceed, self: Any, codegen: Any) -> Any:
 
 
 def _end(trace: Trace, args: Any) -> int | None:
-    """Where the last chunk ends; None if this is no range over chunks."""
+    """Where the last chunk ends; None if this is not a range over chunks."""
     if len(args) != 3 or not isinstance(args[1], SymNodeVariable):
         return None
     if not all(bound.is_python_constant() for bound in (args[0], args[2])):

@@ -1,7 +1,7 @@
-"""`F.conv2d` of a batch in channels-last layout that is trimmed: its result is in that layout too.
+"""`F.conv2d` of a trimmed batch in channels-last layout: its result is in that layout too.
 
-PyTorch's fake kernel takes the result for contiguous where a size has no value. So `y.is_contiguous()` would be folded
-to the wrong answer, and what the next operators are given is not what they were compiled for.
+PyTorch's fake kernel assumes that the result is contiguous if a size has no value. So `y.is_contiguous()` would be
+folded to the wrong answer, and the next operators would get another layout than they were compiled for.
 
 Private names, checked on torch 2.13: `torch._subclasses.fake_impls.op_implementations_dict`, whose functions run an
 operator on fake tensors, and `torch._prims_common.make_channels_last_strides_for`.

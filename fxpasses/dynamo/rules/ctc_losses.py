@@ -1,12 +1,11 @@
 """`F.ctc_loss` with lengths in tensors, in one graph.
 
-Dynamo breaks the graph there, because the size of what the loss keeps for its backward pass depends on the lengths; and
-at `with torch.backends.cudnn.flags(enabled=False):`, in which transformers computes it. Here the loss is computed by an
-operator of this package, as in eager mode without cuDNN, bit for bit (`dynamo/runtime/ctc.py`).
+Dynamo breaks the graph at the loss, because the tensor that it keeps for its backward pass has a size that depends on
+the lengths; and at `with torch.backends.cudnn.flags(enabled=False):`, in which transformers computes it. Here an
+operator of this package computes the loss, as in eager mode without cuDNN, bit for bit (`dynamo/runtime/ctc.py`).
 
-Left to Dynamo are calls with lists of lengths, under autocast, without a batch, and those that may take cuDNN. In the
-`with` statement nothing but the loss may run on a device of CUDA; otherwise the frame is traced again without this
-feature.
+Left to Dynamo are calls with lists of lengths, under autocast, without a batch, and those that may use cuDNN. In the
+`with` statement, only the loss may run on a CUDA device; otherwise the frame is traced again without this feature.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: `NullContextVariable`.
 """
@@ -37,7 +36,7 @@ handlers = Handlers()
 
 
 class _WithoutCudnn:
-    """depth: of statements that switch cuDNN off."""
+    """depth: how many statements that switch cuDNN off are open."""
 
     def __init__(self, trace: Trace) -> None:
         self.depth = 0

@@ -1,12 +1,12 @@
 """Sums and products of floating-point numbers, in the order in which the program computes them.
 
-PyTorch describes a number that a program computes from sizes and reads by an expression of sympy's, from which it
-answers questions, checks guards and generates code. sympy takes sums and products for those of real numbers: it makes
-`n * 0.7 * 10` the product `7.0 * n`. For n = 3 that is 21.0; Python gives 20.999999999999996, and `if` and `int` make
-another branch and another size of it. Here each sum and product of floats is a function of two numbers that sympy does
-not look into, as PyTorch's own quotients and powers are. Sums and products of integers are exact in any order.
+PyTorch describes a number that a program computes from sizes and reads by a sympy expression, from which it answers
+questions, checks guards and generates code. sympy simplifies sums and products as if of real numbers: it turns
+`n * 0.7 * 10` into `7.0 * n`. For n = 3 that is 21.0; Python gives 20.999999999999996, for which `if` takes another
+branch and `int` gives another size. Here each sum and product of floats is a function of two numbers that sympy does
+not look into, like PyTorch's own quotients and powers. Sums and products of integers are exact in any order.
 
-`a // b` and `a % b` of floats have no such function in PyTorch, which takes them for integers: they break the graph.
+`a // b` and `a % b` of floats have no such function in PyTorch, which treats them as integers: they break the graph.
 
 Private names, checked on torch 2.13: `SymNode._add`, `_sub` and `_mul`, the constructor of `SymNode`, the cached dict
 that `torch.utils._sympy.interp.handlers` returns, and `_torch_sympystr`, the printing method of PyTorch's printers.
@@ -32,7 +32,7 @@ handlers = Handlers()
 
 
 class _OfTwoFloats(sympy.Function):
-    """A function that is evaluated once both operands are known, as Python evaluates it."""
+    """A function that is evaluated as Python would, once both operands are known."""
 
     is_real = True
     precedence = PRECEDENCE["Atom"]  # it prints its own parentheses

@@ -1,11 +1,11 @@
 """Numbers that an autograd function reads in its forward, as fused losses do: `ctx.count = (labels >= 0).sum().item()`.
 
-Dynamo traces the function's forward, and then runs the traced graph once more on fake tensors, to know which results
-need a gradient. That run reads the numbers again, as other symbols, which nothing outside of it defines
-("PendingUnbackedSymbolNotFound"), and the capture of the whole model would end. Only symbols in the sizes of results
-are needed; the others are dropped here. Where Dynamo fails all the same, as at a branch on an activation, or where the
-graph with such numbers does not compile (`Feature.INSIDE`), the graph breaks at the function, as it does for other
-functions that Dynamo does not support: the function runs uncompiled, the rest is captured, and one warning says so.
+Dynamo traces the function's forward, and then runs the traced graph once more on fake tensors, to learn which results
+need a gradient. That run reads the numbers again, as new symbols that nothing outside of it defines
+("PendingUnbackedSymbolNotFound"), which would end the capture of the whole model. Only symbols in the sizes of results
+are needed; the others are dropped here. If Dynamo still fails, as at a branch on an activation, or if the graph with
+such numbers does not compile (`Feature.INSIDE`), the graph breaks at the function, as at other functions that Dynamo
+does not support: the function runs uncompiled, the rest is captured, and one warning says so.
 
 Private names, checked on torch 2.13, besides the handlers' sites: `ShapeEnv.pending_fresh_unbacked_symbols`, a list;
 the `fwd_fn` of `AutogradFunctionApplyVariable`.

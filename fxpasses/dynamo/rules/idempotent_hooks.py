@@ -1,9 +1,9 @@
-"""Hooks that change nothing when they run again, by what their code does: `output.requires_grad_(True)`.
+"""Hooks whose code changes nothing when it runs again: `output.requires_grad_(True)`.
 
 Nothing is guessed from a name. A hook is *idempotent* if its code reaches nothing but its arguments (no globals, no
-closure, no default values), has no jumps, and does nothing to its arguments but call `requires_grad_` on them or their
-elements. It returns None, or its last argument as it was given. Its *effect* is found by running it on stand-ins that
-allow just that. It depends on the code alone, so that it is found once for all hooks that one `def` makes.
+closure, no default values), has no jumps, only calls `requires_grad_` on its arguments or their elements, and returns
+None or its last argument unchanged. The hook's *effect* is found by running it on stand-ins that allow just that. The
+effect depends on the code alone, so it is found once for all hooks that one `def` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
-# The calls of `requires_grad_`, each a path to what it is called on and the value that it sets, and whether the hook
+# The calls of `requires_grad_`, each with the path to its object and the value that it sets; and whether the hook
 # returns its last argument.
 Effect = tuple[tuple[tuple[tuple[int, ...], bool], ...], bool]
 
@@ -26,7 +26,7 @@ _UNUSUAL |= inspect.CO_ASYNC_GENERATOR
 
 
 def distinct(hooks: Mapping[int, Any], with_kwargs: Mapping[int, Any]) -> list[tuple[int, Effect | None]]:
-    """The hooks of a module in order, one for neighbours of equal effect: their keys, and their effects.
+    """The keys and effects of a module's hooks, in order; neighbours of equal effect are listed once.
 
     The effect is None for a hook that is not known to be idempotent. hooks, with_kwargs: `module._forward_hooks` and
     `module._forward_hooks_with_kwargs`, or those that run before forward.
@@ -36,7 +36,7 @@ def distinct(hooks: Mapping[int, Any], with_kwargs: Mapping[int, Any]) -> list[t
     for key, hook in hooks.items():
         code = _plain_code(hook)
         if code is not None and code is before and key not in with_kwargs:
-            continue  # thousands of hooks, in a long run
+            continue  # a long run may register thousands of hooks
         effect = _effect_of(code) if code is not None and key not in with_kwargs else None
         before = code if effect is not None else None
         if effect is None or not found or effect != found[-1][1]:
@@ -74,7 +74,7 @@ def _find(code: CodeType) -> Effect | None:
 
 
 class _StandIn:
-    """For an argument of a hook, or an element of one."""
+    """Stands for an argument of a hook, or for an element of one."""
 
     __slots__ = ("_calls", "_path")
 

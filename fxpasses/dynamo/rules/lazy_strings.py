@@ -1,10 +1,10 @@
-"""f-strings with sizes that nobody reads, such as the message of a check that holds.
+"""f-strings with sizes that are never read, such as the message of a check that holds.
 
     check(n * width == features.numel(), f"tokens: {n}, features: {features.shape[0]}")
 
-Dynamo formats a size when the string is read. But it reads each part when it joins them, and so compiles the frame for
-this one size: a vision-language model for each number of image tokens. Here the parts are joined when the string is
-read.
+Dynamo formats a size only when the string is read. But it reads every part when it joins them, and so specialises the
+frame for this one size: a vision-language model would be compiled for each number of image tokens. Here the parts are
+joined when the string is read.
 
 Private names, checked on torch 2.13, besides the handler's site: `LazySymNodeFormatString`, `LazyCache`, and
 `LazyVariableTracker.is_realized` and `peek_value`.
@@ -28,7 +28,7 @@ handlers = Handlers()
 
 
 class _Joined(LazyCache):
-    """A string that is joined when it is read. value: one of its parts, by which Dynamo sees that it is one."""
+    """A string that is joined when it is read. value: one of its parts, which tells Dynamo that it is a string."""
 
     def __init__(self, value: LazySymNodeFormatString, join: Callable[[], Any]) -> None:
         super().__init__(value, None)
@@ -57,7 +57,7 @@ def _join(tx: Any, parts: Sequence[Any], proceed: Proceed, inst: Any) -> Any:
 
 
 def _is_size(part: Any) -> bool:
-    """Whether a part is a size that was not formatted yet."""
+    """Whether a part is a size that has not been formatted yet."""
     if type(part) is not LazyVariableTracker or part.is_realized():
         return False
     return isinstance(part.peek_value(), LazySymNodeFormatString)

@@ -1,7 +1,7 @@
 """`3 in lengths.tolist()`: Dynamo skips numbers without a value when it searches for a constant.
 
-So does stock PyTorch for numbers that it has found to change from call to call, and takes the wrong branch
-(docs/upstream.md): a frame that is traced as stock PyTorch traces it is searched here as well.
+Stock PyTorch does the same with numbers that it has found to change from call to call, and takes the wrong branch
+(docs/upstream.md): so this handler also runs in frames that are traced with stock PyTorch's flags.
 
 Private names, checked on torch 2.13: `torch._dynamo.variables.lists.iter_contains` and those that are imported.
 """

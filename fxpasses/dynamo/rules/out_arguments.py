@@ -2,10 +2,10 @@
 
 TRL's fused head computes its logits tile by tile in one buffer. Dynamo breaks the graph at an `out=` argument that is
 not contiguous, because functionalization does not keep its strides. Here the product is computed in memory of its own
-that has these strides, and so as in eager mode, bit for bit, and copied.
+with the same strides, bit for bit as in eager mode, and then copied.
 
 Left to Dynamo are calls in which `out` is contiguous, would be resized or converted, has strides that are not known
-yet, or shares memory with an operand; and calls that ask for a gradient, which raises in eager mode.
+yet, or shares memory with an operand; and calls that ask for a gradient, which raise in eager mode.
 """
 
 from __future__ import annotations

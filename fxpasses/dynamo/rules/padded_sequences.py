@@ -1,11 +1,11 @@
 """`pad_sequence` over texts of data-dependent lengths, in one graph whichever of them is the longest.
 
-Its kernel compares the lengths pairwise, and each comparison would be a question about the batch: a graph for each
-order. Here the longest length is a number that no question determines, as that of `max(lengths.tolist())` is, and each
+Its kernel compares the lengths pairwise, and each comparison would be a question about the batch: one graph for each
+order of the lengths. Here the longest length is a number that needs no question, like `max(lengths.tolist())`, and each
 text is padded to it.
 
-Left to Dynamo are texts whose lengths are known, or that differ in their other sizes, their dtype or their device,
-which the kernel converts.
+Left to Dynamo are texts whose lengths are known, and texts that differ in their other sizes, their dtype or their
+device, which the kernel converts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _differ_in_length_alone(trace: Trace, sequences: Any, **options: Any) -> boo
 def pad_sequence(
     sequences: list[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
 ) -> Tensor:
-    """[len(sequences), longest, ...] or, not `batch_first`, [longest, len(sequences), ...]."""
+    """[len(sequences), longest, ...]; [longest, len(sequences), ...] if not `batch_first`."""
     longest = max([sequence.shape[0] for sequence in sequences])
     padded = []
     for sequence in sequences:

@@ -1,8 +1,8 @@
 """`if random.uniform(0, 1) < self.layerdrop:` with a rate of zero, in one graph.
 
 Dynamo calls the functions of `random` before the graph, in eager mode's order, and breaks the graph at a branch that
-depends on one of the numbers. Layers that are dropped at a rate of zero ask such a question; no number is below the
-least, so the answer does not depend on it. Other comparisons are left to Dynamo.
+depends on one of the numbers. Layers that are dropped at a rate of zero have such a branch; no number is below the
+range's lower end, so the answer does not depend on the number. Other comparisons are left to Dynamo.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site: `OutputGraph.random_calls`,
 `RandomValueSource.random_call_index`.
@@ -47,7 +47,7 @@ def compare(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
 
 
 def _least(tx: Any, variable: Any) -> float | None:
-    """The least that a number of `random.uniform` may be; None if it is no such number."""
+    """The least value that a number from `random.uniform` may have; None if it is not such a number."""
     source = getattr(variable, "source", None)
     if not isinstance(source, RandomValueSource):
         return None
@@ -58,5 +58,5 @@ def _least(tx: Any, variable: Any) -> float | None:
 
 
 def _is_decided(asked: str, least: float, number: float) -> bool:
-    """Whether all numbers from `least` on compare like it."""
+    """Whether all numbers from `least` on compare with `number` in the same way."""
     return number <= least if asked in ("<", ">=") else number < least

@@ -54,6 +54,6 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     without="models that use some hidden states of an encoder break the graph",
 )
 def check_proxy(trace: Trace, proceed: Proceed, self: Any, tx: Any, *called: Any) -> Any:
-    if getattr(self.source, "member", "") != "_parameters":  # of `inspect.Signature`
+    if getattr(self.source, "member", "") != "_parameters":  # the attribute of `inspect.Signature`
         return NOT_HANDLED
     return self.dv_dict.call_method(tx, *called) if called else None  # torch 2.11 has the check in `call_method`

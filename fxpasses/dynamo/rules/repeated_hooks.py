@@ -1,8 +1,8 @@
-"""Forward hooks that are registered again and again: one trace, however many of them a module has.
+"""Forward hooks that are registered again and again: one graph, however many of them a module has.
 
 transformers adds a hook to the embedding each time checkpointing is switched on (`enable_input_require_grads`), and TRL
 switches it off and on in every step of DPO, KTO, RLOO and GRPO. Dynamo guards the number of hooks, so each step would
-be another graph.
+need another graph.
 
     embedding._forward_hooks: [h], then [h, h'], then [h, h', h''], ...        traced, each time: [h]
 
@@ -39,7 +39,7 @@ handlers = Handlers()
 
 
 class _Guards(dict[str, Any]):
-    """Those of modules with idempotent hooks, by the source of the hooks."""
+    """The guards of modules with idempotent hooks, by the source of the hooks."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def hooks_of(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> A
 
 
 def _guard(trace: Trace, tx: Any, module: Any, hooks: Any, with_kwargs: Any, expected: list[Any]) -> None:
-    """Once per module: Dynamo compares guards by identity, and drops those of a body that it traces again."""
+    """Guard a module's hooks once: Dynamo compares guards by identity, and drops those of a body that it retraces."""
     guard = trace.state(_Guards).get(hooks.name)
     if guard is None:
 
@@ -82,5 +82,5 @@ def _guard(trace: Trace, tx: Any, module: Any, hooks: Any, with_kwargs: Any, exp
 
 
 def _compared(effects: list[tuple[int, Any]]) -> list[Any]:
-    """What a guard compares: the effects of idempotent hooks, and which hook another one is."""
+    """The list that a guard compares: the effect of each idempotent hook, and the identity of each other hook."""
     return [key if effect is None else effect for key, effect in effects]

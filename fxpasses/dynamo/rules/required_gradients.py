@@ -1,9 +1,9 @@
 """`x.requires_grad_()` and `x.requires_grad = True` on an intermediate, in one graph.
 
-transformers and PEFT require a gradient of the embedding's output so that reentrant checkpoints of frozen layers have
-one (`enable_input_require_grads`); T5 and Wav2Vec2 require one of tensors that they make. Nobody reads these gradients,
-and compiled checkpoints do not need them. Dynamo breaks the graph there: AOTAutograd differentiates with respect to a
-graph's inputs alone, so a result that needs a gradient because of the request would lose it.
+transformers and PEFT request a gradient of the embedding's output so that reentrant checkpoints of frozen layers have
+one (`enable_input_require_grads`); T5 and Wav2Vec2 request one of tensors that they make. Nobody reads these gradients,
+and compiled checkpoints do not need them. Dynamo breaks the graph there: AOTAutograd differentiates only with respect
+to a graph's inputs, so a result that needs a gradient because of the request would lose it.
 
 Here the request changes Dynamo's example, so that the program's questions (`x.requires_grad`) are answered as in eager
 mode, and leaves nothing in the graph. Once the graph is complete, `graph/gradients.py` has to prove that its results
@@ -12,7 +12,7 @@ way, such as a hook on the gradient or `torch.autograd.grad`, depends on it. Oth
 this feature, and breaks as under stock PyTorch.
 
 A tensor that may be an input of the graph or of a checkpoint's body (`x.contiguous()`) is left alone: it shares memory
-with one, and is not a new view of it. So is a tensor under a function transform.
+with an input, and is not a new view of it. So is a tensor under a function transform.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def assign(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
 
 
 def _is_required(trace: Trace, tx: Any, variable: Any) -> bool:
-    """Require the gradient of an intermediate, unless it has one or the request must stay in the program."""
+    """Require the gradient of an intermediate, unless it has one or the request must stay; returns whether it did."""
     node = variable.as_proxy().node
     example = node.meta["example_value"]
     is_plain = type(example) is torch._subclasses.FakeTensor and example.is_floating_point()
@@ -108,7 +108,7 @@ def _has_gradient(variable: Any) -> bool:
 
 
 def _is_new_view(node: Node) -> bool:
-    """Whether a node makes a view that is an object of its own, whatever its arguments."""
+    """Whether a node makes a view that is a new object, whatever its arguments."""
     operand = node.args[0] if node.args else None
     is_tensors = isinstance(operand, Node) and isinstance(operand.meta.get("example_value"), torch.Tensor)
     return is_tensors and node.op.startswith("call") and operator_of(node) in _NEW_VIEWS

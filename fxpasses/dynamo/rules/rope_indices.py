@@ -1,13 +1,12 @@
 """Positions of text and images (`get_rope_index` of Qwen-VL, GLM-V and their kin), in one graph.
 
-transformers computes them by Python's `itertools.groupby` over the type of each token, which Dynamo does not trace for
-data. Tracing it would guard the type of every token, and so compile for each batch. The positions are metadata, and
-their sizes are those of the tokens: here the method is one operator of the graph (`dynamo/runtime/rope_index.py`),
-which runs it as it is. Before that, it runs once while tracing, for the batch at hand, to see that its results have the
-sizes of the tokens, and that it writes to no argument. The operator knows its model, so the graph is for that model
-alone.
+transformers computes them with Python's `itertools.groupby` over the type of each token, which Dynamo does not trace
+for data. Tracing it would guard the type of every token, and so compile for each batch. The positions are metadata of
+the same sizes as the tokens: here one operator of the graph (`dynamo/runtime/rope_index.py`) runs the method unchanged.
+The method also runs once while tracing, on the batch at hand, to check that its results have the sizes of the tokens,
+and that it writes to no argument. The operator refers to its model, so the graph is for that model alone.
 
-Other arguments than tensors of the batch and constants, and results that look otherwise, are left to Dynamo.
+Calls with arguments other than the batch's tensors and constants, or with other results, are left to Dynamo.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, and `GuardBuilder.ID_MATCH`. Seen in
 transformers 5.23.
@@ -83,7 +82,7 @@ def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[di
 def _dtypes(
     function: Any, model: torch.nn.Module, values: dict[str, torch.Tensor], constants: dict[str, Any]
 ) -> tuple[torch.dtype, torch.dtype] | None:
-    """The dtypes of the results for the traced batch; None if it raises, or they have other sizes than expected."""
+    """The dtypes of the results for the traced batch; None if the method raises, or a result has other sizes."""
     copies = {name: value.clone() for name, value in values.items()}
     try:
         with as_in_new_thread(autocast_state()), torch.no_grad():

@@ -1,9 +1,9 @@
 """`mask[rows, cols] = False` where `rows` is a tuple of integer tensors [], in one graph.
 
-    rows, cols = zip(*pairs)                         before: Dynamo fails, as the index is no tensor
+    rows, cols = zip(*pairs)                         before: Dynamo fails, as the index is not a tensor
     mask[rows, cols] = False                         after:  mask[torch.stack(rows), torch.stack(cols)] = False
 
-Eager mode makes a tensor of such a list or tuple inside an index, and reads each element to do so (UDOP: 72 reads per
+Eager mode makes a tensor of such a list or tuple inside an index, and reads each element for it (UDOP: 72 reads per
 step). A list that is itself the index, `x[[i, j]]`, means something else, and is left to Dynamo.
 """
 

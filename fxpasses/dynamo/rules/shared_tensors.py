@@ -8,8 +8,8 @@ In Gemma 3n and 4, some layers attend to the keys and values of an earlier layer
 
 In a checkpoint, Dynamo breaks the graph at the store ("HOP: Unsafe side effect"), because eager mode repeats it in the
 recomputation and compiled code does not. Here the first body returns the tensors, and the second takes them as
-operands. In eager mode the second body, which is recomputed first, reads the tensors of forward as well, and the first
-one's recomputation stores equal tensors, which nobody reads any more. This holds if
+operands. In eager mode, the second body is recomputed first and also reads the tensors of forward; the recomputation of
+the first body then stores equal tensors, which nobody reads any more. This holds if
 
 - the frame made the dict, and is captured as a whole;
 - each key is stored in the body of one checkpoint, and never later, with the random state preserved, which is the
@@ -17,8 +17,8 @@ one's recomputation stores equal tensors, which nobody reads any more. This hold
 - no body reads the key before the store, and nothing but items is read or stored: no length, no iteration;
 - the tensors are not written to.
 
-Every other store breaks the graph as in stock PyTorch. If a violation shows too late, the frame is traced again without
-this feature.
+Every other store breaks the graph as in stock PyTorch. If a violation is seen only later, the frame is traced again
+without this feature.
 
 Private names, checked on torch 2.11 and 2.13, besides the handlers' sites: `ValueMutationNew`,
 `is_side_effect_safe`, and `side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 _DICT = "torch._dynamo.variables.dicts.ConstDictVariable"
 _READS = ("__contains__", "__getitem__", "get")
-_HAS_SLOTS = hasattr(ConstDictVariable, "mp_ass_subscript_impl")  # torch 2.11 has no methods but `call_method`
-_IMMUTABLE = (TensorVariable, TupleVariable)  # of the parts of a value; writes to a tensor are looked for
+_HAS_SLOTS = hasattr(ConstDictVariable, "mp_ass_subscript_impl")  # torch 2.11 has only the method `call_method`
+_IMMUTABLE = (TensorVariable, TupleVariable)  # allowed parts of a value; writes to a tensor are found separately
 
-handlers = Handlers(checked=("2.11.0", "2.13.0"), elsewhere=False)  # 2.15 asks for the length elsewhere
+handlers = Handlers(checked=("2.11.0", "2.13.0"), elsewhere=False)  # 2.15 asks for the length in another place
 
 
 def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -> None:
@@ -59,13 +59,13 @@ def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -
 
 
 class SharedTensors(Ledger):
-    """Items of dicts. A dict is known by its mutation type, which Dynamo's copies of the dict have in common."""
+    """Items of dicts. A dict is identified by its mutation type, which Dynamo's copies of the dict share."""
 
     feature = Feature.SHARED
     _is_storing = False
 
     def changed(self, shared: Any, key: Any) -> None:
-        """Record a change by the frame or a body, which the recomputation of an earlier storing body would undo."""
+        """Record a change of an item by the frame or a body: the recomputation of an earlier store would undo it."""
         if not self._is_storing and any(known is shared and key in (ALL, other) for known, other in self._by):
             self.conflicts.append("an item that a checkpoint stored is changed")
 
@@ -88,7 +88,7 @@ class SharedTensors(Ledger):
 
 
 def _slots(*names: str) -> Site:
-    """The methods of a dict that a torch has."""
+    """Those of a dict variable's methods `names` that this torch has."""
 
     def places() -> Iterable[Place]:
         return [(ConstDictVariable, name) for name in names if hasattr(ConstDictVariable, name)]

@@ -1,11 +1,12 @@
 """`warnings.warn(text, FutureWarning)` in a forward pass, in one graph.
 
 Python shows a warning once for each place, unless a filter says otherwise; later calls from there do nothing. Dynamo
-breaks the graph at each. Here the call is made once the frame is traced, for the place in the program, and is not in
-the graph. In a branch that is speculated, only experts with tokens warn, so it stays a branch. Left to Dynamo are calls
-whose arguments are not constants, those under the filters `always` and `error`, those inside `warnings.catch_warnings`
-and in backward functions, and those whose `stacklevel` leads out of the frame or to the caller of a module, whose own
-frames Dynamo does not trace. A program that changes the filters later sees no warning again, and no error.
+breaks the graph at each call. Here the warning is given once, when the frame has been traced, for its place in the
+program, and the graph has none. In a speculated branch, only experts with tokens would warn, so that branch is not
+speculated on. Left to Dynamo are calls whose arguments are not constants, those under the filters `always` and `error`,
+those inside `warnings.catch_warnings` and in backward functions, and those whose `stacklevel` leads out of the frame or
+to the caller of a module, whose own frames Dynamo does not trace. If a program changes the filters later, it sees
+neither the warning again nor an error.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site: the translator's `parent`, `f_globals`,
 `f_code`, `lineno` and `block_stack`, and `CatchWarningsCtxManagerVariable`.
@@ -94,7 +95,7 @@ def _catches(tx: Any) -> bool:
 
 
 def _action(text: str, category: type[Warning], module: str, line: int) -> str:
-    """What Python's filters say of a warning."""
+    """The action that Python's filters give for a warning."""
     for action, message, kind, of_module, at in warnings.filters:
         if _matches(message, text) and issubclass(category, kind) and _matches(of_module, module) and at in (0, line):
             return action
@@ -102,5 +103,5 @@ def _action(text: str, category: type[Warning], module: str, line: int) -> str:
 
 
 def _matches(pattern: Any, text: str) -> bool:
-    """Python's own filters have texts, and those that programs add have compiled patterns."""
+    """Whether a filter's pattern matches: Python's own filters have strings, filters of programs compiled patterns."""
     return pattern is None or (pattern == text if isinstance(pattern, str) else pattern.match(text) is not None)

@@ -1,15 +1,15 @@
 """`mask[start : start + n]` where torch creates a symbol for the size of the slice: define it by the bounds.
 
-Torch 2.11 does so for all data-dependent bounds, later versions for few. Such a symbol is created and queried inside
-one operator (`mask[a:b, a:b] = block`), so no node of the graph defines it; its bounds do.
+Torch 2.11 creates one for all data-dependent bounds, later versions for few. Such a symbol is created and queried
+inside one operator (`mask[a:b, a:b] = block`), so no node of the graph defines it; its bounds do.
 
-What is learned later may tell the size of a slice whose node binds a symbol: `x[:n]` of max(n, m) rows has n rows. When
+The size of a slice whose node binds a symbol may become known later: `x[:n]` of max(n, m) rows has n rows. When
 AOTAutograd runs the node again it expects another new symbol, and raises `possible memo disaster` or `should have been
-constant`, under stock PyTorch with its capture flags as well. Such a node loses its binding here; the sizes of all that
-follow are computed anew.
+constant`, under stock PyTorch with its capture flags as well. Here such a node loses its binding, and the sizes of all
+nodes after it are computed anew.
 
-PyTorch asserts that `x.masked_select(mask)` has no more elements than `x`, which a larger mask broadcasts: here it is
-broadcast before.
+PyTorch asserts that `x.masked_select(mask)` has no more elements than `x`, but a larger mask broadcasts `x`: here `x`
+is broadcast first.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch._subclasses.fake_impls.op_implementations_dict`, whose
 functions run an operator on fake tensors, given the fake mode, the operator and its arguments;
@@ -88,7 +88,7 @@ def rebind(trace: Trace, proceed: Proceed, shape_env: Any, n: Node, result: Any)
 
 
 def _is_known(bound: Any, size: Any) -> bool:
-    """Whether the size of a slice, computed again, is no other new symbol."""
+    """Whether the size of a slice, computed again, is not a new symbol."""
     if not isinstance(size, torch.SymInt) or size.node.hint is not None:
         return False
     created = size.node._expr

@@ -6,23 +6,23 @@ mode repeats it in the recomputation and compiled code does not. The difference 
 not change the attribute:
 
 - The attribute is stored in the body of one checkpoint of the frame, and never stored later. Of several stores in one
-  body, the recomputation may execute only the first ones: it stops as soon as it has all that backward needs. So a
-  product that keeps an operand for backward has to follow the last one.
+  body, the recomputation may execute only the first ones: it stops as soon as it has everything that backward needs. So
+  a product that keeps an operand for backward has to follow the last store.
 - No body reads it before the store, so that the recomputation reads nothing that differs from forward. Later reads, by
   the same body or the frame, see the stored value.
 - The stored value consists of integers, constants and tensors, in lists and tuples, that are not changed later. With
   the random state preserved, which is the default, the recomputation computes the same value.
-- The frame was passed to `torch.compile`, and is captured as a whole. For a frame that is compiled separately because
-  the graph broke in its caller, or for part of a frame, the stores of the rest are unknown.
+- The frame was passed to `torch.compile`, and is captured as a whole. If a frame is compiled separately because the
+  graph broke in its caller, or only in part, the stores of the rest are unknown.
 
-Every other store breaks the graph as in stock PyTorch. If a violation shows too late (a store by the frame), the frame
-is traced again without this feature. After a step the attribute holds the value stored by the last forward pass. In
-eager mode it holds the value stored by the last recomputation, which is equal, unless the surrounding program stores to
-the attribute between forward and backward, or runs backward through several forward passes in their order.
+Every other store breaks the graph as in stock PyTorch. If a violation is seen only later (a store by the frame), the
+frame is traced again without this feature. After a step the attribute holds the value stored by the last forward pass.
+In eager mode it holds the value stored by the last recomputation, which is equal, unless the surrounding program stores
+to the attribute between forward and backward, or runs backward through several forward passes in their order.
 
 Private names, checked on torch 2.13 and 2.15, besides the handlers' sites:
-`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the stored value; a
-function of `torch/_dynamo/eval_frame.py` calls compiled code.
+`side_effects.allow_externally_visible_side_effects_in_subtracer`, by which a checkpoint returns the stored value; that
+a function of `torch/_dynamo/eval_frame.py` calls compiled code.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ handlers = Handlers(checked=("2.13.0", "2.15.0"))
 
 
 class StoredValues(Ledger):
-    """Attributes of objects, which are known by their identity."""
+    """Attributes of objects; an object is identified by its `id`."""
 
     feature = Feature.STORES
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
         self._lists: dict[int, tuple[Any, Any]] = {}  # stored lists, and the body that stored each
-        self._again: dict[StorePlace, Node] = {}  # of several stores in a body, the node before the last one
+        self._again: dict[StorePlace, Node] = {}  # where a body stores several times: the node before the last store
 
     def stored(self, place: StorePlace, body: Any) -> None:
-        """Record a store by a body or the frame, which the recomputation of an earlier storing body would undo."""
+        """Record a store by the frame or a body: the recomputation of another body's earlier store would undo it."""
         if place in self._by and self._by[place] is not body:
             self.conflicts.append(f"`{place[1]}` is stored again")
 
@@ -139,7 +139,7 @@ def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
 
 @handlers.at(method(_EFFECTS, "load_attr"))
 def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Torch 2.15 reads an attribute that the trace has stored from here, and not from the object."""
+    """Torch 2.15 reads here, and not from the object, an attribute that the trace has stored."""
     if type(item) not in _OBJECTS:
         return NOT_HANDLED
     return _record_read(trace, item, self.output_graph_weakref().current_tx, name)
@@ -153,5 +153,5 @@ def _record_read(trace: Trace, variable: Any, tx: Any, name: str) -> Any:
 
 
 def _is_of_module(tx: Any) -> bool:
-    """Whether a method of `nn.Module` itself is traced, which looks up parameters in `__dict__`."""
+    """Whether the traced method is one of `nn.Module`'s own, which look up parameters in `__dict__`."""
     return tx.f_code in (nn.Module.__setattr__.__code__, nn.Module.__getattr__.__code__)

@@ -1,9 +1,9 @@
 """`tile.stride(0)` in the backward of an `autograd.Function`, of memory that this backward allocates.
 
 Dynamo traces a backward before it knows the strides of the gradients, and does not answer questions about strides.
-Instead it traces again a backward that first makes its gradients contiguous, which fails if one of the function's
-outputs is None, as in TRL's fused head. But a tensor that is made from sizes alone has strides that no gradient
-changes: these are answered.
+Instead it retraces the backward with gradients that are first made contiguous, which fails if one of the function's
+outputs is None, as in TRL's fused head. But the strides of a tensor that is made from sizes alone do not depend on any
+gradient: questions about them are answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ handlers = Handlers()
 
 @handlers.at(method(TENSOR, "_strict_mode_conditional_banned_ops"))
 def unknown_properties(trace: Trace, proceed: Proceed, self: Any) -> Any:
-    """The names of properties that Dynamo does not know of a tensor in a backward."""
+    """The names of a tensor's properties that Dynamo does not know in a backward."""
     return [] if _is_made_from_sizes(self.as_proxy().node) else NOT_HANDLED
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """The lists, tuples and tensors in a value, and None for anything else in it but integers and constants."""
+    """The lists, tuples and tensors in a value; integers and constants are skipped, and anything else gives None."""
     value = value.realize()
     if isinstance(value, BaseListVariable):
         yield value

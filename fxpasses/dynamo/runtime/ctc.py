@@ -26,8 +26,8 @@ def ctc_loss(
 
     log_probs: [T, N, C]. targets: [N, S] or [sum of target_lengths]. input_lengths, target_lengths: [N], integers.
     """
-    # Copies, as eager mode makes them: the backward pass needs the lengths, and a program may reuse their buffers. A
-    # prologue copies those on a device with everything else.
+    # Copied, as in eager mode: the backward pass needs the lengths, and a program may reuse their buffers. A prologue
+    # copies lengths that are on a device together with everything else.
     lengths = input_lengths.to("cpu", copy=True), target_lengths.to("cpu", copy=True)
     losses = torch.ops.fxpasses.ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
     if zero_infinity:
@@ -67,7 +67,7 @@ def ctc_losses_backward(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """[T, N, C]: the gradient of `log_probs`. gradient: [N], of the losses."""
+    """[T, N, C]: the gradient of `log_probs`. gradient: [N], the gradient of the losses."""
     lengths = _listed(input_lengths), _listed(target_lengths)
     losses, prefixes = _run(log_probs, targets, *lengths, blank, zero_infinity)
     return torch.ops.aten._ctc_loss_backward(

@@ -39,7 +39,7 @@ _process = uuid.uuid4().hex  # in the name, so that no cache on disk gives a gra
 
 
 def register(call: Call) -> str:
-    """The name of a call, until its model is gone."""
+    """The name of a call, valid until its model is gone."""
     for name, known in _calls.items():
         if known == call and repr(known.constants) == repr(call.constants):  # 1, 1.0 and True are equal
             return name
@@ -51,7 +51,7 @@ def register(call: Call) -> str:
 
 @custom_op("fxpasses::rope_index", mutates_args=())
 def rope_index(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """[3, B, T] and [B, 1] for `input_ids` of [B, T], integers. name: of `register`."""
+    """[3, B, T] and [B, 1] for `input_ids` of [B, T], integers. name: the result of `register`."""
     positions, deltas = _calls[name](tensors)
     return positions.clone(), deltas.clone()
 

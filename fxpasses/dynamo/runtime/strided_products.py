@@ -1,6 +1,6 @@
 """A matrix product whose result has given strides: what `torch.mm(a, b, out=tile)` computes, in memory of its own.
 
-A library may sum in another order where rows are further apart, so the strides are part of the result's definition.
+A library may sum in another order if rows are further apart, so the strides are part of the result's definition.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.library import custom_op
 
 @custom_op("fxpasses::strided_mm", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
 def strided_mm(a: Tensor, b: Tensor, stride: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-    """[N, K] @ [K, M] as [N, M] with the strides `stride`, in elements. dtype: of the result, by default that of `a`.
+    """[N, K] @ [K, M] as [N, M] with the strides `stride`, in elements. dtype: the result's, by default that of `a`.
 
-    No autocast and no gradient, as where `out` is given.
+    No autocast and no gradient, as in a call with `out`.
     """
     out = _empty(a, b, stride, dtype)
     return torch.mm(a, b, out=out) if dtype is None else torch.mm(a, b, out_dtype=dtype, out=out)
