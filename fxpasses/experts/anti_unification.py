@@ -22,7 +22,7 @@ from fxpasses.graph.refusals import NotProved
 
 
 class Mismatch(NotProved):
-    """The branches are not the same program; the text says where they differ."""
+    """The branches are not one program; the text says where they differ."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Template:
         return self.nodes[0].meta.get("example_value")
 
 
-# Pure operators: equal operands give equal results, unless something is written in between (`Unifier.repeats`).
+# Pure operators: equal operands give equal results, unless their memory is written in between (`Unifier.repeats`).
 REPEATED = frozenset(
     {"any", "bool", "contiguous", "flatten", "float", "getitem", "int", "long", "one_hot", "permute", "reshape",
      "squeeze", "sum", "t", "to", "transpose", "unsqueeze", "view"}
@@ -70,9 +70,9 @@ REPEATED = frozenset(
 
 
 class Unifier:
-    """Anti-unifies values, each tuple of nodes once. slices: the meaning of slices whose bounds differ, if known.
+    """Anti-unifies values, each tuple of nodes once. slices: gives slices with different bounds a meaning, if known.
 
-    of_one: whether a node is the branch's own where there is only one branch, which nothing can be compared with.
+    of_one: if there is only one branch, and so nothing to compare, whether a node is the branch's own.
     repeats: whether nodes with equal arguments have one value, because nothing is written in between.
     """
 
@@ -86,7 +86,7 @@ class Unifier:
         self._templates: dict[tuple[Node, ...], Any] = {}
 
     def unify(self, values: Sequence[Any]) -> Any:
-        """What the values, one for each branch, have in common; raises `Mismatch`."""
+        """The common form of the values, one for each branch; raises `Mismatch`."""
         first = values[0]
         if all(value is first for value in values) and not self._is_own(values):
             return first
@@ -125,7 +125,7 @@ class Unifier:
         return self._templates[nodes]
 
     def _is_own(self, values: Sequence[Any]) -> bool:
-        """Whether the value of a single branch is, or may contain, a node of its own."""
+        """Whether there is only one branch, and its value is, or may contain, a node of its own."""
         return len(values) == 1 and (not isinstance(values[0], Node) or self._of_one(values[0]))
 
 
@@ -142,7 +142,7 @@ def _other(values: Sequence[Any]) -> Any:
 
 
 def members(templates: Sequence[Any]) -> list[Template]:
-    """All templates that the given ones consist of, operands first."""
+    """All templates that the given templates consist of, operands first."""
     found: dict[int, Template] = {}
 
     def visit(value: Any) -> None:

@@ -1,8 +1,8 @@
 """Which assertions on the sizes of an expert's rows hold for any routing.
 
 Dynamo asserts `u0 >= 0` and `u0 <= 48` of every data-dependent size, where 48 is the number of elements of the mask.
-These always hold, and are erased with the query. `torch._check(tok.numel() <= capacity)` has the same form, with a
-smaller number, but is the program's own.
+These always hold, and are erased with the query. The program's own `torch._check(tok.numel() <= capacity)` has the same
+form, but with a smaller number, and may fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sizes:
     """What is known about the numbers of rows that the experts of a loop have.
 
     counts: a symbol for each expert's number of rows. known: the symbols of the graph's sizes, in terms of `counts`.
-    most: an upper bound of an expert's rows. total: the number of all experts' rows. Both may be None, for not known.
+    most: an upper bound of an expert's rows. total: the number of all experts' rows. Both are None if not known.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Sizes:
 
 
 def _is_of_any_size(condition: Node, most_rows: int | None) -> bool:
-    """Whether a condition has a form that holds for any size; for sizes whose symbols are not known."""
+    """For sizes whose symbols are not known: whether a condition has a form that holds for any size."""
     if len(condition.args) != 2:
         return False
     name, (left, right) = operator_of(condition), condition.args
@@ -94,7 +94,7 @@ def _is_of_any_size(condition: Node, most_rows: int | None) -> bool:
 
 
 def _elements_of_mask(size: Node) -> Any:
-    """The number of elements of the mask, if a size is that of a query's result; else None."""
+    """The number of elements of the mask, if `size` is the size of a query's result; else None."""
     node: Any = size.args[0] if operator_of(size).startswith("sym_size") else None
     while isinstance(node, Node):
         name, operands = operator_of(node), [arg for arg in node.args[:2] if isinstance(arg, Node)]

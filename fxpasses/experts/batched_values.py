@@ -27,7 +27,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Flat:
-    """Rows [N, width] laid end to end, the result of `masked_select`."""
+    """Rows [N, width] laid end to end in one dimension, the result of `masked_select`."""
 
     rows: Rows
 
@@ -41,7 +41,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Weights:
-    """A tensor of one size for each expert: one tensor [E, ...], or E of them. transposed: stands for their `.mT`."""
+    """A tensor of equal size for each expert: one tensor [E, ...], or E tensors. transposed: stands for their `.mT`."""
 
     stacked: Node | None
     listed: tuple[Node, ...]
@@ -50,9 +50,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class Rest:
-    """The rows behind those of the last expert: pairs of no expert.
+    """The rows after those of the last expert: pairs of no expert.
 
-    valid: bool [N], which rows belong to experts. last: int [1], the last of these; 0 if there is none.
+    valid: bool [N], which rows belong to experts. last: int [1], the last valid row; 0 if there is none.
     """
 
     valid: Node
@@ -61,10 +61,10 @@ class Rest:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of the rows. places: int64 [N], the pair of each, and ids: int [N], its expert, where pairs are sorted.
+    """The order of the rows. If pairs were sorted: places: int64 [N], each row's pair; ids: int [N], its expert.
 
-    offsets: int32 [E], where each expert's rows end. rows: N. rest: None where all rows belong to experts. covers:
-    whether the offsets are known to rise to N.
+    offsets: int32 [E], where each expert's rows end. rows: N. rest: None if all rows belong to experts. covers: whether
+    the offsets are known to rise to N.
     """
 
     places: Node | None
@@ -102,7 +102,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def dimensions_of(index: Sequence[Any]) -> list[Any]:
-    """The index parts with a dimension in the result: adjacent index tensors have one together."""
+    """The index parts with a dimension in the result; adjacent index tensors share one."""
     first = next((place for place, part in enumerate(index) if isinstance(part, Rows)), None)
     parts = [part for place, part in enumerate(index) if not isinstance(part, Rows) or place == first]
     return [part for part in parts if not isinstance(part, int)]

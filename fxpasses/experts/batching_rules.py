@@ -1,6 +1,6 @@
-"""The table of batching rules, as those of vmap, with the rows of all experts as the batch.
+"""The table of batching rules, like vmap's, with the rows of all experts as the batch.
 
-A rule takes the lifting, the template and its first operand, lifted; it returns a batched value, or raises `NotProved`.
+A rule takes the lifting, the template and its lifted first operand; it returns a batched value, or raises `NotProved`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def lift(lifting: Lifting, template: Template) -> Any:
 
 
 def _check_types(template: Template) -> None:
-    """Raise `NotProved` unless the branches' tensors are alike but for their rows: a rule sees those of the first."""
+    """Raise `NotProved` unless the branches' tensors differ only in their rows: a rule sees only the first branch's."""
     first, *others = (_types(node.meta.get("example_value")) for node in template.nodes)
     for other, node in zip(others, template.nodes[1:], strict=True):
         if other != first:

@@ -3,7 +3,7 @@
     if tok.numel() == 0: continue        if mask.any(): ...        for e in hit: ...
 
 The trace takes the branch (`experts/capture/speculation.py`), and a `SpeculatedBranch` records the obligation: without
-tokens, the branch must have no effect. A pass that proves this returns the branch's number
+tokens, the branch must have no effect. A pass that proves it returns the branch's number
 (`pipeline.Context.discharged`). If no pass does, the frame is traced again without the branch. Nodes of the graph refer
 to branches by number, in their `meta`, which copies of a graph keep.
 """
@@ -25,12 +25,12 @@ INSIDE = "inside"  # made by the branch
 CONDITION = "condition"  # the tensor that the branch's condition reads
 PART = "part"  # the tensor that the branch appended to a list, which is concatenated later
 READ = "read"  # a number that was read from an array
-BEFORE, AFTER = "before", "after"  # followed by the index of a live-out: its value before the branch, and after
+BEFORE, AFTER = "before", "after"  # a live-out's value before and after the branch; the live-out's index follows
 
 
 @dataclass(eq=False)
 class SpeculatedBranch:
-    """number: by which nodes refer to the branch. where: `file.py:12`.
+    """number: the number by which nodes refer to the branch. where: `file.py:12`.
 
     The program skips the branch if the condition does not hold. kind says what the condition is:
 
@@ -43,10 +43,10 @@ class SpeculatedBranch:
       marked READ.
 
     live_outs: the number of live variables that hold another tensor after the branch. parts: the number of tensors that
-    the branch appended to lists. Each list is concatenated once, and otherwise only tested for emptiness, assuming that
-    it is not empty, so some expert must have tokens. ended: whether the trace reached the branch's post-dominator with
-    the rest of Python's state unchanged; else the branch cannot be proved. function: file and first line
-    of the function that branches; None for a use that is refused.
+    the branch appended to lists. Each list is concatenated once, and otherwise only tested for emptiness, with the
+    assumed answer that it is not empty; so some expert must have tokens. ended: whether the trace reached the branch's
+    post-dominator with the rest of Python's state unchanged; else the branch cannot be proved. function: file and first
+    line of the function that branches; None for a refused use.
     """
 
     number: int
@@ -71,14 +71,14 @@ def marks(node: Node) -> list[tuple[int, str]]:
 
 
 def sets_gradients(node: Node) -> bool:
-    """Whether a node is the beginning or the end of `with torch.no_grad():`, as Dynamo writes them."""
+    """Whether a node begins or ends `with torch.no_grad():`, as Dynamo writes it."""
     return node.op == "call_function" and node.target is torch._C._set_grad_enabled and len(node.args) == 1
 
 
 class Marked:
     """The nodes of a graph that have a role in a branch, that write integers, or that switch gradients on or off.
 
-    gradients: whether gradients are on where the graph begins, None if that is not known.
+    gradients: whether gradients are on where the graph begins; None if not known.
     """
 
     def __init__(self, graph: Graph, gradients: bool | None = None) -> None:

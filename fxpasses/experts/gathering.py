@@ -92,7 +92,7 @@ def getitem(lifting: Lifting, template: Template, source: Any) -> Any:
 
 
 def gather(lifting: Lifting, template: Template, source: Any, index: Sequence[Any]) -> Rows:
-    """`x[tok]`, `weights[tok, slot, None]`: rows of a shared tensor, or of one that each branch computes from it."""
+    """`x[tok]`, `weights[tok, slot, None]`: rows of a shared tensor, or of a tensor that each branch computes."""
     nodes = tuple(part.node if isinstance(part, Rows) else part for part in index)
     if any(isinstance(node, (Template, Constants, Weights)) for node in nodes):
         raise NotProved("an index that is not known", template.nodes[0])
@@ -122,7 +122,7 @@ def index_select(lifting: Lifting, template: Template, source: Any) -> Rows:
 
 
 def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
-    """A branch's value for every token, restricted to the tokens of the rows: row-wise in its first dimension."""
+    """A branch's value for every token (row-wise in its first dimension), restricted to the tokens of the rows."""
     if isinstance(value, Node):
         return Rows(lifting.emit(operator.getitem, (value, (tokens.node,))))
     if not isinstance(value, Template):
@@ -157,7 +157,7 @@ def at_rows(lifting: Lifting, value: Any, tokens: Rows) -> Rows:
 
 
 def _column(lifting: Lifting, value: Template) -> tuple[Node, Rows] | None:
-    """(scores, experts) of `scores[:, e]`, a column of a shared matrix [tokens, experts]: the expert of each row."""
+    """(scores, experts) of `scores[:, e]`, a column of a shared matrix [tokens, experts]; `experts`: each row's."""
     source = value.args[0] if value.args else None
     if not isinstance(source, Node) or not is_tensor(source) or source.meta["example_value"].ndim != 2:
         return None

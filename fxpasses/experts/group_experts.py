@@ -14,8 +14,8 @@ After, whatever E is:
 
 *Find* loops by their ends (`experts/loops.py`), *unify* the branches (`experts/anti_unification.py`), *analyse* their
 queries (`experts/routing.py`), and *lift* the common program to all rows (`experts/lifting.py`); `experts/grouping.py`
-does so for one loop. Sums keep the order of the loop. A loop that cannot be proved keeps its branches, with the reason
-in the report; its queries become one sort and slices (`experts/slicing.py`) if their routing is known.
+takes one loop through these steps. Sums keep the order of the loop. A loop that cannot be proved keeps its branches,
+with the reason in the report; its queries become one sort and slices (`experts/slicing.py`) if their routing is known.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fxpasses.graph.regions import Region
 from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Refusal, Report
 
-_MOST_FAMILIES = 3  # experts, and those that return their input, zeros or a constant
+_MOST_FAMILIES = 3  # ordinary experts, and experts that return their input, zeros or a constant
 _NOT_GROUPED = {"auto": "the branches have no common end", "slices": "the option asks for slices"}
 
 
@@ -47,7 +47,7 @@ class GroupExperts:
     """The pass."""
 
     name = "group_experts"
-    exact = False  # a weight that experts share is multiplied once by all rows
+    exact = False  # a weight that experts share is multiplied with all rows in one product
 
     def __call__(self, gm: torch.fx.GraphModule, context: Context) -> Report:
         report = Report(self.name)
@@ -109,8 +109,8 @@ class GroupExperts:
     def _group(
         self, region: Region, loop: Loop, memory: AliasAnalysis, context: Context, branches: dict[int, SpeculatedBranch]
     ) -> list[str] | Refusal:
-        """Group a loop; as a whole, or else each of its rounds, where it is a nested loop (over slots, for example), or
-        else each of its families, where some experts do something else than the others."""
+        """Group a loop as a whole; or else each of its rounds, if it is a nested loop (over slots, for example); or
+        else each of its families, if some experts run another program than the others."""
 
         def groupings(loops: list[Loop]) -> list[Grouping]:
             return [Grouping(region, inner, memory, context.fake_mode, branches) for inner in loops]
@@ -128,7 +128,7 @@ class GroupExperts:
         if 1 < len(families) <= _MOST_FAMILIES:
             try:
                 found = groupings(families)
-                # Each family takes all rows, so that no size depends on the batch: two would do the work twice.
+                # Each family runs on all rows, so that no size depends on the batch: two would double the work.
                 if sum(grouping.multiplies for grouping in found) > 1:
                     raise NotProved("several kinds of experts compute products")
                 return self._run_all(found, context.discharged)
@@ -146,7 +146,7 @@ class GroupExperts:
             except Refused:
                 if not changes:
                     raise
-                break  # the earlier rounds are grouped already
+                break  # earlier rounds are already grouped
         return changes
 
 

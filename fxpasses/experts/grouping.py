@@ -44,7 +44,7 @@ class Grouping:
     def __init__(
         self, region: Region, loop: Loop, memory: AliasAnalysis, fake_mode: Any, branches: dict[int, SpeculatedBranch]
     ) -> None:
-        """Raises `NotProved` where the branches are not one program, or the loop may not be moved."""
+        """Raises `NotProved` if the branches are not one program, or the loop may not be moved."""
         self.graph, self.loop, self.memory, self.positions = region.gm.graph, loop, memory, memory.positions
         self.routing = Routing(memory.is_constant)
         self._emit = NodeBuilder(self.graph, fake_mode, loop.merges[0].node, Reason.NOT_ALIKE)
@@ -73,7 +73,7 @@ class Grouping:
         self.proof = prove(self.graph, branches, loop, own, self.routing, selected, fake_mode, gradients)
 
     def _is_own(self, node: Node) -> bool:
-        """Whether a node belongs to a single branch: its mask, or a tensor that holds its rows."""
+        """In a loop of one branch: whether a node is the branch's own, a mask or a tensor that holds its rows."""
         return has_rows(node) or isinstance(self.routing.of(node), Mask)
 
     def _repeats(self, nodes: Sequence[Node]) -> bool:
@@ -85,14 +85,14 @@ class Grouping:
         return all(self.memory.writer(node, first, last) is None for node in held)
 
     def _check_gradients(self, templates: list[Template]) -> None:
-        """Raise `NotProved` for an operand without a gradient that the program at the loop's end would give one."""
+        """Raise `NotProved` if an operand has no gradient, and the program at the loop's end would give it one."""
         own = {node for template in templates for node in template.nodes if template not in self.branch}
         lost = sorted(own & self._without_gradient, key=self.positions.__getitem__)
         if lost and any(map(needs_gradient, self.loop.ends)):
             raise NotProved(f"`{lost[0].name}` is computed without a gradient", lost[0])
 
     def _check_order(self) -> None:
-        """Raise `NotProved` where branches that write in place have an order, or aliases, that the first one lacks."""
+        """Raise `NotProved` if branches write in place, and one has another node order or aliases than the first."""
         if not any(written_operands(template.nodes[0]) for template in self.branch):
             return
         for number in range(len(self.branch[0].nodes)):
@@ -110,7 +110,7 @@ class Grouping:
         return any(template.name in PRODUCTS for template in self.branch)
 
     def experts(self) -> Any:
-        """The experts of the branches: (first, step, count), or None where the rows are cut by counts."""
+        """The experts of the branches: (first, step, count); None if the rows are cut by counts."""
         selection = self.selection
         return (selection.first, selection.step, selection.count) if selection is not None else None
 
@@ -171,14 +171,14 @@ class Grouping:
             self._emit.settle(number, value)
         self._erase(left | known.keys())
         self._emit.update(results)
-        # What masks were computed from, such as `one_hot`; and conditions, unless a loop that ran before had the same.
+        # The nodes that masks were computed from, such as `one_hot`; and conditions, unless an earlier loop had them.
         unused = {node for node in shared if not node.users} | (self.proof.conditions - legality.inside)
         erase_unused(self.graph, unused.intersection(self.graph.nodes), legality.assertions_on)
         read = " and a copy of its offsets to the host" if lifting.offsets_on_host is not None else ""
         return f"{spelling} → level 2, one grouped program{read} ({routing})"
 
     def _own_memory(self, concatenated: Node, result: Node) -> Node:
-        """The result; a copy if it aliases others where the program writes to or returns the result of `torch.cat`."""
+        """The result; a copy if the program writes to or returns the result of `torch.cat`, or if it has aliases."""
         theirs = {key for node in self.graph.nodes if not self._emit.made(node) for key in storages(node)}
         escapes = any(user.op == "output" for user in self.memory.users(concatenated, concatenated, None))
         if escapes or not self.memory.is_constant(concatenated) or theirs.intersection(storages(result)):
@@ -192,7 +192,7 @@ class Grouping:
             for node, result in zip(loop.lists, results, strict=True):
                 node.replace_all_uses_with(result)
         elif loop.kind not in ("setadd", "assign"):
-            # In place, the result of any branch is the buffer, and may be used later.
+            # If branches merge in place, the result of any of them is the buffer, and may be used later.
             for node in [last] if loop.is_functional else ends:
                 node.replace_all_uses_with(results[0], lambda user: user not in ends)
         for node in dict.fromkeys(reversed(ends)):

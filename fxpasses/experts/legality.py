@@ -43,9 +43,9 @@ class Legality:
         cuts: Sequence[Cut | Spans],
         sizes: Sizes,
     ) -> None:
-        """rows: the nodes of the branches that hold rows. cuts: where the rows are sorted already, their bounds.
+        """rows: the nodes of the branches that hold rows. cuts: the bounds of the rows, if they are already sorted.
 
-        Raises `NotProved` where the loop may not be moved.
+        Raises `NotProved` if the loop may not be moved.
         """
         self.graph, self.loop, self.memory, self.sizes = graph, loop, memory, sizes
         self.positions = memory.positions
@@ -65,13 +65,13 @@ class Legality:
         self.at = self._place(templates)
         # The operands of the rows (masks, a weight of each expert) are erased with them, unless they have other users.
         made = {node for node in own if node.op.startswith("call") and not written_operands(node)}
-        if shared:  # the bounds stay, and what is asserted of them
+        if shared:  # the bounds stay, and so do the assertions about them
             rows = self._rows - self._bounds
             scaffolding = {node for node in scaffolding if self._follows(node, rows)}
         self.inside = self._rows | scaffolding | made
 
     def _check_users(self, scaffolding: set[Node], totals: set[Node]) -> bool:
-        """Whether other rows are cut at the same bounds, as for two projections of the same tokens."""
+        """Whether other rows are cut at the same bounds, as in two projections of the same tokens."""
         shared = False
         for node in self._rows - totals:
             for user in node.users:
@@ -101,7 +101,7 @@ class Legality:
                 raise NotProved(f"`{node.name}` writes in the middle of the loop", node)
 
     def _has_all_gradients(self) -> bool:
-        """Whether no result of differentiable operands lacks a gradient: `no_grad` in the loop covers queries alone."""
+        """Whether all results of differentiable operands have gradients: `no_grad` in the loop covers only queries."""
         enabled = None
         for node in self.graph.nodes:
             if operator_of(node) in SETS_GRADIENTS:
@@ -116,9 +116,8 @@ class Legality:
         return True
 
     def _check_before(self, own: set[Node], first: int) -> None:
-        """Raise `NotProved` if the nodes before the loop, which move to its end, compute something else there.
-
-        Either because memory that they use is written, or because another autocast casts their operands.
+        """Raise `NotProved` if the nodes before the loop, which move to its end, would compute something else there:
+        because memory that they use is written in between, or because another autocast casts their operands.
         """
         made = [node for node in own if node.op.startswith("call") and self.positions[node] < first]
         regions = autocast_regions(self.graph)
@@ -149,7 +148,7 @@ class Legality:
             raise NotProved(f"`{buffer.name}`, which the results are merged into, may share memory", buffer)
         users = [user for holder in {buffer, *chained} for user in holder.users]
         if not self.loop.is_functional:
-            users += self.memory.users(buffer, buffer, None)  # those of its views
+            users += self.memory.users(buffer, buffer, None)  # the users of its views
         for user in users:
             if user not in chained | parts and first <= self.positions[user] < last:
                 raise NotProved(f"`{user.name}` uses the sum before it is complete", user)
@@ -157,7 +156,7 @@ class Legality:
             raise NotProved("a branch reads what another has added", buffer)
 
     def _place(self, templates: list[Template]) -> Node:
-        """The last end; of several lists, the first one if all operands of the program are computed before it."""
+        """The last end; with several lists, the first end if all operands of the program are computed before it."""
         ends = sorted(self.loop.ends, key=self.positions.__getitem__)
         if self.loop.kind != "cat" or len(ends) == 1:
             return ends[-1]
@@ -175,9 +174,9 @@ class Legality:
     # Assertions of sizes
 
     def assertions_on(self, rows: set[Node], known: dict[Node, int] | None = None) -> set[Node]:
-        """The nodes that lead to nothing but assertions on sizes of rows, as Dynamo makes them, these included.
+        """The assertions on sizes of rows, as Dynamo makes them, and the nodes that lead to nothing else.
 
-        known: if given, nodes may also lead to numbers that follow from the number of all rows, which are added to it.
+        known: if given, nodes may also lead to numbers that follow from the number of all rows; these are added to it.
         """
         found: set[Node] = set()
         for node in reversed(self.graph.nodes):
@@ -205,7 +204,7 @@ class Legality:
 
 
 def _cuts(node: Node) -> bool:
-    """Whether a node cuts rows at numbers, and does not compute with them."""
+    """Whether a node cuts rows at numbers, rather than computing with them."""
     if operator_of(node) == "split":
         return True
     key = node.args[1] if operator_of(node) == "getitem" else None
@@ -226,16 +225,16 @@ def _is_tensor_op(node: Node) -> bool:
 
 
 def needs_gradient(node: Node) -> bool | None:
-    """None for a node that can have no gradient."""
+    """Whether a node's result requires a gradient; None if it cannot have one."""
     found = [leaf for leaf in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(leaf, torch.Tensor)]
     floating = [tensor.requires_grad for tensor in found if tensor.dtype.is_floating_point]
     return any(floating) if floating else None
 
 
 def without_gradient(graph: Graph) -> set[Node]:
-    """The nodes under `no_grad` whose results lack the gradient that their operands have.
+    """The nodes under `no_grad` whose results lack a gradient although their operands have one.
 
-    The fake tensor of a view does not show it.
+    The fake tensor of a view does not show this.
     """
     found, enabled = set(), True
     for node in graph.nodes:

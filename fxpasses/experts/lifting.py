@@ -36,7 +36,7 @@ from fxpasses.graph.traits import is_integer
 class Lifting:
     """Lifts templates by batching rules; `emit` creates the nodes.
 
-    skips: the last argument of grouped operators, where the program passes over experts without tokens.
+    skips: the last argument of grouped operators, given if the program skips experts without tokens.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Lifting:
         self.order: Order | None = None
         self.selection: Selection | None = None
         self.cut: Cut | None = None
-        self.axes_of: dict[Node, tuple[int, ...]] = {}  # of the ids, by the coordinate that determines them
+        self.axes_of: dict[Node, tuple[int, ...]] = {}  # by coordinate: the axes of the ids that it determines
         self._lifted: dict[int, Any] = {}
         self._read: Node | None = None  # the sum of the counts, if the host reads it
         self._first_rows: dict[Node, Node] = {}
         self._stacks: dict[Weights, Node] = {}
-        self.offsets_on_host: Node | None = None  # the copy, where a product needs it
+        self.offsets_on_host: Node | None = None  # their copy, if a product needs it
 
     # Queries
 
@@ -66,7 +66,7 @@ class Lifting:
         self.order = cut_rows(self.emit, self.cut)
 
     def _whole(self, cut: Cut) -> Cut:
-        """The same cut of the first rows alone, where the program cuts only as many as the counts add up to."""
+        """The cut of only the first rows, if the program cuts only as many rows as the counts sum to; else the same."""
         if not cut.totals:
             return cut
         total = self.total(cut)
@@ -79,11 +79,11 @@ class Lifting:
         return replace(cut, rows=rows, checks=False, totals=())
 
     def total(self, cut: Cut) -> int | Node:
-        """The sum of the counts: a known number within the number of rows, or else one that the host reads."""
+        """The sum of the counts: a known number that does not exceed the rows, or else one that the host reads."""
         ids = self.routing.counted(cut.counts, cut.running)
         size = cut.rows.meta["example_value"].shape[0]
         if ids is not None and statically_known_true(ids.meta["example_value"].numel() <= size):
-            with self.emit.after(ids):  # the sum that it replaces may be used before the loop
+            with self.emit.after(ids):  # the sum that this number replaces may be used before the loop
                 return self._pairs_of(ids)
         if self._read is None:
             self._read = read_total(self.emit, cut)
@@ -99,7 +99,7 @@ class Lifting:
         return product
 
     def parts(self, cut: Cut) -> Rows:
-        """The parts of a tensor, lifted: the tensor. Several tensors may be cut, all at the same places."""
+        """The lifted parts of a tensor, which are the tensor. Several tensors may be cut, all at the same places."""
         assert self.cut is not None
         cut = self._whole(cut)
         if (cut.counts, cut.running) != (self.cut.counts, self.cut.running):
@@ -159,7 +159,7 @@ class Lifting:
         return self._lifted[key]
 
     def from_the_first(self, places: Node, source: Node) -> Node:
-        """Places in `source` that are counted from its first row: an index of eager mode's may count from the last."""
+        """Places in `source`, counted from its first row: negative indices, as eager mode allows, become positive."""
         divided = places.args[0] if operator_of(places) in ("floor_divide", "floordiv") else places
         if places in self.axes_of or divided in self.axes_of:
             return places
@@ -170,17 +170,17 @@ class Lifting:
         return self.emit(torch.where, (is_negative, self.emit(operator.add, (places, size)), places))
 
     def or_ones(self, rows: Node) -> Node:
-        """Rows of tokens, or ones: see `sorting.or_ones`."""
+        """The rows of tokens, or ones: see `sorting.or_ones`."""
         rest = self.order.rest if self.order is not None else None
         return rows if rest is None else or_ones(self.emit, rest, rows)
 
     def filled(self, rows: Node) -> Node:
-        """Rows of a grouped operator, which makes zeros of the rest: see `sorting.filled`."""
+        """The rows of a grouped operator, whose rest is zeros: see `sorting.filled`."""
         rest = self.order.rest if self.order is not None else None
         return rows if rest is None else filled(self.emit, rest, rows)
 
     def index(self, part: Any) -> Any:
-        """A part of an index, lifted; the number of the expert becomes the expert of each row."""
+        """A lifted part of an index; the number of the expert becomes each row's expert."""
         if isinstance(part, Constants):
             if self.selection is None or self.order is None or self.order.ids is None:
                 raise NotProved("an index by the expert")
@@ -217,9 +217,9 @@ class Lifting:
         return self.order is not None and self.order.covers
 
     def offsets(self, product: torch.Tensor, *widths: int | torch.SymInt) -> Node:
-        """Where the rows of each expert end, for a product: on the host where it needs them there, in one copy for all.
+        """Where the rows of each expert end, for a product: on the host if it needs them there, in one copy for all.
 
-        product: an example of what a branch computes, with the dtype that autocast gives it.
+        product: an example of a branch's result, with the dtype that autocast gives it.
         """
         assert self.order is not None
         offsets = self.order.offsets

@@ -59,12 +59,12 @@ class Loop:
 
     @property
     def is_functional(self) -> bool:
-        """Whether each merge returns a new sum, and does not write to the one before."""
+        """Whether each merge returns a new sum instead of writing to the previous one."""
         return self.kind in _FUNCTIONAL
 
     @property
     def is_divisible(self) -> bool:
-        """Whether consecutive merges are a loop by themselves, which leaves the others as they are."""
+        """Whether some consecutive merges can be a loop by themselves, with the others unchanged."""
         return self.kind != "cat" and not self.is_functional
 
     def rounds(self) -> Iterator[list[Loop]]:
@@ -78,7 +78,7 @@ class Loop:
                     yield [Loop(self.kind, self.merges[start : start + size], self.buffer) for start in starts]
 
     def families(self, is_alike: Callable[[Merge, Merge], bool]) -> list[Loop]:
-        """The loop as runs of branches that are alike, such as experts, and then experts that return their input."""
+        """The loop as runs of like branches, such as ordinary experts, then experts that return their input."""
         runs = [[self.merges[0]]]
         for merge in self.merges[1:]:
             if is_alike(runs[-1][-1], merge):
@@ -89,7 +89,7 @@ class Loop:
 
 
 def find_loops(graph: Graph) -> Iterator[Loop]:
-    """Candidates, those with two branches or more."""
+    """The candidates: loops with two or more branches."""
     buffers: defaultdict[Any, list[Merge]] = defaultdict(list)
     lists: list[Node] = []
     roots: dict[Node, Any] = {}
@@ -140,7 +140,7 @@ def _made_together(lists: list[Node]) -> list[list[Node]]:
 
 
 def _rows_behind(part: Node) -> set[Node]:
-    """The nodes with rows on which a part of a list depends, up to the results of other loops."""
+    """The nodes with rows that a part of a list depends on, up to the results of other loops."""
 
     def rows(nodes: list[Node]) -> list[Node]:
         return [node for node in nodes if operator_of(node) != "cat" and has_rows(node)]

@@ -1,7 +1,7 @@
 """Merge the rows of all experts as the branches merge theirs: one addition in the order of the loop, or one assignment.
 
-`out[tok] += y` and `out[tok] = y` do not sum over places that occur twice: the last value wins. So their places must be
-known to differ, within an expert or among all.
+`out[tok] += y` and `out[tok] = y` do not sum values at a place that occurs twice: the last value wins. So the places
+must be known to differ, for `+=` within each expert, for `=` among all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Merging:
         self._first = loop.merges[0].node
 
     def results(self, values: Any) -> list[Node]:
-        """One result for each list, or one; `values` are those that the branches merge. Raises `NotProved`."""
+        """One result for each list, or a single one; `values`: what the branches merge. Raises `NotProved`."""
         kind = self._loop.kind
         if kind == "cat":
             return [self._concatenated(value) for value in values]
@@ -73,7 +73,7 @@ class Merging:
         return lifted
 
     def _covered(self, rows: Rows) -> Node:
-        """The rows, with zeros for those of no expert."""
+        """The rows, with zeros for rows of no expert."""
         order = self._lifting.order
         assert order is not None
         if order.rest is None:
@@ -137,7 +137,7 @@ class Merging:
         return self._emit("index_put_", (self._loop.buffer, tuple(places), node), {"accumulate": adds})
 
     def _determined(self, places: list[Node]) -> set[int]:
-        """The axes of the ids along which the places determine a pair's coordinate."""
+        """The axes of the ids along which `places` determine a pair's coordinate."""
         return {axis for place in places for axis in self._lifting.axes_of.get(place, ())}
 
     def _differ(self, places: list[Node], selection: Selection) -> bool:

@@ -45,7 +45,7 @@ from fxpasses.graph.traits import COMPARISONS
 
 _COMPARISONS = COMPARISONS | {"sym_not"}
 _NUMBERS = _COMPARISONS | {"add", "sub", "sym_sum", "sym_size"}
-# Operators that succeed on all tensors of known sizes; and queries of an expert's tokens, and of their number.
+# Operators that succeed on all tensors of known sizes; and queries for an expert's tokens and for their number.
 _HARMLESS = _COMPARISONS | {*CASTS, *RESHAPES, "getitem", "select"}
 _QUERIES = frozenset({"where", "nonzero", "getitem", "sym_size", "size", "numel", "len", "getattr"})
 
@@ -68,7 +68,8 @@ def prove(
     fake_mode: Any,
     gradients: bool | None,
 ) -> Proof:
-    """own: the loop's nodes, ends included, whose legality is checked. selected: its rows. gradients: see `Marked`.
+    """Discharge the branches of a loop. own: its nodes, ends included, whose legality is checked. selected: its rows.
+    gradients: see `Marked`.
 
     Raises `NotProved`.
     """
@@ -132,7 +133,7 @@ def erase_unused(graph: Graph, nodes: Iterable[Node], assertions_on: Callable[[s
         node = waiting.pop()
         if node in erased or not _is_removable(node):
             continue
-        for part in (*node.users, node):  # another query of the same mask is a user whose only users are assertions
+        for part in (*node.users, node):  # a user with only assertions as users: another query of the same mask
             about = assertions_on({part}) if part.users else set()
             if part not in erased and _is_removable(part) and set(part.users) <= about:
                 for other in [n for n in reversed(graph.nodes) if n in about]:
@@ -147,7 +148,7 @@ def _is_removable(node: Node) -> bool:
 def _condition_of(
     marked: Marked, branch: SpeculatedBranch, place: int, routing: Routing, selected: Selection | Cut
 ) -> tuple[Node, Node]:
-    """The condition of a branch, which fails only if the loop's expert has no rows, and the ids that it tests."""
+    """The condition of a branch, and the ids that it tests. It fails only if the loop's expert has no rows."""
     node = marked.first(branch.number, CONDITION)
     tested = _tested_by(branch, node, routing) if node is not None else None
     if node is None or tested is None:
@@ -236,7 +237,7 @@ def _is_harmless(node: Node) -> bool:
     name, has_index = operator_of(node), len(node.all_input_nodes) > 1
     is_of_rows = any(has_rows(operand) for operand in node.all_input_nodes)
     if name == "getitem" and is_of_rows:
-        return _is_part(node)  # but not the first token
+        return _is_part(node)  # not so the first token
     return name in (_QUERIES | _COMPARISONS if is_of_rows else _HARMLESS | _QUERIES) and not has_index
 
 
@@ -253,7 +254,7 @@ def _check_joined(loop: Loop, selected: Selection | Cut) -> None:
     if isinstance(selected, Selection):
         rows = selected.ids.meta["example_value"].numel() if selected.covers else 0
     else:
-        rows = 0 if selected.totals else selected.rows.meta["example_value"].shape[0]  # all of which are cut
+        rows = 0 if selected.totals else selected.rows.meta["example_value"].shape[0]  # all rows are cut
     lists = zip(*(merge.values for merge in loop.merges), strict=True)
     is_alike = all(len({part.meta["example_value"].dtype for part in parts}) == 1 for parts in lists)
     if not is_alike or not statically_known_true(rows > 0):

@@ -29,7 +29,7 @@ def product(lifting: Lifting, template: Template, rows: Any) -> Rows:
     if not isinstance(weights, Template):
         if isinstance(bias, Template):
             raise NotProved("a shared weight with a bias of each expert", node)
-        return lifting.apply(template)  # with a shared weight, the product is row-wise
+        return lifting.apply(template)  # a product with a shared weight is row-wise
     if rows.ndim != 2 or rows.row != 0:
         raise NotProved("a product of rows of several dimensions", node)
     lifted = lifting.lift(weights)
@@ -56,7 +56,7 @@ def _has_decomposition(product: torch.Tensor) -> bool:
 
 
 def of_each_expert(lifting: Lifting, template: Template) -> Weights:
-    """A weight of each expert: a slice of a stack, or the transpose of a weight; otherwise the branches' own nodes."""
+    """Each expert's weight: a slice of a stack, or the transpose of a weight; otherwise the branches' own nodes."""
     if template.name == "getitem" and isinstance(template.args[0], Node) and isinstance(template.args[1], Constants):
         first, step = progression(template.args[1])
         source, count = template.args[0], len(template.nodes)

@@ -9,8 +9,8 @@
     counts.cumsum(0)                         Ends(idx)
     (counts > 0).nonzero()                   Hits(idx)
 
-The fact of a node follows from those of its operands (`experts/routing_transfer.py`). It holds where nobody writes to
-its evidence.
+The fact of a node follows from the facts of its operands (`experts/routing_transfer.py`). It holds as long as nobody
+writes to its evidence.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FOLLOWING = frozenset(
 class Routing:
     """The facts of a graph's nodes, memoised: a change of the graph requires a new object.
 
-    is_constant: whether nobody writes to a node's memory after the node.
+    is_constant: says whether nobody writes to a node's memory after the node.
     """
 
     def __init__(self, is_constant: Callable[[Node], bool] = lambda node: True) -> None:
@@ -104,7 +104,7 @@ class Routing:
         return fact if isinstance(fact, Presence) else None
 
     def total(self, counts: Node, running: bool) -> Any:
-        """The sum of a vector of counts, or of the counts behind a vector of ends, an expression; None where unknown.
+        """The sum of a vector of counts, or of the counts behind a vector of ends, as an expression; None if unknown.
 
         running: whether the vector holds counts.
         """
@@ -112,10 +112,10 @@ class Routing:
         return pairs_of(ids) if ids is not None else None
 
     def counted(self, counts: Node, running: bool) -> Node | None:
-        """The ids that a vector of counts, or of ends, counts each once; None if that is not known.
+        """The ids of which a vector of counts, or of ends, counts each once; None if that is not known.
 
-        Every id is counted if all ids are known to be below the number of counts. A number of pairs that is symbolic
-        is guarded to be one that the counts represent exactly.
+        Every id is counted if all ids are known to be below the number of counts. A symbolic number of pairs is guarded
+        to be one that the counts represent exactly.
         """
         fact = self.of(counts)
         if not isinstance(fact, (Counts if running else Ends)) or dtype_of(counts) not in WIDE:
@@ -140,7 +140,7 @@ class Routing:
         return self._canonical[node]
 
     def source(self, ids: Node) -> Node:
-        """The ids below the operators that only change their shape or width."""
+        """The ids before the operators that only change their shape or width."""
         while operator_of(ids) in (*RESHAPES, *CASTS) and isinstance(ids.args[0], Node):
             source = ids.args[0]
             if not {dtype_of(ids), dtype_of(source)} <= {*WIDE} or reads_bits(ids):

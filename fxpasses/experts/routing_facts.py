@@ -1,7 +1,7 @@
-"""The lattice of the routing analysis: what a tensor may say about a router's choice (`experts/routing.py`).
+"""The lattice of the routing analysis (`experts/routing.py`): what a tensor may say about a router's choice.
 
-A router chooses experts for tokens: integers, the *ids*, often [tokens, slots]. A *pair* is a (token, slot); it belongs
-to expert e if its id is e. A fact holds as long as nobody writes to the memory of the nodes in its *evidence*.
+A router chooses experts for tokens by integers, the *ids*, often [tokens, slots]. A *pair* is a (token, slot); it
+belongs to expert e if its id is e. A fact holds as long as nobody writes to the memory of the nodes in its *evidence*.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Columns:
     """Expert e has the tokens at which column e of a matrix passes the tests.
 
     matrix: of any dtype, with the experts along `dim`. tests: comparisons (operator, number), each applied to the
-    result of the one before; without any, the element must not be zero.
+    previous one's result; without any, the element must not be zero.
     """
 
     matrix: Node
@@ -95,7 +95,7 @@ class Mask(Fact):
 class Presence(Fact):
     """No element is negative, and some element is nonzero if and only if the expert has pairs.
 
-    present: False for the negation, in a tensor of one element. text: why the tensor is no mask, for a report.
+    present: False for the negation, in a tensor of one element. text: why the tensor is not a mask, for a report.
     """
 
     ids: Node
@@ -108,8 +108,8 @@ class Presence(Fact):
 class Counts(Fact):
     """A vector, perhaps with dimensions of size 1, whose element e is the number of expert e's pairs.
 
-    exact_to: if there are more pairs than this, an element is only known to be positive if its expert has pairs, and
-    zero if it has none.
+    exact_to: with more pairs than this, an element is only known to be positive if its expert has pairs, and zero if it
+    has none.
     """
 
     ids: Node

@@ -1,7 +1,7 @@
 """Transfer functions of the routing analysis: the fact of an operator's result from those of its operands.
 
-Each returns a fact, whose evidence lists the nodes other than its own that must not be written to; a text that says why
-there is no fact; or None, where there is nothing to say.
+Each returns a fact, whose evidence lists the other nodes that must not be written to; a text that says why there is no
+fact; or None if there is nothing to say.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RESHAPES = ("flatten", "permute", "reshape", "squeeze", "t", "transpose", "unsqu
 ZEROS, _ONES = ("new_zeros", "zeros", "zeros_like"), ("new_ones", "ones", "ones_like")
 WIDE = (torch.int32, torch.int64)
 _NARROW = (torch.int8, torch.uint8, torch.int16)  # where a count of 256 may wrap to 0
-_EXACT_FLOATS = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to which they represent every integer
+_EXACT_FLOATS = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # every integer up to this is represented exactly
 # Comparisons that hold for a non-negative number if and only if it is not 0, and their negations.
 _SOME, _NONE = {("gt", 0), ("ge", 1), ("ne", 0)}, {("eq", 0), ("lt", 1), ("le", 0)}
 
@@ -78,7 +78,7 @@ def reads_bits(node: Node) -> bool:
 
 
 def _sizes(node: Any) -> list[Any]:
-    """A tensor's sizes, each a number, or an expression where the number is not known."""
+    """A tensor's sizes, each a number, or an expression if the number is not known."""
     example = example_of(node)
     found = [(constant(size), expression(size)) for size in example.shape] if example is not None else []
     return [known if known is not None else size for known, size in found]
@@ -89,7 +89,7 @@ def _ndim(node: Any) -> int:
 
 
 def _exact_to(dtype: torch.dtype | None) -> float:
-    """Up to which number a dtype represents all integers exactly."""
+    """The number up to which a dtype represents all integers exactly."""
     return math.inf if dtype in WIDE else _EXACT_FLOATS.get(dtype, 0)  # type: ignore[arg-type]
 
 
@@ -168,8 +168,8 @@ def _scatter_add(routing: Routing, node: Node) -> Result:
 def _histc(routing: Routing, node: Node) -> Result:
     """`torch.histc(ids, bins=E, min=0, max=E)`, or `max=E - 1`: of floats on the CPU, of integers too on CUDA devices.
 
-    An id e is counted in the bin e * E / max, rounded down, and an id of `max` in the last bin, that of E - 1. With a
-    maximum of E - 1, e * E / max is e / max above e, and as much or more below e + 1, where rounding must not take it.
+    An id e is counted in the bin e * E / max, rounded down, and an id of `max` in the last bin, E - 1. If max is E - 1,
+    e * E / max is above e by e / max, and below e + 1 by at least 1 / max, so rounding must not reach e + 1.
     """
     values, bins = argument(node, "input"), argument(node, "bins", 100)
     if not isinstance(values, Node) or type(bins) is not int or argument(node, "min") != 0:
@@ -306,7 +306,7 @@ def _without_slots(routing: Routing, node: Node, mask: Mask, dims: Any) -> Mask 
 
 
 def _still_present(routing: Routing, node: Node, text: str | None = None) -> Result:
-    """The result tells, as its operand does, whether an expert has pairs. text: why the result is no mask."""
+    """The result says, like its operand, whether an expert has pairs. text: why the result is not a mask."""
     presence = routing.presence(node.args[0])  # type: ignore[arg-type]
     if presence is None or not _counts_up(node):
         return text
@@ -335,7 +335,7 @@ def _cast(routing: Routing, node: Node) -> Result:
         case Ends():
             kept = after in WIDE
         case Mask(Columns()):
-            kept = after is before or torch.bool in (before, after)  # a score of 0.5 is 0 as an integer
+            kept = after is before or torch.bool in (before, after)  # a score of 0.5 would become the integer 0
         case _:
             kept = not isinstance(fact, (Nothing, Scattered, Sorted))
     return fact if kept else None

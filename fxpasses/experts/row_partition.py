@@ -1,4 +1,4 @@
-"""Rows that are sorted already, and are cut into a part for each expert: by `split`, or by consecutive slices.
+"""Rows that are already sorted, and are cut into one part for each expert: by `split`, or by consecutive slices.
 
     parts = rows.split(counts.tolist())            rows[start : start + counts[e]], the start running on
                                                    rows[ends[e - 1] : ends[e]]
@@ -27,7 +27,7 @@ from fxpasses.graph.symbols import expression, is_symbolic, symbol
 
 @dataclass(frozen=True)
 class Spans(Constants):
-    """The branches' slices, each of which starts where the one before it ends, the first at 0.
+    """The branches' slices. The first starts at 0, and each other where the previous one ends.
 
     values: the slices. counts: an integer tensor [experts]. running: whether it holds the sizes of the parts, rather
     than their ends. nodes: the bounds, and the reads that they depend on.
@@ -113,7 +113,7 @@ def _bound_of_prefix(rows: Node) -> Node | None:
 
 
 def spans_of(slices: Sequence[slice]) -> Spans | None:
-    """The branches' slices together; None where no bound is read from a tensor. Raises `NotProved`."""
+    """The branches' slices together; None if no bound is read from a tensor. Raises `NotProved`."""
     bounds = [bound for part in slices for bound in (part.start, part.stop) if isinstance(bound, Node)]
     if not bounds:
         return None
@@ -156,7 +156,7 @@ def _value(bound: Any) -> Any:
 
 
 def _all_of(reads: Sequence[tuple[Node, int]], at: Node) -> Node:
-    """The tensor whose elements are the reads, all of them, in order."""
+    """The tensor whose elements, all of them and in order, are the reads."""
     counts = reads[0][0]
     if any(read != (counts, place) for place, read in enumerate(reads)):
         raise NotProved("sizes of parts that are not the elements of one tensor, in order", at)

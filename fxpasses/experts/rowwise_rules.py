@@ -1,4 +1,4 @@
-"""Batching rules of row-wise operators, for which one call on all rows equals E calls on a part of them each.
+"""Batching rules of row-wise operators, for which one call on all rows equals E calls, each on a part of the rows.
 
 A rule checks the arguments: an operator that reduces or reorders the dimension of the rows is not row-wise.
 """
@@ -33,7 +33,7 @@ def is_elementwise(name: str) -> bool:
 
 
 def is_along_others(template: Template, ndim: int, row: int) -> bool:
-    """Whether an operator of `ALONG` leaves dimension `row` of its first operand, which has `ndim`, as it is."""
+    """Whether an operator of `ALONG` leaves dimension `row` of its first operand, of `ndim` dimensions, unchanged."""
     dims = template.call.argument("dim", ALONG[template.name])
     dims = dims if isinstance(dims, (tuple, list)) else (dims,)
     return all(isinstance(dim, int) and dim % ndim != row for dim in dims)
@@ -62,7 +62,7 @@ def dropout(lifting: Lifting, template: Template, source: Rows) -> Any:
 
 
 def type_as(lifting: Lifting, template: Template, source: Rows) -> Rows:
-    """A cast: nothing but the type of the other operand, which may be any tensor, matters."""
+    """A cast: only the type of the other operand, which may be any tensor, matters."""
     if parts_of(template.args[0].example)[0].device != template.example.device:
         raise _not_row_by_row(template)
     return Rows(lifting.emit("to", (source.node, template.example.dtype)), source.row)
@@ -73,7 +73,7 @@ def _not_row_by_row(template: Template) -> NotProved:
 
 
 def elementwise(lifting: Lifting, template: Template, source: Any) -> Rows:
-    """Operands may be broadcast against each other, but not the rows of one against those of another."""
+    """Operands may be broadcast against each other, but not their rows."""
     node, out = template.nodes[0], template.example
     row = row_of(out)
     if row is None:
@@ -82,7 +82,7 @@ def elementwise(lifting: Lifting, template: Template, source: Any) -> Rows:
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Constants):
-            if template.name in ("eq", "ne") and row == 0:  # compares with the expert: that of each row
+            if template.name in ("eq", "ne") and row == 0:  # a comparison with the expert: with each row's
                 shape = (-1, *([1] * (out.ndim - 1)))
                 return lifting.emit("reshape", (lifting.index(leaf).node, shape))
             raise NotProved(f"`{template.name}` by a number that differs between the experts", node)
@@ -115,7 +115,7 @@ def elementwise(lifting: Lifting, template: Template, source: Any) -> Rows:
 
 
 def einsum(lifting: Lifting, template: Template, source: Any) -> Rows:
-    """Row-wise where the rows' letter is in the result and in no operand that has no rows."""
+    """Row-wise if the rows' letter is in the result, and in no operand without rows."""
     node, row = template.nodes[0], row_of(template.example)
     equation, *operands = template.args
     if row is None or not isinstance(equation, str) or "->" not in equation or "." in equation:
@@ -185,7 +185,7 @@ def repeat(lifting: Lifting, template: Template, source: Rows) -> Rows:
 def _repeated(
     lifting: Lifting, template: Template, source: Rows, sizes: Sequence[Any], keep: int, allowed: tuple[Any, ...]
 ) -> Rows:
-    """keep: the size that leaves a dimension as it is. allowed: those for the rows; None stands for a computed size."""
+    """keep: the size that leaves a dimension unchanged. allowed: sizes for the rows; None stands for a computed one."""
     wanted = [size if isinstance(size, int) else None for size in sizes]
     if len(wanted) != source.ndim or wanted[source.row] not in allowed:
         raise NotProved(f"`{template.name}` of rows", template.nodes[0])
@@ -196,7 +196,7 @@ def _repeated(
 
 
 def keeps_rows(index: Any, row: int, ndim: int) -> bool:
-    """Whether a basic index (`[..., ::2]`, `[:, None]`) leaves dimension `row` of `ndim` as it is."""
+    """Whether a basic index (`[..., ::2]`, `[:, None]`) leaves dimension `row` of `ndim` unchanged."""
     index = index if isinstance(index, tuple) else (index,)
     if any(not (part is None or part is Ellipsis or _is_basic(part)) for part in index):
         return False

@@ -2,7 +2,7 @@
 
 A loop queries the tokens of expert e by a mask: `idx == e`, `one_hot(idx, E).permute(2, 1, 0)[e]`, either of them
 `.any(-1)` over the slots, or column e of a matrix. The routing analysis (`experts/routing.py`) finds the fact of one
-mask. A `Selection` combines those of all experts of a loop: the expert id of every pair, in the order in which
+mask. A `Selection` combines the facts of all experts of a loop: the expert id of every pair, in the order in which
 `torch.where(mask)` finds pairs, and how a pair's place maps to the mask's coordinates. Sorted stably by expert, the
 places are the concatenated results of the queries.
 """
@@ -33,9 +33,9 @@ class Selection:
     slots) the slots' axis comes last, and `dims` is 1. dims: the number of the mask's dimensions. first, step, count:
     the branches' expert ids are first + step * branch, with step 1 or -1. choices: the number of experts to choose
     from, if all ids are known to be below it. distinct: whether the ids along the last axis differ from each other.
-    slots: of one-dimensional ids, how many in a row (from a multiple of it on) differ from each other. flat: whether
-    the mask's `dims` dimensions were flattened into one. scores: a matrix [T, E] of scattered scores; only those pairs
-    count whose score passes its tests. top: the number of experts of each token, for a report.
+    slots: for one-dimensional ids, the length of the aligned groups within which ids differ from each other. flat:
+    whether the mask's `dims` dimensions were flattened into one. scores: a matrix [T, E] of scattered scores; a pair
+    counts only if its score passes the tests. top: the number of experts of each token, for a report.
     """
 
     ids: Node
@@ -74,7 +74,7 @@ def is_mask(part: Any) -> bool:
 
 
 def selection_of(routing: Routing, masks: Any, spread: bool = False) -> Selection:
-    """What the masks of all branches select; spread: see `mask_fact`. Raises `NotProved`."""
+    """The selection that the masks of all branches make; spread: see `mask_fact`. Raises `NotProved`."""
     if not isinstance(masks, Template):
         raise NotProved("the experts share one query")
     found = [mask_fact(routing, mask, spread) for mask in masks.nodes]
@@ -94,7 +94,7 @@ def selection_of(routing: Routing, masks: Any, spread: bool = False) -> Selectio
 
 
 def mask_fact(routing: Routing, mask: Node, spread: bool = False) -> Mask:
-    """The fact of a mask, or of numbers that are not zero where the mask is true; raises `NotProved`.
+    """The fact of a mask, or of numbers that are nonzero where the mask is true; raises `NotProved`.
 
     spread: the mask's last dimension only broadcasts over a token's features.
     """

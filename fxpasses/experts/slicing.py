@@ -56,7 +56,7 @@ class Query:
 
 
 def mask_of_query(node: Node) -> Node | None:
-    """The mask whose true places a node finds, or writes to; None for a node that is no query."""
+    """The mask whose true places a node finds, or writes to; None for a node that is not a query."""
     if node.op not in ("call_function", "call_method") or not node.args:
         return None
     name, source = operator_of(node), node.args[0]
@@ -94,7 +94,7 @@ def find_queries(graph: torch.fx.Graph, routing: Routing) -> Iterator[Query | Re
 def _may_be_a_choice(mask: Node) -> bool:
     """Whether a router may have made a mask: it depends on floating-point inputs or parameters.
 
-    Dense models query masks of the batch alone, such as the padding in each layer, which no expert serves.
+    Dense models also query masks, such as the padding in each layer, which depend on the batch alone.
     """
     sources = (node for node in reached([mask], lambda node: node.all_input_nodes) if not node.all_input_nodes)
     examples = (node.meta.get("example_value") for node in sources if node.op in ("placeholder", "get_attr"))
@@ -114,8 +114,8 @@ def slice_queries(
 ) -> tuple[list[str], list[Refusal]]:
     """Rewrite all queries of a graph that belong together; returns the changes, and the refusals for other routings.
 
-    left: loops that were not grouped, and why. Those whose queries are rewritten are removed; the change names their
-    reason, or else the given one.
+    left: loops that were not grouped, and why. Loops whose queries are rewritten are removed from it; the change names
+    their reason, or else the given one.
     """
     routing = Routing(memory.is_constant)
     changes: list[str] = []
@@ -166,7 +166,7 @@ class Slicing:
     """One routing's queries: check legality, then insert the sort before the first, and replace all by slices."""
 
     def __init__(self, queries: list[Query], routing: Routing, memory: AliasAnalysis, fake_mode: Any) -> None:
-        """Raises `NotProved` where the sort may give other results than the queries."""
+        """Raises `NotProved` if the sort may give other results than the queries."""
         self.queries, self.routing, self.memory = queries, routing, memory
         self.graph = queries[0].node.graph
         self.emit = NodeBuilder(self.graph, fake_mode, queries[0].node)
@@ -187,7 +187,7 @@ class Slicing:
         return min(reads, default=query.mask)
 
     def _check_users(self) -> None:
-        """Raise `NotProved` if another node queries the masks: the symbol of its size would be that of the query."""
+        """Raise `NotProved` if another node queries the masks: its size would have the query's symbol."""
         own = {query.node for query in self.queries}
         for query in self.queries:
             for user in query.mask.users:

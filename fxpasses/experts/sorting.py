@@ -60,7 +60,7 @@ def sort_by_branch(
 ) -> tuple[Node, Node, Node]:
     """(flat, in_order, places): the ids of all pairs, the branch of each pair in sorted order, and its place in `flat`.
 
-    axes: those of `ids`, in the order in which pairs are numbered. experts: (first, step, count); branch b is that of
+    axes: the axes of `ids`, in the order in which pairs are numbered. experts: (first, step, count); branch b is for
     expert first + step * b. Pairs of missing and of other experts go to branch `count`, the last. covers: there are no
     such pairs.
     """
@@ -100,10 +100,10 @@ def _rest(emit: NodeBuilder, offsets: Node, size: Any) -> Rest:
 
 
 def filled(emit: NodeBuilder, rest: Rest, rows: Node) -> Node:
-    """A tensor [N, ...] with copies of an expert's last row as the rest, which have no gradient.
+    """A tensor [N, ...] whose rest is filled with copies of an expert's last row, without a gradient.
 
-    Nothing of the rest reaches a result, but a copy is as finite as a row of the loop. A row of zeros is not, where the
-    program divides by its norm, and in backward a NaN passes through any mask.
+    The rest never reaches a result, but a copy is as finite as a row of the loop. A row of zeros is not, if the program
+    divides by its norm, and in backward a NaN passes through any mask.
     """
     copied = emit("index_select", (rows, 0, rest.last))
     if rows.meta["example_value"].is_floating_point():
@@ -112,9 +112,9 @@ def filled(emit: NodeBuilder, rest: Rest, rows: Node) -> Node:
 
 
 def or_ones(emit: NodeBuilder, rest: Rest, rows: Node) -> Node:
-    """A tensor [N, ...]; ones where no expert has a row, so that eager mode computes on none.
+    """A tensor [N, ...]; ones if no expert has a row, in which case eager mode computes on no row.
 
-    Where an expert divides by a row's norm, a token of zeros, such as padding, would have a gradient of NaN.
+    If an expert divides by a row's norm, a token of zeros, such as padding, would have a gradient of NaN.
     """
     any_valid = emit(operator.getitem, (rest.valid, slice(None, 1)))
     return emit(torch.where, (_beside(emit, any_valid, rows), rows, 1))
@@ -127,7 +127,7 @@ def _beside(emit: NodeBuilder, mask: Node, rows: Node) -> Node:
 
 
 def cut_rows(emit: NodeBuilder, cut: Cut) -> Order:
-    """The order of rows that are sorted already. Where a split checks that the counts cover them, the device does."""
+    """The order of rows that are already sorted. If a split checks that the counts cover them, the device checks it."""
     counts, example, size = cut.counts, cut.rows.meta["example_value"], emit.size(cut.rows, 0)
     ends = emit("cumsum", (counts, 0)) if cut.running else counts
     if cut.checks:
@@ -141,7 +141,7 @@ def cut_rows(emit: NodeBuilder, cut: Cut) -> Order:
 def read_total(emit: NodeBuilder, cut: Cut) -> Node:
     """The sum of the counts, which the host reads where the program reads the first count.
 
-    A negative count raises an error in the program's split; here it does on the device.
+    A negative count raises an error in the program's split; here it raises on the device.
     """
     first = min(node for node in cut.nodes if operator_of(node) == "item")
     with emit.graph.inserting_before(first):

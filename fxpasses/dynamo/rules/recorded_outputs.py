@@ -7,11 +7,11 @@ transformers collects the outputs of layers by forward hooks that append to a li
   inspected yet, so they are installed here during the trace; Dynamo finds and guards them.
 - In a checkpoint, appending to an outer list is a side effect that eager mode repeats in the recomputation, and
   compiled code does not. These hooks do not repeat it either, because the model has removed its list by then. So the
-  side effect is allowed, as Dynamo offers to code that opts in.
+  side effect is allowed, which Dynamo permits to code that opts in.
 
 - Models that use some hidden states of an encoder bind a call to the encoder's signature. Its parameters are in a
-  `mappingproxy`, which Dynamo does not read after the program has changed any dict: the proxy might be of that dict.
-  The proxy of a signature is of a dict that nothing else refers to.
+  `mappingproxy`, which Dynamo does not read once the program has changed any dict: the proxy might show that dict.
+  But nothing else refers to the dict behind a signature's proxy.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: `MappingProxyVariable`'s `source` and
 `dv_dict`;

@@ -33,9 +33,9 @@ class Call:
         return positions, deltas
 
 
-_calls: dict[str, Call] = {}  # an operator takes no function, so it takes the function's name here
+_calls: dict[str, Call] = {}  # an operator cannot take a function, so it takes a name that stands for it here
 _numbers = itertools.count()
-_process = uuid.uuid4().hex  # in the name, so that no cache on disk gives a graph to a process that lacks the function
+_process = uuid.uuid4().hex  # part of each name, so that no cache on disk gives the graph to another process
 
 
 def register(call: Call) -> str:

@@ -120,14 +120,14 @@ class AssumedValues:
 
 
 def list_of_hits(node: Node) -> Node:
-    """The query for the experts, below the nodes that reshape its result, which may be unused and so eliminated."""
+    """The query for the experts, without the nodes that reshape its result, which may be unused and so eliminated."""
     while operator_of(node) not in ("nonzero", "where", "unique") and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def choices_of(routing: Routing, ids: Node) -> int | None:
-    """The number of experts that ids are chosen from, in a graph being traced; None after any write to integers."""
+    """The number of experts that ids are chosen from, while the graph is traced; None after any write to integers."""
     if any(node.op.startswith("call") and writes_integers(node) for node in ids.graph.nodes):
         return None
     return routing.choice(ids).choices
@@ -144,5 +144,5 @@ def _number_of_experts(routing: Routing, node: Node) -> int | None:
         return choices
     size = asked.args[0].meta["example_value"].shape[0]
     if choices is not None and isinstance(size, int):
-        return min(size, choices)  # a class that no id has, for padding, has no expert
+        return min(size, choices)  # a class without ids, as for padding, has no expert
     return size if isinstance(size, int) else None

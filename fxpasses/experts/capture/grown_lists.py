@@ -3,7 +3,8 @@
 The trace appends for every expert. This makes no difference if the list is concatenated by one `torch.cat` (a tensor
 without rows adds none) or tested for emptiness (some expert has tokens). So after the first such append, a list made in
 the trace may only be used in these two ways and appended to. Any other use of its elements depends on how many experts
-have tokens, and the trace is taken back. A pass must prove that each appended tensor has no rows without tokens.
+have tokens, and the trace is taken back. A pass must prove that an appended tensor has no rows if its expert has no
+tokens.
 
 Private names, checked on torch 2.11 and 2.13, besides the handlers' sites: the attribute `items` of a `ListVariable`,
 through which Dynamo accesses the elements.
@@ -60,7 +61,7 @@ class GrownList(ListVariable):
             self.is_open = False
 
     def ask(self, speculation: Speculation) -> None:
-        """The list is tested for emptiness, and must not grow after that."""
+        """Note that the list is tested for emptiness: it must not grow after that."""
         if speculation.open:
             raise self.refuse("a list that grows only for experts with tokens is tested for emptiness in a branch")
         self.is_asked = True
@@ -112,7 +113,7 @@ def length(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs
 
 @handlers.at(CONDITIONAL_JUMP, order=1, without="`if outputs:` breaks the graph")
 def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
-    """`if outputs:` is true."""
+    """Take `if outputs:` as true."""
     if type(tx.stack[-1]) is not GrownList or not inst.opname.startswith("POP_JUMP"):
         return NOT_HANDLED
     tx.stack[-1].ask(trace.state(Speculation))

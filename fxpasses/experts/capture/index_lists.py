@@ -1,11 +1,11 @@
-"""`x[None, tok.tolist()]`: an expert's tokens as a Python list, with which the program only indexes tensors.
+"""`x[None, tok.tolist()]`: an expert's tokens as a Python list that the program only uses as an index.
 
     idx, top_x = torch.where(expert_mask[e])         before: the graph ends, as the list's length is not known
     rows = x[None, top_x.tolist()]                   after:  rows = x[None, top_x]
 
-An index that is a list of integers selects what the tensor of these integers selects, so the tensor takes its place.
-The list itself is never made: it may only be an index, or be asked for its length, and nobody may write to the tensor
-before that. Any other use ends the trace (`Unprovable`), and the frame is traced again without this.
+An index that is a list of integers selects the same rows as the tensor of these integers, so the tensor takes its
+place. The list itself is never made: it may only be an index, or be asked for its length, and nobody may write to the
+tensor before that. Any other use ends the trace (`Unprovable`), and the frame is traced again without this feature.
 
 Private names, checked on torch 2.13, besides the handlers' sites: the attribute `items` of a `ListVariable`,
 through which Dynamo accesses the elements.
@@ -49,7 +49,7 @@ class IndexList(ListVariable):
         pass
 
     def current(self, tx: Any) -> TensorVariable:
-        """The tensor, which still has the list's elements. Raises `Unprovable`."""
+        """The tensor. Raises `Unprovable` if it may no longer have the list's elements."""
         root = self.seen.graph._root
         is_elsewhere = tx.output.current_tracer.graph is not self.seen.graph
         if is_elsewhere or any(map(writes_integers, nodes_after(self.seen, root))):
@@ -78,7 +78,7 @@ def use(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: A
 
 
 def _listed(trace: Trace, tx: Any, tensor: Any) -> Any:
-    """The list of a tensor of integers whose number depends on the router's choice; other lists are Dynamo's."""
+    """The list of a tensor whose number of integers depends on the router's choice; Dynamo makes other lists."""
     node = tensor.as_proxy().node
     example = node.meta["example_value"]
     if not is_unbacked_size(node) or example.ndim != 1 or example.dtype not in WIDE:

@@ -1,7 +1,7 @@
-"""Live variables at an instruction, by the textbook's backward dataflow analysis.
+"""Live variables at an instruction, by the textbook backward dataflow analysis.
 
-`torch._dynamo.bytecode_analysis.livevars_analysis` overapproximates: it ignores writes after the first jump, so that
-all temporaries of a loop would be live at its head.
+`torch._dynamo.bytecode_analysis.livevars_analysis` overapproximates: it ignores writes after the first jump, so all
+temporaries of a loop would be live at its head.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LET_PASS: tuple[Any, ...] = (torch.no_grad, torch.enable_grad)  # contexts that
 def live_at(instructions: Sequence[Any], start: int, namespace: Mapping[str, Any] | None = None) -> frozenset[str]:
     """The names of locals and cells that are live before `instructions[start]`. Takes Dynamo's `Instruction`s.
 
-    namespace: the globals, if known: after an exception in `with torch.no_grad():`, the code after the block is not
-    reached, and so may read what the block writes.
+    namespace: the globals, if known. They identify `with torch.no_grad():`, where an exception in the block never
+    reaches the code after it, so that code may read names that the block writes.
     """
     places = {instruction: place for place, instruction in enumerate(instructions)}
     successors = [_successors(instructions, places, place) for place in range(len(instructions))]
@@ -72,13 +72,13 @@ def _successors(instructions: Sequence[Any], places: dict[Any, int], place: int)
 
 
 def _suppressions(instructions: Sequence[Any], places: dict[Any, int], namespace: Mapping[str, Any]) -> Iterator[int]:
-    """The jumps after `__exit__` that are taken if it suppresses an exception, of contexts that never do."""
+    """The jumps that are taken if `__exit__` suppresses an exception, in contexts that never suppress one."""
     for place, instruction in enumerate(instructions):
         if instruction.opname not in ("BEFORE_WITH", "SETUP_WITH") or _entered(instructions, place, namespace) is None:
             continue
         handler = instruction.target if instruction.opname == "SETUP_WITH" else _handler(instructions[place + 1])
         if handler is _handler(instruction):
-            continue  # that of another block
+            continue  # the handler of another block
         names = [following.opname for following in instructions[places[handler] :][:6]] if handler is not None else []
         if "WITH_EXCEPT_START" in names:
             for at in range(names.index("WITH_EXCEPT_START") + 1, len(names)):
@@ -94,7 +94,7 @@ def _handler(instruction: Any) -> Any:
 
 
 def _entered(instructions: Sequence[Any], place: int, namespace: Mapping[str, Any]) -> Any:
-    """What is called without arguments, by its global name, for `with` at a place; None if not in `_LET_PASS`."""
+    """The callable that `with` at a place calls by a global name, without arguments; None if not in `_LET_PASS`."""
     before = [found for found in instructions[max(place - 12, 0) : place] if found.opname not in _BETWEEN]
     call, attribute = (before[-1], before[-2]) if len(before) > 1 else (None, None)
     if call is None or attribute is None or call.opname not in ("CALL", "CALL_FUNCTION", "CALL_METHOD") or call.arg:
@@ -108,7 +108,7 @@ def _entered(instructions: Sequence[Any], place: int, namespace: Mapping[str, An
 
 
 def _reads_and_writes(instruction: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Anything but a plain store counts as a read."""
+    """The names that an instruction reads, and writes. Anything but a plain store counts as a read."""
     name, value = instruction.opname, instruction.argval
     if not any(part in name for part in ("FAST", "DEREF", "CLOSURE", "CELL")):
         return frozenset(), frozenset()

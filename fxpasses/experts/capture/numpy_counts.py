@@ -1,10 +1,10 @@
 """`for e, count in enumerate(counts.cpu().numpy())`: counts of tokens in a NumPy array, read as by `tolist()`.
 
-Dynamo represents an element of an array as an array, so that slices with such bounds have untraceable sizes. Here the
+Dynamo represents an element of an array as an array, so slices with such bounds have untraceable sizes. Here the
 elements of a one-dimensional array of counts become symbols, like the elements of `counts.tolist()`. NumPy's integers
-differ from Python's: they have methods, other types, and other arithmetic. So this is speculation as well, a
-`SpeculatedBranch` of the kind "numbers": an operation that distinguishes them ends the trace (`Unprovable`), and a pass
-must eliminate the numbers, else the frame is traced again with arrays.
+differ from Python's: they have methods, other types, and other arithmetic. So this too is speculation, recorded as a
+`SpeculatedBranch` of the kind "numbers": an operation that tells the two apart ends the trace (`Unprovable`), and a
+pass must eliminate the numbers, else the frame is traced again with arrays.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: in Dynamo's graph, `Tensor.numpy()` is
 `view_as` of a tensor and itself.
@@ -102,7 +102,7 @@ class NumpyCounts:
         self._symbols: set[Any] = set()
 
     def of(self, tx: Any, array: Any) -> list[Any] | None:
-        """The elements of an array as Dynamo's numbers; None if it is no array of counts.
+        """The elements of an array as Dynamo's numbers; None if it is not an array of counts.
 
         A branch must not be the first to read them: without the branch they would be undefined.
         """
@@ -143,13 +143,16 @@ class NumpyCounts:
         return numbers
 
     def finish(self) -> None:
-        """The graph is complete. A loop over an array reads elements one by one; here all were read at its start."""
+        """The graph is complete: a branch ends well if nobody has written to its array since all elements were read.
+
+        A loop over an array reads elements one by one; here all were read at its start.
+        """
         for branch, node in self._branches:
             self._forget_written(node)
             branch.ended = node in self._numbers
 
     def _forget_written(self, node: Node) -> None:
-        """Numbers that were read before a write to integers may be stale."""
+        """Forget numbers that were read before a write to integers: they may be stale."""
         last = self._checked.get(node)
         if last is None:
             return

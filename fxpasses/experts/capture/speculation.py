@@ -23,8 +23,8 @@ post-dominator. A live-out that holds another tensor than before is recorded for
 counter, a list that grew, an attribute, an iterator that advanced, a random number) means that skipping the branch may
 change the program's result: no pass could discharge the branch, and tracing stops at once (`Unprovable`), not least
 because a loop such as `while (ids == pad).any()` would be traced forever. The same holds for a new assertion, unless it
-bounds a size that the branch itself created (`rows[start:stop]` has 0 rows or more, and no more than `rows`): it tells
-nothing about older symbols, and it is in the graph for the pass to check.
+bounds a size that the branch itself created (`rows[start:stop]` has 0 rows or more, and no more than `rows`): such a
+bound says nothing about older symbols, and it is in the graph for the pass to check.
 
 `for e in hit`, over a tensor of the experts that have tokens, is a loop over all experts with such a branch: in this
 loop alone, `hit` is replaced by all experts, and numbers read from it are known.
@@ -77,7 +77,7 @@ class _Known:
         self._counts = {key: len(found) for key, found in shape_env.deferred_runtime_asserts.items()}
 
     def is_asserted_more(self) -> bool:
-        """Whether an older symbol was constrained since, other than as the bound of a newer one."""
+        """Whether an older symbol has since been constrained, other than as the bound of a newer one."""
         lists = self._shape_env.deferred_runtime_asserts.items()
         return any(self._is_more(found.expr) for key, every in lists for found in every[self._counts.get(key, 0) :])
 
@@ -127,7 +127,7 @@ class Speculation:
         return self.branches[-1]
 
     def is_given_up(self, tx: Any) -> bool:
-        """Whether branches of the function that is being traced could not be proved in other frames."""
+        """Whether other frames have failed to prove the branches of the function that is being traced."""
         return bool(self._given_up) and function_of(tx.f_code) in self._given_up
 
     # Jumps
@@ -200,7 +200,7 @@ class Speculation:
         self._begin(tx, place, place, branch)
 
     def is_only_looped_over(self, tx: Any) -> bool:
-        """Whether the program does nothing with the value that is about to be pushed, but loop over it."""
+        """Whether the program only loops over the value that is about to be pushed."""
         code, place = tx.instructions, tx.instruction_pointer
         if code[place].opname == "GET_ITER":
             return code[place + 1].opname == "FOR_ITER"
@@ -241,7 +241,7 @@ class Speculation:
     def changed(self, born: int = -1) -> None:
         """Called for a change of a Python object that was created at the time `born`, perhaps by the branch itself.
 
-        By default, it was there before the trace.
+        By default, the object is older than the trace.
         """
         for opened in self.open:
             opened.spoiled |= born < opened.born
@@ -301,7 +301,7 @@ def is_unbacked_size(node: Any) -> bool:
 
 
 def _condition(value: Any, routing: Routing) -> tuple[bool, Node, dict[str, Any]] | None:
-    """For a condition on an expert's tokens: its truth if there are some, its node, and fields of the branch."""
+    """For a condition on an expert's tokens: its truth value if there are some, its node, and the branch's fields."""
     if isinstance(value, SymNodeVariable):
         expression, node = value.sym_num.node.expr, value.as_proxy().node
         if not is_unbacked(value.sym_num) or not all(symbol.is_integer for symbol in expression.free_symbols):
@@ -327,7 +327,7 @@ def _condition(value: Any, routing: Routing) -> tuple[bool, Node, dict[str, Any]
 
 
 def _count_asked(expression: Any, node: Node, routing: Routing) -> tuple[Node, tuple[int, ...], dict[str, Any]] | None:
-    """`count > 0`, `tok.numel() == 0`: the counted tensor, and sample counts, that of no tokens first."""
+    """`count > 0`, `tok.numel() == 0`: the counted tensor, and sample counts, the one for no tokens first."""
     (symbol,) = expression.free_symbols
     asked = counted_mask(node, symbol)
     if asked is None or routing.presence(asked) is None:
@@ -338,7 +338,7 @@ def _count_asked(expression: Any, node: Node, routing: Routing) -> tuple[Node, t
 
 
 def _end_asked(expression: Any, node: Node, routing: Routing) -> tuple[Node, tuple[int, ...], dict[str, Any]] | None:
-    """`ends[e - 1] == ends[e]`: expert e has no rows, because its rows end where those of the expert before do."""
+    """`ends[e - 1] == ends[e]`: expert e has no rows, because its rows end where the previous expert's end."""
     ends = ends_compared(routing, node) if len(expression.free_symbols) == 2 else None
     if ends is None:
         return None

@@ -70,7 +70,7 @@ def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
 
 @handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=2)
 def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
-    """A change of an object, the first argument; stores to cells are stores to attributes."""
+    """Note a change of an object, the first argument; stores to cells are stores to attributes."""
     trace.state(Speculation).changed(born(args[0]))
     return NOT_HANDLED
 
@@ -85,7 +85,7 @@ def take_elements(trace: Trace, proceed: Proceed, iterator: Any, *args: Any, **k
 def make(
     trace: Trace, proceed: Proceed, self: Any, *args: Any, fxpasses_born: int | None = None, **kwargs: Any
 ) -> None:
-    """Dynamo's iterators, and its marks on new objects, record when they were created. Clones copy that."""
+    """Stamp Dynamo's iterators, and its marks on new objects, with their time of creation. Clones copy it."""
     proceed(self, *args, **kwargs)
     stamp(self, fxpasses_born)
 
@@ -103,7 +103,7 @@ def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
 
 @handlers.at(method(BUILTIN, "call_bool"), order=2, without="`bool(mask.any())` breaks the graph")
 def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> Any:
-    """The jump decides the truth of a tensor that says whether an expert has tokens."""
+    """Leave the truth of a tensor that says whether an expert has tokens to the jump."""
     if (
         isinstance(arg, TensorVariable)
         and is_routing(trace.state(Speculation).values.routing, arg.as_proxy().node) is not None
@@ -167,7 +167,7 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
 
 
 def _are_below(trace: Trace, input: Any, minlength: Any) -> bool:
-    """Whether the graph shows that ids are below a constant, so that there are as many counts as this."""
+    """Whether the graph shows that all ids are below a constant, so that there are exactly as many counts."""
     if not isinstance(input, TensorVariable) or not are_constants(minlength):
         return False
     choices = choices_of(trace.state(Speculation).values.routing, input.as_proxy().node)
@@ -178,7 +178,7 @@ def _are_below(trace: Trace, input: Any, minlength: Any) -> bool:
     handlers, torch.bincount, Tensor.bincount, when=_are_below, without="`torch.bincount(ids)` breaks the graph"
 )
 def bincount(input: Tensor, *, minlength: int) -> Tensor:
-    """Of known size; else its size depends on the ids, so that a loop over it could not be unrolled."""
+    """`torch.bincount` of known size; a size that depends on the ids would keep a loop over it from being unrolled."""
     index = input.long()
     ones = index.new_ones(index.size())
     return input.new_zeros(minlength, dtype=torch.int64).scatter_add(0, index, ones)

@@ -1,8 +1,8 @@
 """Grouped products that Inductor calls from C++, as `aten._grouped_mm`.
 
-On the CPU `aten._grouped_mm` is the loop over `mm` that the operators of `grouped_linear.py` make. Where nothing of
-their own is left to do, neither offsets to check nor rows to fill, the calls from Python are saved: six in a layer and
-its backward, some 5 % of a step with 8 experts on 1,024 tokens of hidden size 256 in bfloat16.
+On the CPU `aten._grouped_mm` is the same loop over `mm` as in the operators of `grouped_linear.py`. If those operators
+have nothing else to do, neither offsets to check nor rows to fill, this saves their calls from Python: six in a layer
+and its backward, some 5 % of a step with 8 experts on 1,024 tokens of hidden size 256 in bfloat16.
 
 Private name, checked on torch 2.11, 2.13 and 2.15: `torch.ops.aten._grouped_mm`, which is `F.grouped_mm`.
 """
@@ -24,7 +24,7 @@ ops = torch.ops.fxpasses
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-    """Of `grouped_mm_covering`."""
+    """The decomposition of `grouped_mm_covering`."""
     stacked = weights.mT if transposed else weights
     if not _is_called(rows, stacked, stacked.shape[2]):
         return ops.grouped_mm.default(rows, weights, offsets, None, transposed)
@@ -32,16 +32,16 @@ def grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor, transposed: bool 
 
 
 def grouped_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Of `grouped_outer_covering`."""
+    """The decomposition of `grouped_outer_covering`."""
     if not _is_called(left, right, right.shape[1]) or not _is_called(right, left, 0):
         return ops.grouped_outer.default(left, right, offsets)
     return torch.ops.aten._grouped_mm(left.t(), right, offsets)
 
 
 def _is_called(rows: Tensor, other: Tensor, width: int | torch.SymInt) -> bool:
-    """Whether the product makes the loop's calls; width: of the result's rows.
+    """Whether the product makes the loop's calls; width: that of the result's rows.
 
-    PyTorch's rule for fake tensors takes bfloat16 alone, also on the CPU. All sizes but the number of rows must be
+    PyTorch's rule for fake tensors accepts only bfloat16, even on the CPU. All sizes but the number of rows must be
     numbers: asking about symbols would add guards.
     """
     sizes = [*rows.shape[1:], *rows.stride(), *other.shape[1:], *other.stride(), width]
@@ -59,5 +59,5 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 def decompositions(gm: GraphModule) -> dict[Any, Callable[..., Any]]:
-    """Those of the products in a graph and its bodies, for AOTAutograd; empty if there are none."""
+    """The decompositions of the products in a graph and its bodies, for AOTAutograd; empty if there are none."""
     return dict(_DECOMPOSITIONS) if any(node.target in _DECOMPOSITIONS for node in nodes_in(gm)) else {}

@@ -1,10 +1,10 @@
 """The implementation of the operators of `grouped_linear.py`, on tensors with data and below autograd.
 
 `grouped_ways.py` chooses between three ways: `torch.nn.functional.grouped_mm`, `grouped_triton.py`, and one `mm` for
-each group that has rows, which is the call that a loop over the experts makes. The host waits for nothing in the first
-two. The last needs the offsets on the host: each operator waits once for offsets on a device, unless there are no rows.
-With offsets on the CPU nothing waits, wherever the rows are. On the CPU `F.grouped_mm` is the same loop in C++; it is
-called where its `mm` get operands and results that are aligned as in the loop, so that no bit differs.
+each group that has rows, which is the call that a loop over the experts makes. In the first two ways the host waits for
+nothing. The last needs the offsets on the host: each operator waits once for offsets on a device, unless there are no
+rows. With offsets on the CPU nothing waits, wherever the rows are. On the CPU `F.grouped_mm` is the same loop in C++;
+it is called if its `mm` get operands and results that are aligned as in the loop, so that no bit differs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def matmul(
         out = F.grouped_mm(_vectorised(rows), _vectorised(stacked.mT if transposed else stacked), offs=ends)
         if bias is not None:
             out = out + expand(bias, ends, rows.shape[0])
-        # The kernel leaves these rows uninitialised, and 0 * NaN would pass through any mask of the caller.
+        # The kernel leaves these rows uninitialised, and a caller that multiplies by a mask would get 0 * NaN.
         return out.masked_fill_((torch.arange(rows.shape[0], device=rows.device) >= ends[-1]).unsqueeze(1), 0)
     sizes = _sizes(offsets, rows.shape[0])
     if bias is None and isinstance(weights, torch.Tensor) and is_library_loop(rows, weights, width):
@@ -47,7 +47,7 @@ def matmul(
         return out
     out = rows.new_empty(rows.shape[0], width)
     matrices = _matrices(weights, transposed)
-    groups = zip(sizes, _parts(rows, sizes), matrices, out.split(sizes), strict=False)  # the last size has no weight
+    groups = zip(sizes, _parts(rows, sizes), matrices, out.split(sizes), strict=False)  # the rest has no weight
     for group, (size, part, matrix, target) in enumerate(groups):
         if size == 0:
             continue
@@ -135,18 +135,18 @@ def expand(values: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tens
 
 
 def copy_to_host(offsets: torch.Tensor) -> torch.Tensor:
-    """The offsets in memory of the CPU, which nothing else has; waits for them."""
+    """A copy of the offsets in CPU memory of its own; waits for them."""
     return offsets.to("cpu", copy=True)
 
 
 def _matrices(weights: Weights, transposed: bool) -> Sequence[torch.Tensor]:
-    if isinstance(weights, torch.Tensor):  # transposed once: with many experts, a call for each adds up
+    if isinstance(weights, torch.Tensor):  # transposed once: with many experts, one call for each would add up
         return (weights.mT if transposed else weights).unbind(0)
     return [weight.t() for weight in weights] if transposed else weights
 
 
 def _sizes(offsets: torch.Tensor, size: int) -> list[int]:
-    """The number of rows in each group, then of those after the last group; checks the offsets."""
+    """The number of rows in each group, then of the rows after the last group; checks the offsets."""
     if size == 0 and offsets.device.type != "cpu":
         return [0] * (offsets.shape[0] + 1)  # not worth waiting for
     ends = offsets.tolist()
@@ -159,8 +159,8 @@ def _sizes(offsets: torch.Tensor, size: int) -> list[int]:
 def _parts(rows: torch.Tensor, sizes: list[int]) -> Iterable[torch.Tensor]:
     """The rows of each group, aligned like a tensor of its own.
 
-    BLAS libraries choose kernels by alignment too, and kernels round differently: without this, groups of rows whose
-    width is no multiple of 64 bytes differ from the loop in the last bit (seen with MKL 2024.2).
+    BLAS libraries also choose kernels by alignment, and kernels round differently: unaligned, groups of rows whose
+    width is not a multiple of 64 bytes differ from the loop in the last bit (seen with MKL 2024.2).
     """
     parts = rows.split(sizes)
     if starts_aligned(rows.stride(0), rows):  # one check for all groups, which are many and small
@@ -173,7 +173,7 @@ def _parts(rows: torch.Tensor, sizes: list[int]) -> Iterable[torch.Tensor]:
 
 
 def _write(out: torch.Tensor, product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> None:
-    """`out.copy_(product(*operands))`, without the copy where `out` is aligned like a tensor of its own."""
+    """`out.copy_(product(*operands))`, without the copy if `out` is aligned like a tensor of its own."""
     if starts_aligned(out.storage_offset(), out):
         product(*operands, out=out)
     else:
@@ -181,14 +181,14 @@ def _write(out: torch.Tensor, product: Callable[..., torch.Tensor], *operands: t
 
 
 def starts_aligned(elements: int | torch.SymInt, tensor: torch.Tensor) -> bool:
-    """Whether this many elements from the begin of a tensor another one could begin, as PyTorch aligns it."""
+    """Whether the address this many elements into a tensor is one at which PyTorch's allocator may start a tensor."""
     return bool(elements * tensor.element_size() % _CACHE_LINE == 0)
 
 
 def is_library_loop(rows: torch.Tensor, other: torch.Tensor, width: int) -> bool:
     """Whether `F.grouped_mm` takes the operands on the CPU, and calls `mm` on groups that are aligned as in the loop.
 
-    width: of the result's rows.
+    width: that of the result's rows.
     """
     return (
         rows.device.type == "cpu"
@@ -207,13 +207,13 @@ def _way(operand: torch.Tensor, *widths: int) -> Way:
 
 
 def _triton() -> ModuleType:
-    from fxpasses.experts.runtime import grouped_triton  # imports triton, which need not be there
+    from fxpasses.experts.runtime import grouped_triton  # imports triton, which may be absent
 
     return grouped_triton
 
 
 def _vectorised(matrices: torch.Tensor) -> torch.Tensor:
-    """`matrices`, copied where its strides or its address do not suit `F.grouped_mm`."""
+    """`matrices`, copied if its strides or its address do not suit `F.grouped_mm`."""
     suited = suits(matrices) and matrices.data_ptr() % VECTOR == 0
     return matrices if suited else matrices.clone(memory_format=torch.contiguous_format)
 

@@ -43,8 +43,8 @@ def grouped_mm(
     rows: [N, K]. weights: [E, K, M], or with `transposed` [E, M, K], as `nn.Linear` stores them; any strides.
     offsets: int32 or int64 [E], on the device of `rows` or on the CPU. bias: [E, M]; with it, each group is one
     `addmm`, as in `F.linear`, which may round differently than a product and a sum (use `grouped_expand` for those).
-    Returns [N, M]. All have one dtype, which under autocast is autocast's, as for `torch.mm`. Raises `ValueError` where
-    offsets decrease or exceed N; kernels on a device do not check.
+    Returns [N, M]. All have one dtype; under autocast, autocast's, as for `torch.mm`. Raises `ValueError` if offsets
+    decrease or exceed N; kernels on a device do not check.
     """
     _check(rows, weights, offsets, bias, transposed)
     return kernels.matmul(rows, weights, offsets, bias, transposed)
@@ -110,10 +110,10 @@ def grouped_expand(values: Tensor, offsets: Tensor, size: int, skips: bool = Fal
 
 @custom_op("fxpasses::offsets_on_host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def offsets_on_host(offsets: Tensor) -> Tensor:
-    """A copy on the CPU; the host waits for it. The other operators then need not, backward included: they save it.
+    """A copy on the CPU; the host waits for it. The other operators need not wait then: they save it for backward.
 
-    An operator of its own, so that checkpoints can keep its result, and nothing computes it again: a copy that is kept
-    by the address of the offsets would be taken for that of the tensor which compiled code puts there next.
+    It is an operator of its own so that checkpoints can keep its result and nothing computes it again. (Copies in a
+    cache, by the address of the offsets, would be taken for those of the tensor that compiled code puts there next.)
     """
     return kernels.copy_to_host(offsets)
 
@@ -184,7 +184,7 @@ def _(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _check(rows: Tensor, weights: kernels.Weights, offsets: Tensor, bias: Tensor | None, transposed: bool) -> None:
-    """Raises `ValueError` where sizes or dtypes do not fit; a loop over no rows would not notice."""
+    """Raises `ValueError` if sizes or dtypes do not fit; a loop over no rows would not notice."""
     one = weights[0]  # symbolic sizes may only be compared: no sets, and no formatting before a failure
     depth, width = one.shape[::-1] if transposed else one.shape
     listed = [weights] if isinstance(weights, Tensor) else weights

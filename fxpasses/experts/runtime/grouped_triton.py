@@ -2,22 +2,22 @@
 
 The offsets stay on the device. The host knows only how many rows there are, so it launches as many programs as could be
 needed: N rows in G groups fill at most `ceil(N / block) + G - 1` tiles of `block` rows. Each program finds its group by
-a search in the offsets, and returns where there is none left for it. The rows after the last group are one group more,
-whose product is zero. Offsets that do not rise give wrong rows, but reach no memory outside the operands.
+a search in the offsets, and returns if no tile is left for it. The rows after the last group form one more group, whose
+product is zero. Offsets that do not rise give wrong rows, but reach no memory outside the operands.
 
-Products accumulate in float32. Products of float32 round their operands to TF32 where
+Products accumulate in float32. Products of float32 round their operands to TF32 if
 `torch.backends.cuda.matmul.fp32_precision` says so, as `torch.mm` does.
 
 Weights in E tensors are not copied into one: that would read and write all experts' weights for each product, and hold
-a second copy of them. Their addresses are arguments of the kernel, and not a table in the device's memory, which the
-host would have to fill before each launch and which a recorded CUDA graph would fill with what the host holds by then.
+a second copy of them. Their addresses are arguments of the kernel, and not a table in the device's memory: the host
+would have to fill the table before each launch, and a replayed CUDA graph would fill it with what the host holds then.
 
-Needs Triton 3.6 or later. Block sizes were chosen so that each supported GPU has the shared memory, which tests check;
+Needs Triton 3.6 or later. Block sizes were chosen to fit the shared memory of each supported GPU, which tests check;
 they were not measured on any.
 """
 
 # mypy: allow-untyped-defs
-# Triton gives the kernels' arguments their types.
+# Triton determines the types of the kernels' arguments.
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOST_LISTED = 256  # addresses that a kernel takes: arguments may fill 4 KiB
 
 @dataclass(frozen=True)
 class Tiles:
-    """How much of a product a program computes: [rows, columns], `depth` of the contraction at a time."""
+    """The tile of a product that a program computes: [rows, columns], `depth` of the contraction at a time."""
 
     rows: int
     columns: int
@@ -141,14 +141,14 @@ def total(rows: Tensor, offsets: Tensor, of_empty: float = 0.0) -> Tensor:
     return out
 
 
-# Kernels. Triton compiles each again as numbers are 1, multiples of 16, or others; not for `size`, which changes with
-# the batch.
+# Kernels. Triton specialises each by whether a number is 1, a multiple of 16, or neither; but not by `size`, which
+# changes with the batch.
 
 
 @triton.jit
 def _find_group(tile, offsets, size, groups, GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """(group, start, end): the rows of the tile are at most BLOCK_ROWS from `start` on, before `end`; none if there is
-    no such tile. GROUPS: a power of two above `groups`."""
+    """(group, start, end): the tile's rows, at most BLOCK_ROWS from `start` on and before `end`; none if there is no
+    such tile. GROUPS: a power of two above `groups`."""
     index = tl.arange(0, GROUPS)
     ends = tl.load(offsets + index, mask=index < groups, other=0).to(tl.int32)
     starts = tl.load(offsets + index - 1, mask=(index > 0) & (index <= groups), other=0).to(tl.int32)
@@ -321,7 +321,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Triton launches on the current device, which need not be that of the operands."""
+    """Make `device` current: Triton launches on the current device, which need not be the operands'."""
     if device.type == "cpu":  # in Triton's interpreter
         yield
     else:

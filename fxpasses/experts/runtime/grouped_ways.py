@@ -25,21 +25,21 @@ class Way(Enum):
 
 
 def way_of(device: torch.device, dtype: torch.dtype, *widths: int | torch.SymInt) -> Way:
-    """How to compute products of `dtype` on `device`; widths: the operands' sizes other than the number of rows."""
+    """How to compute products of `dtype` on `device`; widths: the operands' sizes besides the number of rows."""
     if _has_library_kernel(device, dtype, widths):
         return Way.LIBRARY
     return Way.TRITON if dtype in _TRITON_DTYPES and _has_triton(device) else Way.EACH
 
 
 def reads_offsets(offsets: torch.device, device: torch.device, dtype: torch.dtype, *widths: int | torch.SymInt) -> bool:
-    """Whether each product on `device`, as in `way_of`, would make the host wait for offsets that lie on a device."""
+    """Whether each product on `device`, as in `way_of`, would make the host wait for offsets on a device."""
     return offsets.type != "cpu" and way_of(device, dtype, *widths) is Way.EACH
 
 
 def _has_library_kernel(device: torch.device, dtype: torch.dtype, widths: tuple[int | torch.SymInt, ...]) -> bool:
     """Whether `F.grouped_mm` runs without reading the offsets on the host.
 
-    By aten/src/ATen/native/cuda/GroupedBlas.cpp and its checks of strides; written without a device to run it on.
+    Follows aten/src/ATen/native/cuda/GroupedBlas.cpp and its checks of strides; written without a device to run it on.
     """
     return (
         device.type == "cuda"
@@ -57,11 +57,11 @@ def _has_triton(device: torch.device) -> bool:
 
 
 def _capability(device: torch.device) -> int:
-    """The major number of the compute capability, 0 where fake tensors are on a device that is not there."""
+    """The major number of the compute capability; 0 for fake tensors on a device that is absent."""
     return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 0
 
 
 @functools.cache
 def _has_triton_package() -> bool:
-    """Not imported here: that takes a second, and only products on a device need it."""
+    """Whether Triton is installed. Importing it takes a second, and only products on a device need it."""
     return importlib.util.find_spec("triton") is not None

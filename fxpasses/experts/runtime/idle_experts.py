@@ -1,11 +1,11 @@
 """Optimizers that skip experts without tokens, as after eager mode's backward.
 
-In eager mode, a loop passes over an expert that no token chose, so its parameters have no gradient, and an optimizer
-leaves them as they are. A grouped program computes a gradient for each expert. The gradient of one without rows is
-*negative zeros*, the neutral element of addition: -0.0 + g is g for every g, 0.0 included, while no product that was
-added up is negative zero everywhere. So it stays what it is through accumulation over batches, sums over ranks, casts,
-scaling and clipping, until a gradient of some token is added to it; and a step of the optimizer can tell it from zeros
-that tokens made, which AdamW's weight decay and momentum do apply to.
+In eager mode, a loop skips an expert that no token chose, so its parameters have no gradient, and an optimizer leaves
+them unchanged. A grouped program computes a gradient for each expert. The gradient of an expert without rows is
+*negative zeros*, the neutral element of addition: -0.0 + g is g for every g, 0.0 included, while no sum of products is
+negative zero everywhere. So it survives accumulation over batches, sums over ranks, casts, scaling and clipping, until
+the gradient of some token is added; and the optimizer's step can tell it from zeros that tokens made, to which AdamW's
+weight decay and momentum do apply.
 
 Private name, checked on torch 2.13: `torch._foreach_norm`, one kernel for the norms of many tensors.
 """
@@ -26,9 +26,9 @@ NO_GRADIENT = -0.0  # what the operators of `grouped_linear.py` give as the grad
 def skip_idle_experts(optimizer: torch.optim.Optimizer) -> Any:
     """Have an optimizer's steps skip the parameters of experts that no token chose since their gradients were cleared.
 
-    Before each step, `grad` becomes `None` where it is negative zero everywhere. That takes one pass over all gradients
-    and one number for each parameter that the host reads, in one copy for each device; a second, where gradients are
-    zero. Gradients that a closure computes in the step, sharded (`DTensor`) and sparse ones stay as they are.
+    Before each step, `grad` becomes `None` if it is negative zero everywhere. That takes one pass over all gradients,
+    and the host reads one number for each parameter, in one copy for each device; gradients that are zero take a second
+    pass. Gradients that a closure computes in the step, and sharded (`DTensor`) and sparse ones, stay unchanged.
 
     Returns a handle whose `remove()` ends it.
     """
@@ -41,7 +41,7 @@ def skip_idle_experts(optimizer: torch.optim.Optimizer) -> Any:
 
 @torch.no_grad()
 def drop_idle_gradients(parameters: Iterable[Tensor]) -> int:
-    """Set `grad` to `None` where it is negative zero everywhere; returns of how many parameters."""
+    """Set `grad` to `None` if it is negative zero everywhere; returns for how many parameters it did."""
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if _is_plain(parameter.grad):
