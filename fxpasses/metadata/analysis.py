@@ -26,7 +26,7 @@ from fxpasses.graph.values import Allocation, Many, Scalar, Tensor, Value, Value
 from fxpasses.metadata.size_expressions import arithmetic, is_arithmetic
 from fxpasses.report import Reason, Refusal
 
-# These tell the shape environment the range of a number; separate nodes assert it at run time.
+# Operators that give the shape environment the range of a number; separate nodes assert the range at run time.
 RANGES = frozenset(
     {
         torch.ops.aten.sym_constrain_range.default,
@@ -58,9 +58,9 @@ class Use:
 class Closure:
     """The result of the analysis.
 
-    values: of the closure's nodes, in all regions. uses: in program order. assertions: nodes that assert conditions on
-    closure scalars alone. copied: output operands that must be returned as copies. obstacles: why other nodes are
-    outside the closure. refusals: the same for near misses, for the report.
+    values: the values of the closure's nodes, in all regions. uses: in program order. assertions: nodes that assert
+    conditions on closure scalars alone. copied: output operands that must be returned as copies. obstacles: why other
+    nodes are outside the closure. refusals: the same for near misses, for the report.
     """
 
     table: ValueTable
@@ -75,7 +75,7 @@ class Closure:
 class Walk:
     """The state of one walk; `visit` takes the nodes in program order.
 
-    violations: allocations that later nodes show not to be metadata.
+    violations: allocations that turned out, by later nodes, not to be metadata.
     """
 
     def __init__(self, main: Region, fake_mode: Any, banned: dict[Node, Refusal], nothing: bool) -> None:
@@ -87,11 +87,11 @@ class Walk:
         self.values = self.closure.values
         self.obstacles = self.closure.obstacles
         self.violations: dict[Node, Refusal] = {}
-        self.private: set[Node] = set()  # violating allocations that hold no closure values: no near misses
+        self.private: set[Node] = set()  # violating allocations without closure values, which are no near misses
         self.escaping: dict[Node, tuple[Allocation, ...]] = {}  # the closure's memory that nodes outside it return
         self.touches: dict[Hashable, effects.Touch | None] = {}
-        self.symbols: dict[Any, Scalar] = {}  # and expressions of several symbols
-        self.levels = 0  # of vmap and grad transforms around the node
+        self.symbols: dict[Any, Scalar] = {}  # also by expressions of several symbols
+        self.levels = 0  # how many vmap and grad transforms are around the node
 
     def run(self) -> Closure:
         self._region(self.main, ())
@@ -107,7 +107,7 @@ class Walk:
             autocast = self.visit(region, node, autocast)
 
     def visit(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Visit one node inside the regions `autocast`; returns the autocast regions after the node."""
+        """Visit one node inside the autocast regions `autocast`; returns the regions after the node."""
         if node.op == "placeholder":
             self._placeholder(region, node)
         elif node.op == "output":
@@ -207,7 +207,7 @@ class Walk:
         self.obstacles[call] = Reason.ACTIVATION, f"`{call.name}`"
 
     def _value_by_properties(self, node: Node, outside: list[Node], autocast: tuple[Any, ...]) -> Value:
-        """Number a node that reads no values of the activation x: a size, `x.new_full(size, 0)`, `mask.type_as(x)`."""
+        """Number a node that reads no values of an activation x: a size, `x.new_full(size, 0)`, `mask.type_as(x)`."""
         known = self._size(node.meta.get("example_value"))
         if known is not None:
             return known
@@ -219,7 +219,7 @@ class Walk:
     def _numbered_by_looks(self, node: Node, looked_at: Node, autocast: tuple[Any, ...]) -> Value:
         """Number a node that reads no values of `looked_at`, an activation; None if that is impossible."""
         if effects.leaves((node.args, node.kwargs)).count(looked_at) > 1:
-            return None  # `x.type_as(x)` reads values too
+            return None  # `x.type_as(x)` also reads values
         example = looked_at.meta.get("example_value")
         if type(example) is not torch._subclasses.FakeTensor or not example.is_contiguous():
             return None
@@ -250,7 +250,7 @@ class Walk:
         return self.symbols.get(found)
 
     def _number(self, result: Node, known: dict[Node, Value]) -> Scalar | None:
-        """Number the result of a graph of its own, given the values of its inputs; None if it is no number."""
+        """Number the result of a separate graph, given the values of its inputs; None if it is not a number."""
         try:
             for node in result.graph.nodes:
                 if node.op != "placeholder":
@@ -324,7 +324,7 @@ class Walk:
         return found
 
     def _returned(self, body: Region) -> tuple[Allocation, ...]:
-        """The memory of inputs of which a body returns views. Other memory that a body returns leaves the closure."""
+        """The memory of inputs that a body returns views of. Other memory that a body returns leaves the closure."""
         operands = effects.leaves(body.gm.graph.output_node().args)
         found = (memory for operand in operands if isinstance(operand, Node) for memory in self._memories(operand))
         return tuple(dict.fromkeys(found))
@@ -365,7 +365,7 @@ class Walk:
 
 
 def _signature(tree: Any) -> Hashable:
-    """A key for all that a node's effects on memory depend on: tensors by their properties, other leaves by value."""
+    """A key for everything that a node's effects on memory depend on: tensors' properties, and other leaves' values."""
     parts: list[Hashable] = []
 
     def add(leaf: Any) -> Any:

@@ -1,7 +1,8 @@
 """Writes in a checkpoint that eager mode makes twice: in forward, and when backward recomputes the body.
 
-What is written outlives the body: it is an input of the whole graph, such as a buffer. A name or a schema tells most
-writes; others, such as those of `F.batch_norm` to its running statistics, show when the node runs on fake tensors.
+The written memory outlives the body: it is an input of the whole graph, such as a buffer. Most writes are known by an
+operator's name or schema; others, such as those of `F.batch_norm` to its running statistics, are found by running the
+node on fake tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fxpasses.graph.calls import operator_of
 from fxpasses.graph.regions import Region
 from fxpasses.graph.traits import WRITES_NOTHING
 
-# f(f(x)) = f(x), with constants for all other arguments.
+# Operators with f(f(x)) = f(x), if all other arguments are constants.
 IDEMPOTENT = frozenset(
     {"abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "fill_", "floor_", "relu_", "sign_", "tril_", "triu_",
      "trunc_", "zero_"}
@@ -42,7 +43,7 @@ def is_idempotent(write: Node) -> bool:
 
 
 def writes(body: GraphModule, memory: set[int], fake_mode: Any) -> Iterator[Node]:
-    """The nodes of a checkpoint's body that write to `memory`, storages."""
+    """The nodes of a checkpoint's body that write to the storages `memory`."""
     sets = AliasSets(body.graph.nodes)
     held = {sets.number(storage) for storage in memory}
     for node in body.graph.nodes:
@@ -56,7 +57,7 @@ def writes(body: GraphModule, memory: set[int], fake_mode: Any) -> Iterator[Node
 
 
 def _written(node: Node, body: GraphModule, fake_mode: Any) -> list[list[int]]:
-    """The storages of each operand that a node writes to; of an operator without known effects, none."""
+    """The storages of each operand that a node writes to; none if the operator's effects are not known."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         has_bodies = any(isinstance(getattr(body, str(o.target), None), GraphModule) for o in node.all_input_nodes)
         return [storages(operand) for operand in written_operands(node, body)] if has_bodies else []
@@ -72,7 +73,7 @@ def _written(node: Node, body: GraphModule, fake_mode: Any) -> list[list[int]]:
 
 
 def remaining(gm: GraphModule, fake_mode: Any) -> Node | None:
-    """A write in a checkpoint of a graph that eager mode makes twice, and compiled code once; None without any."""
+    """A write in a graph's checkpoint that eager mode makes twice and compiled code once; None if there is none."""
     memory = inputs(gm.graph)
     for region in Region(gm).walk():
         if region.call is not None and is_recomputed(region.call):

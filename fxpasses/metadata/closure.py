@@ -29,7 +29,7 @@ def find_closure(main: Region, fake_mode: Any, banned: dict[Node, Refusal]) -> C
     """Analyse a graph and its checkpoint bodies; the nodes in `banned` stay outside.
 
     If a value turns out to be written, returned or read too early, the node that allocated it is excluded from the
-    closure, and the analysis, which is linear in the size of the graph, starts again.
+    closure, and the analysis starts again; it is linear in the size of the graph.
     """
     banned = dict(banned)
     private: set[Node] = set()

@@ -13,7 +13,7 @@ Each number keeps its node, and so the unbacked symbol that the node binds. A re
 integers that it depends on can be computed before that copy: an expert-parallel layer reads the splits of its
 all-to-all, and after the all-to-all the rows of its own experts, which follow from the same counts. Otherwise the read
 starts a new copy. Nothing else moves, in particular no collective. Two reads of an element, with no write in between,
-become one number. Reads that depend on the batch alone are gone by now: `hoist_metadata` runs first.
+become one number. Reads that depend on the batch alone are already gone: `hoist_metadata` runs first.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from fxpasses.metadata.host_copies import is_copy_to_host
 from fxpasses.passes.pipeline import Context
 from fxpasses.report import Report
 
-# Each fits into an int64, so one copy may hold elements of several tensors.
+# Dtypes that fit into an int64, so one copy may hold elements of several tensors.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
-# The most elements of a tensor that is computed earlier than in the program: enough for counts, too few for tokens.
+# A tensor may be computed earlier than in the program if it has at most so many elements: enough for counts, too few
+# for tokens.
 _MOST_MOVED = 4096
 
 
@@ -67,7 +68,7 @@ class Copy:
 
     @property
     def waits(self) -> int:
-        """How often the host waits for these numbers: once for each, or once for those of an existing copy."""
+        """How often the host waits for these numbers: once for each, but once for all those of an existing copy."""
         return len({read.at for read in self.reads})
 
     @property
@@ -150,7 +151,7 @@ def _computed_after(first: Node, tensor: Node, memory: AliasAnalysis, fake_mode:
 
 
 def _can_move(node: Node, first: Node, memory: AliasAnalysis, fake_mode: Any) -> bool:
-    """Whether a node has the same value before `first`: it is pure, on few integers that are not written after it."""
+    """Whether a node has the same value before `first`: it is pure, and its few integers are not written after it."""
     operands = node.all_input_nodes
     for tensor in (node, *operands):
         if not _is_dense(tensor) or tensor.meta["example_value"].dtype not in _INTEGERS | {torch.bool}:
@@ -203,7 +204,7 @@ def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
     """Insert the copy before its first read, and redirect all reads to it; raises `Refused` and changes no value."""
     emit = NodeBuilder(graph, fake_mode, copy.first)
     for node in copy.moved:
-        if copy.first < node:  # not yet moved before an even earlier copy
+        if copy.first < node:  # it has not yet moved before an even earlier copy
             copy.first.prepend(node)
     elements: dict[int, Node] = {}
     with emit.before(copy.first):
@@ -227,7 +228,7 @@ def coalesce(graph: Graph, copy: Copy, fake_mode: Any) -> None:
 
 
 def _copied(emit: NodeBuilder, tensors: list[Node]) -> tuple[Node, dict[Node, int]]:
-    """One tensor on the host with the elements of all tensors, and the place where those of each begin."""
+    """One tensor on the host with the elements of all tensors, and the place where each tensor's elements begin."""
     parts, starts, end = [], dict[Node, int](), 0
     several = len({node.meta["example_value"].dtype for node in tensors}) > 1
     for node in tensors:

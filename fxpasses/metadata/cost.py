@@ -1,4 +1,4 @@
-"""Whether compiling the tensors of a prologue pays.
+"""Whether compiling the tensors of a prologue pays off.
 
 A mask of T × T elements is built in many passes over memory, which a compiler fuses into one. That saves time in each
 batch, and costs seconds once. If sizes depend on the values in a batch, operators touch fewer elements than their
@@ -53,7 +53,7 @@ def _elements_written(table: ValueTable, entry: Entry) -> int | None:
     sizes = [elements_of(leaf) for leaf in leaves(entry.fake) if isinstance(leaf, torch.Tensor)]
     if any(size is None for size in sizes):
         return None
-    if entry.kind == "write" and index is not None:  # a write to part of the target: all that a mask covers, or little
+    if entry.kind == "write" and index is not None:  # a partial write: all elements that a mask covers, or few
         return elements_of(table.entries[index.number].fake) if _is_mask(table, index) else 0
     makes = entry.kind == "write" or (entry.kind == "op" and entry.base is None)
     return sum(size or 0 for size in sizes) if makes else 0

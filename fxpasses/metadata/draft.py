@@ -1,9 +1,9 @@
 """Build the program of a prologue from numbered values.
 
 Numbers computed on the device cost one wait for it, and one more for each number that depends on an earlier one.
-Metadata is small: copying the inputs to the host once and computing there is cheaper. Values that all devices compute
-exactly (integers and bools) are computed on the host; floating-point values, whose last bit may differ between devices,
-stay where the user computed them.
+Metadata is small, so it is cheaper to copy the inputs to the host once and compute there. Values that all devices
+compute exactly (integers and bools) are computed on the host; floating-point values, whose last bit may differ between
+devices, stay where the user computed them.
 
 On the CPU the prologue is one graph, except for large tensors that are built in many passes over memory: they have a
 separate graph, which takes only numbers, for a compiler (`cost.py`).
@@ -28,8 +28,8 @@ from fxpasses.metadata.element_reads import read_lists
 from fxpasses.metadata.emission import Emitter, slice_of
 from fxpasses.metadata.program import Check, Output, Program
 
-# Compiling takes seconds, and a run has some thousand batches. It pays if each batch saves writing this many elements,
-# which takes about 2.5 ms on a CPU core.
+# Compiling takes seconds, and a run has some thousand batches. It pays off if each batch saves writing this many
+# elements, which takes about 2.5 ms on a CPU core.
 WORTH_COMPILING = 1 << 22
 _LARGE = 1 << 16  # elements; a smaller tensor is not worth a loop of its own
 
@@ -145,7 +145,7 @@ class _Builder:
         return elements_saved(self.table, refs, self._is_import, on_host)
 
     def _belongs_to_host(self, ref: Ref) -> bool:
-        """Whether the host computes the value: of one on a device, if only its sizes are wanted."""
+        """Whether the host computes the value; a value on a device, only if nothing but its sizes is wanted."""
         is_on_host = _device(self.table.entries[ref.number]) in (None, "cpu")
         return _content(ref) in self.exact and (is_on_host or ref in self.measured)
 
@@ -190,29 +190,29 @@ class _Builder:
 
 
 def _check_of(table: ValueTable, assertion: Assertion) -> Check:
-    """The check, its operands still references to numbered values."""
+    """The check of an assertion, with references to numbered values as operands."""
     condition: Any = Ref(assertion.condition)
     symbol, left, right = comparison(table, assertion.condition) or ("", condition, True)
     return Check(symbol, left, right, describe(table, left), describe(table, right), where(assertion.node))
 
 
-# Their results depend on the order of equal elements, which differs between devices.
+# Operators whose results depend on the order of equal elements, which differs between devices.
 _UNSTABLE = frozenset({"argsort", "kthvalue", "median", "mode", "msort", "nanmedian", "sort", "topk"})
 
 
-# Of floating-point values, those that are rounded as IEEE 754 says. A kernel may fuse two of them, and round once.
+# Floating-point operators that round as IEEE 754 says. A kernel may fuse two of them, and round once.
 _ROUNDED_ALIKE = frozenset(
     {"add", "expand", "full", "full_like", "getitem", "masked_fill", "mul", "new_full", "ones", "reshape", "rsub",
      "sub", "to", "type", "unsqueeze", "view", "where", "zeros", "zeros_like"}
 )  # fmt: skip
-_ASKS_WHETHER_HIDDEN = "fxpasses::visible_pairs"  # 0 or the least value, between which no rounding leads
-# What asks its operands for numbers, so that on a device each call would wait.
+_ASKS_WHETHER_HIDDEN = "fxpasses::visible_pairs"  # of a mask's 0 and least value: rounding never makes one the other
+# Operators that read numbers from their operands, so that on a device each call would wait.
 _ASKING = frozenset({_ASKS_WHETHER_HIDDEN, "fxpasses::attended_rows", "fxpasses::rows_attended_from"})
 
 
 def _exact_entries(table: ValueTable, numbers: Iterable[int]) -> set[int]:
-    """Entries that all devices compute exactly: integers and bools that depend on integers and bools alone, or on
-    whether a mask of such is 0 or hides."""
+    """Entries that all devices compute exactly: integers and bools that depend only on integers and bools, or on
+    whether a mask made of these is 0 or hides."""
     exact: set[int] = set()
     nearly: set[int] = set()
     for number in numbers:
@@ -237,7 +237,7 @@ def _is_integral(fake: Any) -> bool:
 
 
 def _content(ref: Ref) -> int:
-    """The number of the last write to the value, or the value's own."""
+    """The number of the last write to the value, or the value's own number."""
     return ref.number if ref.version is None else ref.version
 
 

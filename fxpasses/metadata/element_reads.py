@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fxpasses.graph.building import erase_unused
 from fxpasses.graph.calls import operator_of
 
-# Of one element that is read, so many others may become Python numbers as well.
+# A tensor is read at once if it has at most so many elements for each one that the graph reads.
 _UNREAD = 16
 
 
@@ -37,7 +37,7 @@ def read_lists(graph: Graph) -> None:
         count_0 = counts[0].item()                  numbers = counts.tolist()
         count_1 = counts[1].item()                  count_0 = numbers[0];  count_1 = numbers[1]
 
-    Of a tensor with one dimension of known size, of which not few elements are read.
+    This is done for a tensor with one dimension, of known size, of which several elements, one in 16 or more, are read.
     """
     found: dict[Node, list[Node]] = defaultdict(list)
     for number in graph.find_nodes(op="call_method", target="item"):

@@ -23,7 +23,7 @@ from fxpasses.graph.values import Entry, Ref, ValueTable
 def slice_of(
     table: ValueTable, wanted: Iterable[Ref], stop: Callable[[Entry], bool] = lambda entry: False
 ) -> list[int]:
-    """The backward slice of `wanted`: the numbers of all entries that it needs, ascending; not past a `stop`."""
+    """The backward slice of `wanted`: the ascending numbers of all entries that it needs; not past a `stop`."""
 
     def needed_by(number: int) -> Iterable[int]:
         entry = table.entries[number]
@@ -40,8 +40,8 @@ def _numbers(refs: Iterable[Ref]) -> set[int]:
 class Emitter:
     """Emits a slice of the table into a new graph.
 
-    given: the node of an entry that is an input of this graph, else None. on_host: whether the graph computes on copies
-    on the CPU, so that the CPU replaces all devices.
+    given: returns the node of an entry that is an input of this graph, else None. on_host: whether the graph computes
+    on copies on the CPU, so that the CPU replaces all devices.
     """
 
     def __init__(self, table: ValueTable, given: Callable[[Entry], Node | None], on_host: bool) -> None:
@@ -51,12 +51,12 @@ class Emitter:
         self.on_host = on_host
         self.nodes: dict[int, Node] = {}  # scalars, tuples and inputs, by number
         self.buffers: dict[int, Node] = {}  # memory, by version
-        self.modules: dict[str, torch.nn.Module] = {}  # those that the graph calls
+        self.modules: dict[str, torch.nn.Module] = {}  # the modules that the graph calls
         self._addresses: dict[tuple[int, Node], Node] = {}
         self._autocast: list[tuple[tuple[Any, ...], Node]] = []
 
     def emit(self, numbers: list[int], wanted: Iterable[Ref]) -> None:
-        """Emit the entries `numbers`: ascending, and closed under operands except for inputs."""
+        """Emit the entries `numbers`, which are ascending, and closed under operands except for inputs."""
         last_use: dict[int, float] = {}
         for number in numbers:
             for ref in self.table.entries[number].operands:

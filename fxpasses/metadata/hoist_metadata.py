@@ -53,9 +53,9 @@ from fxpasses.report import Reason, Refusal, Report
 # `one_hot(ids, vocabulary)`.
 _LARGE = 1 << 30
 
-# Without reads, tensors that one node makes stay in the graph if they are no larger than this (bytes): the prologue of
-# a small BERT's mask of 16 KiB made its step 1.05 times as long. Larger ones are worth it where several graphs of a
-# step share a prologue, as those of layers that are compiled one by one.
+# If nothing is read on the host, tensors that one node makes stay in the graph if they are no larger than this (bytes):
+# the prologue of a small BERT's mask of 16 KiB made its step 1.05 times as long. Larger ones are worth a prologue that
+# several graphs of a step share, such as those of layers that are compiled one by one.
 _SMALL = 1 << 18
 
 
@@ -76,7 +76,7 @@ class HoistMetadata:
             banned |= large
             closure = find_closure(main, context.fake_mode, banned)
         while left_out := (cut := _Cut(main, closure, context, report)).run():
-            # These stay, and use what may become inputs.
+            # These values stay, and use others that may become inputs.
             assert not left_out <= banned.keys(), "a value that was left out is provided all the same"
             banned |= {node: Refusal(node.name, Reason.LEFT_OUT, "", where(node)) for node in left_out}
             closure = find_closure(main, context.fake_mode, banned)
@@ -108,7 +108,7 @@ class _Constant:
     value: int | float | bool
 
 
-# What becomes of a node: it stays, a constant replaces it, or an input does: a scalar, or a tensor at its last version.
+# The decision on a node: it stays, or a constant replaces it, or an input (a scalar, or a tensor at its last version).
 _Decision = Literal["keep"] | _Constant | Ref
 
 
@@ -128,7 +128,7 @@ class _Cut:
         self.original_inputs = main.placeholders()
 
     def run(self) -> set[Node]:
-        """Rewrite the graph; or leave it, and return the nodes whose values may not be provided."""
+        """Rewrite the graph; or leave it unchanged, and return the nodes whose values may not be provided."""
         for use in self.closure.uses:
             self._decide(use.region, use.operand)
         reads = self._reads()
@@ -158,11 +158,11 @@ class _Cut:
     # Deciding
 
     def _left_out(self) -> set[Node]:
-        """The nodes of values that may not become inputs. One value is one change, however many nodes hold it."""
+        """The nodes of values that may not become inputs. A value is one change, however many nodes hold it."""
         rows = dict.fromkeys(_row(decision) for decision in self.decisions.values() if isinstance(decision, Ref))
         changes = [row for row in rows if self.table.entries[row].kind != "root"]
         left_out = {row for row in changes if not self.context.may_change(self.table.entries[row].node)}
-        if left_out:  # what the prologue computes on the way to another input is provided with it
+        if left_out:  # values that the prologue computes on the way to another input are provided with it
             left_out -= self._behind(set(changes) - left_out)
         return {node for node, value in self.closure.values.items() if _last_row(value) in left_out}
 
@@ -177,7 +177,7 @@ class _Cut:
         return set(reached(numbers, behind))
 
     def _decide(self, region: Region, node: Node) -> None:
-        """Decide on a closure node that a node outside the closure, or one that stays, uses."""
+        """Decide on a closure node that is used by a node outside the closure, or by one that stays."""
         waiting = [(region, node)]
         while waiting:
             region, node = waiting.pop()
@@ -205,10 +205,10 @@ class _Cut:
         return _KEEP
 
     def _is_all_small(self) -> bool:
-        """Whether the values that may become inputs are few bytes, each made by one node: a prologue would cost more
+        """Whether the values that may become inputs take few bytes, and one node makes each: a prologue would cost more
         than it saves, and the report says so.
 
-        Not so if an operator of this package makes one, such as a plan, which takes the host's time.
+        False if an operator of this package makes one of them, such as a plan, which takes the host's time.
         """
         provided = dict.fromkeys(_row(decision) for decision in self.decisions.values() if isinstance(decision, Ref))
         entries = [self.table.entries[row] for row in provided]
@@ -262,7 +262,7 @@ class _Cut:
         return node
 
     def _add_input(self, ref: Ref, entry: Entry) -> Node:
-        """A placeholder of the main graph for a frontier value; AOTAutograd accepts tensors and integers alone."""
+        """A placeholder of the main graph for a frontier value; AOTAutograd accepts only tensors and integers."""
         fake = entry.fake
         if isinstance(fake, torch.Tensor):
             node = self._append_input(Extra(ref), fake, entry)
@@ -281,7 +281,7 @@ class _Cut:
         return self._append_input(Extra(ref), fake, entry)
 
     def _bind_parts(self, size: Any, entry: Entry) -> None:
-        """Make `u1` an input of its own where a size is `u1 + 1`, which binds no symbol for Inductor."""
+        """Make `u1` a separate input if a size is `u1 + 1`, which binds no symbol for Inductor."""
         for found in sorted(expression(size).free_symbols - self.sizes, key=str):
             extra = self.table.source_of(found)
             if extra is None:
@@ -335,14 +335,14 @@ class _Cut:
         return node not in self.asserting and not is_replaced
 
     def _erase(self, region: Region) -> None:
-        """Erase the closure nodes that nothing needs any more, and the operands of a body that have become unused."""
+        """Erase the closure nodes that are no longer needed, and the operands of a body that have become unused."""
         for node in reversed(list(region.gm.graph.nodes)):
             is_unused_operand = region.call is not None and not node.users
             if not self._survives(node) and (node.op != "placeholder" or is_unused_operand):
                 region.erase(node)
 
     def _assertions(self) -> list[Assertion]:
-        """The distinct assertions, without ranges and conditions that are known to hold."""
+        """The distinct assertions, except ranges and conditions that are known to hold."""
         first: dict[int, Assertion] = {}
         for _, node in self.closure.assertions:
             condition = node.args[0]
@@ -388,7 +388,7 @@ class _Cut:
 
 
 def _bytes(entry: Entry) -> int:
-    """The size of a tensor in the batch that is traced; more than any limit if that is not known."""
+    """The size of a tensor in the traced batch; more than any limit if it is not known."""
     if not isinstance(entry.fake, torch.Tensor):
         return 0
     size = bytes_of(entry.fake)
@@ -396,7 +396,7 @@ def _bytes(entry: Entry) -> int:
 
 
 def _row(ref: Ref) -> int:
-    """The row of the table that makes a value: for memory that was written to, the last write."""
+    """The row of the table that makes a value; for memory that was written to, the last write."""
     return ref.number if ref.version is None else ref.version
 
 

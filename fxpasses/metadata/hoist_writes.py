@@ -16,13 +16,13 @@ After:
     w.data.clamp_(-1, 1)
     y = tag_activation_checkpoint(body, w, x)
 
-In eager mode the recomputation repeats the write. In compiled code the recomputation begins with the input of before,
-to which the end of the forward pass has written by then, and backward raises "modified by an inplace operation".
-A write that gives the same result when repeated can as well be made once, before the checkpoint, whose input is then
-the written value. *Find* the writes to inputs of the graph in checkpoints, *check* that the write is idempotent, that
-no checkpoint reads the memory before, and that the graph, which has to be all that was given to `torch.compile`, does
-not write to it in another way, and *move* it. What other code writes to the memory between forward and backward is not
-seen: the recomputation has the values of forward.
+In eager mode the recomputation repeats the write. In compiled code the recomputation begins with the original input, to
+which the end of the forward pass has written by then, and backward raises "modified by an inplace operation".
+A write that gives the same result when repeated can also be made once, before the checkpoint, whose input is then the
+written value. *Find* the writes to inputs of the graph in checkpoints; *check* that the write is idempotent, that no
+checkpoint reads the memory before it, and that the graph, which has to be the whole program given to `torch.compile`,
+does not write to the memory in another way; and *move* the write. If other code writes to the memory between forward
+and backward, the recomputation does not see it: it has the values of forward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fxpasses.metadata.checkpoint_writes import is_idempotent
 from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 
-_SAME_MEMORY = ("_get_data_attr", "data", "detach")  # the first is what Dynamo makes of `.data`
+_SAME_MEMORY = ("_get_data_attr", "data", "detach")  # the first is Dynamo's operator for `.data`
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class HoistWrites:
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
-        regions = list(Region(gm).walk())  # innermost first: what leaves one checkpoint may leave the next
+        regions = list(Region(gm).walk())  # innermost first: a write that leaves one checkpoint may leave the next
         if not any(True for region in regions for _ in _writes_to_inputs(region)):
             return report
         analyses = {region: context.aliases(region.gm.graph, region.autocast) for region in regions}
@@ -102,7 +102,7 @@ def _writes_to_inputs(region: Region) -> Iterator[_Write]:
 
 
 def _write(region: Region, node: Node) -> _Write | None:
-    """A node as a write to the whole of a placeholder; None if it is no such write."""
+    """A node as a write to the whole of a placeholder; None if it is not such a write."""
     views: list[Node] = []
     written = node.args[0] if node.args else None
     while isinstance(written, Node) and operator_of(written) in _SAME_MEMORY:
@@ -113,7 +113,7 @@ def _write(region: Region, node: Node) -> _Write | None:
 
 
 def _check(write: _Write, analyses: Mapping[Region, AliasAnalysis]) -> None:
-    """Raise `Refused` unless nobody can tell the write from one before the checkpoint."""
+    """Raise `Refused` unless a write before the checkpoint would make no visible difference."""
     region, node, placeholder = write.region, write.node, write.placeholder
     if not is_idempotent(node):
         raise Refused(Reason.INPUT_WRITTEN, f"and `{operator_of(node)}` is not known to be idempotent")
@@ -145,13 +145,13 @@ def _sets(memory: list[int], analysis: AliasAnalysis) -> set[int]:
 
 
 def _users(region: Region, analysis: AliasAnalysis, held: set[int]) -> list[Node]:
-    """The nodes of a graph that have operands in alias sets, in order."""
+    """The nodes of a graph with operands in the alias sets `held`, in order."""
     nodes = region.gm.graph.nodes
     return [node for node in nodes if any(analysis.sets.of(operand) & held for operand in node.all_input_nodes)]
 
 
 def _is_same(other: _Write | None, write: _Write) -> bool:
-    """Whether a write does the same to the same elements."""
+    """Whether another write does the same to the same elements."""
     return other is not None and _effect(other) == _effect(write)
 
 
@@ -162,13 +162,13 @@ def _effect(write: _Write) -> tuple[Any, ...]:
 
 
 def _is_recomputed_before(other: Region, write: _Write) -> bool:
-    """Whether a checkpoint, which uses the written memory, may run before that has the written value.
+    """Whether a checkpoint that uses the memory may run before the memory has the written value.
 
-    In eager mode its recomputation reads the written value, and here that of before.
+    In eager mode its recomputation reads the written value; here it would read the old one.
     """
     above, below = _path(other), _path(write.region)
     if len(above) == 1 or above[: len(below)] == below or below[: len(above)] == above:
-        return False  # the graph itself, or one inside the other
+        return False  # it is the graph itself, or one is inside the other
     root, call, own = above[0], above[1].call, below[1].call
     nodes = list(root.gm.graph.nodes)
     if nodes.index(call) > nodes.index(own):
@@ -198,7 +198,7 @@ def _move(write: _Write) -> None:
         made = region.operands[write.placeholder]
         if not write.views and made.meta["example_value"].requires_grad:
             fake = made.meta["example_value"].detach()
-            made = outer.call_method("detach", (made,))  # for the gradients that the body has switched off
+            made = outer.call_method("detach", (made,))  # because the body has switched gradients off
             made.meta["example_value"] = fake
         for copied in (*reversed(write.views), node):
             made = outer.node_copy(copied, dict.fromkeys(copied.all_input_nodes, made).__getitem__)

@@ -1,4 +1,4 @@
-"""Copies of a tensor to the host, from which numbers are read without another wait for the device."""
+"""Copies of a tensor to the host, whose numbers are read without another wait for the device."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""`x[mask]` for a mask that the batch determines: by the positions that the mask selects, which are metadata too.
+"""`x[mask]` for a mask that the batch determines: index by the mask's positions, which are metadata too.
 
     before    y: "f32[u0, 8]" = x[mask]                 asks the device how many rows there are, in every step
     after     positions: "i64[u0, 2]" = mask.nonzero()
               y = x[positions.select(1, 0), positions.select(1, 1)]
 
 This is how PyTorch runs an index by a mask: results and gradients stay the same, bit for bit. `hoist_metadata` moves
-the positions to the prologue; an activation's rows are then gathered without a question to the device.
+the positions to the prologue; then an activation's rows are gathered without asking the device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _rewrite(node: Node, mask: Node, fake_mode: Any) -> None:
     with graph.inserting_before(node):
         positions = graph.call_method("nonzero", (mask,))
         positions.meta = {**kept, "example_value": example, "unbacked_bindings": node.meta.pop("unbacked_bindings")}
-        count = graph.call_method("size", (positions, 0))  # by which other nodes know the number of rows
+        count = graph.call_method("size", (positions, 0))  # gives other nodes the number of rows
         count.meta = {**kept, "example_value": rows}
         found = []
         for place, column in enumerate(columns):

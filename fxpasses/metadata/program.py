@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 class Check:
     """An assertion that compares `left` and `right`, outputs of the host program or constants.
 
-    comparison: "==", "<=", ... or "" if `left` itself must hold. left_text, right_text: the operands for a message.
+    comparison: "==", "<=", ... or "" if `left` itself must hold. left_text, right_text: the operands in a message.
     """
 
     comparison: str
@@ -48,13 +48,13 @@ class Program:
     another device are copied to the host first, all of one device in one transfer.
     device: a graph on an accelerator's tensors, or on large CPU tensors that are worth compiling, or None. Its inputs
     are the main graph's inputs at `device_inputs`, followed by the outputs of the host graph at `imports`; tensors
-    among these are copied to the device given there.
+    among the latter are copied to the device given there.
     The fake values of a graph's inputs and outputs are in the nodes' `meta["example_value"]`.
     outputs: the origin of each extra input of the main graph. checks: evaluated after the host part.
     roots: positions of the tensor inputs on which any output depends.
     written: positions of integer inputs that the main graph writes to; if one shares memory with a root, the program is
     not valid.
-    on_accelerator: whether the device graph runs on one. worth_compiling: whether compiling it saves much.
+    on_accelerator: whether the device graph runs on an accelerator. worth_compiling: whether compiling it saves much.
     """
 
     host: GraphModule
@@ -70,7 +70,7 @@ class Program:
     worth_compiling: bool = False
 
     def key(self) -> str:
-        """A fingerprint: programs with equal keys compute equal results from equal inputs, in whatever graph."""
+        """A fingerprint: programs with equal keys compute equal results from equal inputs, whatever their graphs."""
         positions = (*self.host_inputs, *self.device_inputs)
         kinds = [self.roots.index(i) if i in self.roots else "size" for i in positions]
         text: list[Any] = [_code(self.host), _code(self.device), kinds, self.imports, self.outputs, self.checks]

@@ -1,9 +1,9 @@
 """Results that live as long as the batch that they were computed from, within a bound.
 
-A batch's tensors go after the step. What a prologue computes from a model's buffer and from sizes alone, such as a bias
-by relative positions, would stay for each size that ever came; so would what is computed from batches that a program
-keeps in a list. So only the results that were used last are kept: up to a number of bytes, not counting what a step may
-need again (the two last results of each program: one is of the batch that a loader computes ahead).
+A batch's tensors are freed after the step. But results that a prologue computes only from a model's buffer and from
+sizes, such as a bias by relative positions, would stay for every size that ever came; so would results for batches that
+a program keeps in a list. So only the most recently used results are kept: up to a number of bytes, not counting those
+that a step may need again (the two last results of each program: one is for the batch that a loader computes ahead).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-MOST_BYTES = 64 << 20  # of results, and of the copies by which their tensors are known
+MOST_BYTES = 64 << 20  # of results, and of the copies by which their tensors are recognised
 MOST_ENTRIES = 1024
 _OF_A_STEP = 2  # entries of each program that do not count against these bounds,
-_USES = 1024  # unless the cache was used so often since
+_USES = 1024  # unless the cache has been used so often since
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The contents of some tensors at one moment: their version counters, and copies of those on the CPU.
+    """The contents of some tensors at one moment: their version counters, and copies of the tensors on the CPU.
 
-    Some writes do not count as a version, such as NumPy's on shared memory and a collective's into a reused buffer. On
+    Some writes do not change the version, such as NumPy's on shared memory and a collective's into a reused buffer. On
     the CPU the values are compared; on a device, comparing would cost the wait that the cache exists to save.
     """
 
@@ -49,7 +49,7 @@ class State:
 
 @dataclass(eq=False)
 class _Entry:
-    """used: the number of uses of the cache up to the last one of this entry."""
+    """used: the cache's count of uses at the last use of this entry."""
 
     what: Hashable
     state: State
@@ -60,21 +60,21 @@ class _Entry:
 
 
 class BatchCache:
-    """Maps (what, sizes, the identity and state of some tensors) to a result, which goes when one of the tensors dies.
+    """Maps (what, sizes, the identity and state of some tensors) to a result, which is dropped when a tensor dies.
 
     The cache refers to tensors weakly, and results must not hold them or views of them. After a write in place an entry
     is not found, and the next one replaces it. Threads may share a cache; two that miss at once both compute, and one
     result stays.
 
-    most_bytes, most_entries: beyond these, the entries go that were not used for the longest time, without the last
-    ones of each `what`.
+    most_bytes, most_entries: beyond these, the least recently used entries are dropped, except the last ones of each
+    `what`.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES, most_entries: int = MOST_ENTRIES) -> None:
         self.most_bytes = most_bytes
         self.most_entries = most_entries
         self._lock = threading.RLock()  # a finalizer may run in the middle of any of the methods
-        self._entries: dict[Hashable, _Entry] = {}  # those used last are last
+        self._entries: dict[Hashable, _Entry] = {}  # the most recently used are last
         self._uses = 0
 
     def get(self, what: Hashable, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...] = ()) -> Any:
@@ -122,7 +122,7 @@ class BatchCache:
 
     @property
     def nbytes(self) -> int:
-        """Of all entries."""
+        """The bytes of all entries."""
         with self._lock:
             return sum(entry.nbytes for entry in self._entries.copy().values())
 
@@ -147,7 +147,7 @@ class BatchCache:
 
 
 def nbytes_of(value: Any) -> int:
-    """The memory of a result, or of a tuple of results: of tensors, and of what says so of itself; others have none."""
+    """The bytes of a result, or of a tuple of results: of tensors and of objects with `nbytes`; others count as 0."""
     parts = value if isinstance(value, tuple) else (value,)
     storages = {part.untyped_storage() for part in parts if isinstance(part, torch.Tensor)}
     others = [part for part in parts if not isinstance(part, torch.Tensor)]
@@ -156,7 +156,7 @@ def nbytes_of(value: Any) -> int:
 
 
 def _is_cacheable(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether there are tensors whose lifetime bounds the entry's, and PyTorch counts their versions."""
+    """Whether there are tensors that bound the entry's lifetime, and PyTorch counts their versions."""
     return bool(tensors) and not any(tensor.is_inference() for tensor in tensors)
 
 

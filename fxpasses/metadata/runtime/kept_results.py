@@ -1,4 +1,4 @@
-"""Results of prologues for batches that come again: in an evaluation, the same contents in new tensors each time."""
+"""Results of prologues for batches that come again: an evaluation has the same contents in new tensors each time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENTRY = 256  # bytes, roughly, of an entry besides its tensors
 class KeptResults:
     """Results by prologue and by the contents of the tensors that they depend on.
 
-    most_bytes: of the results; beyond it, those go that were not used for the longest time.
+    most_bytes: of the results; beyond it, the least recently used are dropped.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -28,7 +28,7 @@ class KeptResults:
         self._results: OrderedDict[Hashable, tuple[tuple[Any, ...], int]] = OrderedDict()
 
     def contents(self, prologue: Prologue, inputs: Inputs) -> Hashable | None:
-        """What to know results by; None if the host would have to wait for the contents of a tensor."""
+        """The key of results; None if the host would have to wait for the contents of a tensor."""
         digest = hashlib.blake2b(digest_size=32)
         for tensor in prologue.roots(inputs):
             host = known_on_host(tensor, prologue.cache)
@@ -39,7 +39,7 @@ class KeptResults:
         return (prologue.key, prologue.sizes(inputs), digest.digest())
 
     def give(self, contents: Hashable, prologue: Prologue, inputs: Inputs) -> bool:
-        """Let the prologue have its results for `inputs`, if they are kept."""
+        """Give the prologue its results for `inputs`, if they are kept; returns whether."""
         found = self._results.get(contents)
         if found is None:
             return False
@@ -61,7 +61,7 @@ class KeptResults:
 
 
 def known_on_host(tensor: torch.Tensor, cache: BatchCache) -> torch.Tensor | None:
-    """The tensor, or its copy on the host, if that is there and not still in flight; else None."""
+    """The tensor, or its copy on the host, if it is on the host and no longer in flight; else None."""
     if tensor.device.type == "cpu":
         return tensor
     pending = cache.get("to_host", [tensor])

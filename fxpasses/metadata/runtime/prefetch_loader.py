@@ -4,7 +4,7 @@
     prologue: 0         1                    2
     step:                        0 ........           1 ........
 
-Started before step n, the copies for batch n + 1 do not wait behind the kernels of step n on the device.
+The copies for batch n + 1 start before step n, so they do not wait behind its kernels on the device.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class PrefetchLoader(Generic[Batch]):
     loader: any iterable of batches, such as a `DataLoader`, with its workers and pinned memory; all attributes that
     this class lacks are the loader's own. model: the compiled model. device: where to move each batch, without
     waiting; the host then knows its integer tensors, and no prologue copies anything back. By default batches stay
-    where they are; moved by the loop itself, they would be other tensors, about which nothing is known.
-    arguments: what of a batch the model gets, as `fxpasses.prefetch` takes it. By default the batch is tried as keyword
-    arguments (those that the model has), as positional arguments (all, then fewer from the end), and as one argument.
-    keep_bytes: keep the results of prologues, up to this size, for batches of equal contents: those of an evaluation
-    come again in each epoch.
+    where they are; if the loop itself moved them, they would become other tensors, of which nothing is known.
+    arguments: the part of a batch that the model gets, as `fxpasses.prefetch` takes it. By default the batch is tried
+    as keyword arguments (those that the model has), as positional arguments (all, then fewer from the end), and as one
+    argument. keep_bytes: keep the results of prologues, up to this size, for batches of equal contents: an evaluation's
+    batches come again in each epoch.
 
-    Each batch is taken from the loader one step before it is used. If the loader raises, the batch before is given out
-    first. `state_dict`, of loaders that have it, is that of the batch given out last. Without a prologue for the batch,
-    as before the first step, this is the loader as it is. Raises `TypeError` for what cannot be iterated, and
-    `ValueError` for negative `keep_bytes`.
+    Each batch is taken from the loader one step before it is used. If the loader raises, the previous batch is still
+    yielded first. `state_dict`, if the loader has it, is the state at the batch yielded last. Without a prologue for
+    the batch, as before the first step, this behaves like the loader. Raises `TypeError` for a loader that cannot be
+    iterated, and `ValueError` for negative `keep_bytes`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PrefetchLoader(Generic[Batch]):
             failed = None
             try:
                 upcoming = self._next(batches)
-            except Exception as error:  # of the next batch: the current one is whole
+            except Exception as error:  # the next batch failed, not the current one
                 failed = error
             yield current.pop()
             if failed is not None:
@@ -87,7 +87,7 @@ class PrefetchLoader(Generic[Batch]):
         self._state = None
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # raises what the loader's own would
+        return len(self.loader)  # type: ignore[arg-type]  # raises what the loader raises
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet, as in a copy
@@ -96,7 +96,7 @@ class PrefetchLoader(Generic[Batch]):
 
     @property
     def state_dict(self) -> Callable[[], Any]:
-        """The loader's own, if it has one, as it was before the batch that nobody has got yet."""
+        """The loader's `state_dict`, if it has one, as of before the batch that is not yet yielded."""
         own = self.loader.state_dict  # type: ignore[attr-defined]
         return lambda: own() if self._state is None else self._state
 
@@ -126,7 +126,7 @@ class PrefetchLoader(Generic[Batch]):
 def moved(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on a device, copied without waiting; the host keeps the integers.
 
-    Looks into mappings, sequences, dataclasses and tuples with names; what else has a method `to` moves by it.
+    Looks into mappings, sequences, dataclasses and named tuples; any other object with a method `to` is moved by it.
     """
     if isinstance(batch, torch.Tensor):
         there = batch.to(device, non_blocking=True)
@@ -157,7 +157,7 @@ def calls_with(batch: Any, model: Callable[..., Any]) -> Iterator[Arguments]:
         keywords = {key: value for key, value in batch.items() if isinstance(key, str)}
         yield (), keywords
         known = parameters_of(model)
-        if not keywords.keys() <= known:  # labels, for example, that the loop keeps for itself
+        if not keywords.keys() <= known:  # the loop keeps some for itself, such as labels
             yield (), {key: value for key, value in keywords.items() if key in known}
     elif isinstance(batch, (list, tuple)):
         for count in range(len(batch), 0, -1):

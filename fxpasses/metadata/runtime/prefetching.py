@@ -18,7 +18,7 @@ from fxpasses.metadata.runtime.transfers import PendingCopy, start_copy
 log = logging.getLogger(__name__)
 _side_streams: dict[torch.device, torch.Stream] = {}
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # a call's
 
 
 def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> int:
@@ -28,7 +28,7 @@ def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequ
     tensor. The model must later get the same tensor objects.
     Metadata on an accelerator is copied to the host on a side stream, without waiting; metadata on the CPU is computed
     at once. Returns the number of prologues that were started: 0 before the first forward pass, when nothing is
-    compiled yet, and for batches whose metadata is made inside the model. Raises `TypeError` for any other batch.
+    compiled yet, and for batches whose metadata is made inside the model. Raises `TypeError` for other kinds of batch.
     """
     return start_prologues(compiled_model, [arguments_of(batch)])
 
@@ -36,11 +36,10 @@ def prefetch(compiled_model: Callable[..., Any], batch: Mapping[str, Any] | Sequ
 def start_prologues(
     model: Callable[..., Any], ways: Iterable[Arguments], whole: bool = False, kept: KeptResults | None = None
 ) -> int:
-    """Start the prologues of a batch, by the first of `ways` to call the model with it that suits any prologue.
+    """Start the prologues of a batch, using the first of `ways` (to call the model with it) that suits any prologue.
 
-    whole: where the host knows all it reads, compute a prologue's part on an accelerator as well, on the current
-    stream. kept: results of earlier batches, to take them from and to add them to. Returns the number of prologues
-    started.
+    whole: if the host knows everything that a prologue reads, also compute its part on an accelerator, on the current
+    stream. kept: results of earlier batches, to take from and to add to. Returns the number of prologues started.
     """
     with contained("prefetching a batch", "Prologues run when the batch is used."):
         return _start_first(model, ways, whole, kept)
@@ -68,8 +67,8 @@ def _start_first(model: Callable[..., Any], ways: Iterable[Arguments], whole: bo
 def keep_host_copies(moved: torch.Tensor, host: torch.Tensor) -> None:
     """Remember `host` as the values of `moved`, its copy on a device, so that no prologue copies `moved` back.
 
-    Integers and bools alone are known: prologues read nothing else. The copy is the package's own, and is known as long
-    as `moved` lives and is not written to.
+    Only integers and bools are remembered: prologues read nothing else. The copy is the package's own, and is valid as
+    long as `moved` lives and is not written to.
     """
     with contained("keeping the host's copy of a batch", "Prologues copy the batch back."):
         is_metadata = not (host.dtype.is_floating_point or host.dtype.is_complex)
@@ -79,7 +78,7 @@ def keep_host_copies(moved: torch.Tensor, host: torch.Tensor) -> None:
 
 
 def arguments_of(batch: Any) -> Arguments:
-    """The call that a batch stands for, as `prefetch` takes it; raises `TypeError` for any other batch."""
+    """The call that a batch stands for, as `prefetch` takes it; raises `TypeError` for other kinds of batch."""
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
@@ -94,7 +93,7 @@ def _frames(
 ) -> Iterator[dict[str, Any]]:
     """The local variables at the start of the model's forward, in the function itself or in one that wraps it.
 
-    Likewise for the model in a wrapper that passes its arguments on, such as DDP's.
+    The same for a model inside a wrapper that passes its arguments on, such as DDP.
     """
     model = getattr(model, "_orig_mod", model)
     inner = getattr(model, "module", None)
@@ -121,7 +120,7 @@ def _inputs(prologue: Prologue, frame: dict[str, Any]) -> dict[int, Any] | None:
     for position in prologue.positions():
         try:
             value = eval(prologue.sources[position], {"L": frame, "G": {}})  # Dynamo's expression, as in its guards
-        except Exception:  # a user's __getitem__ may raise anything: the batch is not of this model
+        except Exception:  # a user's __getitem__ may raise anything: the batch is not for this model
             return None
         if not isinstance(value, (int, torch.Tensor)):
             return None
@@ -158,7 +157,7 @@ def _is_remote(value: Any) -> bool:
 
 
 def parameters_of(model: Callable[..., Any]) -> set[str]:
-    """The names of the parameters of the model's forward, in whatever wraps it."""
+    """The names of the parameters of the model's forward, inside any wrappers."""
     while isinstance(model, torch.nn.Module):
         inner = getattr(model, "_orig_mod", getattr(model, "module", None))
         if not isinstance(inner, torch.nn.Module):

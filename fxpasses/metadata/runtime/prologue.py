@@ -63,8 +63,8 @@ class Prologue:
     def __call__(self, inputs: Inputs) -> tuple[Any, ...]:
         """The extra inputs for `inputs`, those of the captured graph.
 
-        Raises `MetadataError` if an assertion fails, and `OperatorFailed` if an operator of the program does. Where a
-        CUDA graph is recorded around the caller, the prologue becomes a part of it, or raises `RecordingError`.
+        Raises `MetadataError` if an assertion fails, and `OperatorFailed` if an operator of the program does. If a CUDA
+        graph is being recorded around the caller, the prologue becomes a part of it, or raises `RecordingError`.
         """
         if cuda_extras.is_recording():
             with unseen():
@@ -83,7 +83,7 @@ class Prologue:
         return found
 
     def keep(self, inputs: Inputs, state: State, results: tuple[Any, ...]) -> None:
-        """Give `results` for `inputs`, as long as these live. state: of the roots that they were computed from."""
+        """Keep `results` for `inputs` as long as these live. state: that of the roots they were computed from."""
         self.cache.put(self.key, self.roots(inputs), state, results, self.sizes(inputs))
 
     def roots(self, inputs: Inputs) -> list[Any]:
@@ -91,7 +91,7 @@ class Prologue:
         return [inputs[position] for position in self.program.roots]
 
     def sizes(self, inputs: Inputs) -> tuple[int, ...]:
-        """What the results depend on besides the roots and `key`: the program, and the modes it was compiled in."""
+        """The integers that the results depend on, besides the roots and `key` (the program, and its modes)."""
         return tuple(inputs[i] for i in self.positions() if isinstance(inputs[i], int))
 
     def is_valid(self, inputs: Sequence[Any]) -> bool:
@@ -111,7 +111,7 @@ class Prologue:
     def _record(self, inputs: Inputs) -> tuple[Any, ...]:
         """Compute into new memory, which no other caller shares: replays overwrite the results of this run.
 
-        Replays would read what the host copies to the device from memory of the host that is free by then.
+        A copy from the host to the device cannot be recorded: replays would read host memory that is free by then.
         """
         copied = [device for _, device in self.program.imports if device is not None and device.type != "cpu"]
         if copied:
@@ -175,7 +175,7 @@ class Prologue:
 def _run_operators(part: GraphModule, arguments: Sequence[Any]) -> Any:
     """Run the operators of a program; their errors are the program's or the batch's, and not this package's."""
     try:
-        return part.forward(*arguments)  # which prints no traceback if it fails, as a call does
+        return part.forward(*arguments)  # unlike a call, this prints no traceback if it fails
     except Exception as error:
         raise OperatorFailed(f"{type(error).__name__}: {error}") from error
 
@@ -230,14 +230,14 @@ def with_prologue(
     """A callable that takes the captured graph's inputs and passes them to `main` with the prologue's outputs.
 
     captured: runs the captured graph, for inputs for which the prologue is not valid, and for a batch on which it
-    fails, with one warning unless the program fails as well. fakes: stand for the prologue's outputs where inputs are
-    fake tensors, which have no values: DDPOptimizer runs each compiled piece once on these. raising: runs a batch that
-    breaks an assertion up to where eager mode raises, with the collectives that come first, for which other ranks wait;
-    None to raise before anything else runs. strict: raise where the prologue fails.
+    fails; the failure gives one warning, unless the program fails as well. fakes: stand for the prologue's outputs if
+    inputs are fake tensors, which have no values: DDPOptimizer runs each compiled piece once on these. raising: runs a
+    batch that breaks an assertion up to the point where eager mode raises, with the collectives before it, for which
+    other ranks wait; None to raise before anything else runs. strict: raise if the prologue fails.
     """
 
     def extras(inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """The prologue's outputs; None if it is not valid. Raises what it raises."""
+        """The prologue's outputs; None if it is not valid. Its errors pass through."""
         if prologue.has_fake_root(inputs):
             return fakes
         return prologue(inputs) if prologue.is_valid(inputs) else None

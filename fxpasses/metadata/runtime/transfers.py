@@ -38,7 +38,7 @@ class PendingCopy:
         return self._event is None
 
     def part(self, index: int) -> PendingCopy:
-        """One of the copies, to wait for alone."""
+        """One of the copies, which can be waited for alone."""
         return PendingCopy([self._copies[index]], self._event)
 
 
@@ -47,8 +47,8 @@ def to_host(tensors: Sequence[torch.Tensor], cache: BatchCache) -> list[torch.Te
 
     Each device makes one non-blocking copy into pinned memory, with one event to wait for. The cache keeps copies for
     the batch, so another graph of the same step that needs the same tensors waits for nothing. Raises `RecordingError`
-    for tensors on a device while a CUDA graph is recorded, also where the cache has a copy: its values would be part of
-    what is recorded.
+    for tensors on a device while a CUDA graph is recorded, even if the cache has a copy: its values would become part
+    of the recording.
     """
     remote = next((tensor for tensor in tensors if tensor.device.type != "cpu"), None)
     if remote is not None and cuda_extras.is_recording():
@@ -112,7 +112,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _host_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """uint8 [size] of the host, pinned where a device copies into it and memory can be pinned."""
+    """uint8 [size] on the host, pinned if a device copies into it and memory can be pinned."""
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     except RuntimeError as error:
