@@ -1,3 +1,3 @@
-"""The backend: from a captured graph to compiled code. `backend` runs the passes and contains what fails; `lowering*`
-compile what they make; `partitioner` divides the joint graph.
+"""The backend: from a captured graph to compiled code. `backend` runs the passes and contains failures; `lowering*`
+compile the passes' results; `partitioner` divides the joint graph.
 """

@@ -84,7 +84,7 @@ def fastpack_backend(
         return _compiled(gm, example_inputs, settings, trace, outputs)
     except _RETRACED:
         raise
-    except Exception as error:  # of no pass and no lowering: what is needed for right results may be missing
+    except Exception as error:  # outside of passes and lowerings: parts needed for right results may be missing
         if settings.strict or is_data_dependent(error):
             raise
         if trace.has(Feature.HINTS):
@@ -95,7 +95,7 @@ def fastpack_backend(
 
 
 def _left_out(gm: GraphModule, settings: Options, trace: Trace) -> lazy_outputs.LeftOut | Report | None:
-    """The graph without outputs that are computed when they are read, or a report of why they stay."""
+    """The graph without those outputs that are computed only when read, or a report of why they stay."""
     if settings.outputs == "lazy":
         with contained("leaving out what a program returns", "It is computed in each step.", settings.strict):
             return lazy_outputs.leave_out(gm, trace.code, whole_program.is_whole(trace, gm))
@@ -105,7 +105,7 @@ def _left_out(gm: GraphModule, settings: Options, trace: Trace) -> lazy_outputs.
 def _compiled(
     gm: GraphModule, example_inputs: Sequence[Any], settings: Options, trace: Trace, before: Report | None = None
 ) -> Callable[..., Any]:
-    """before: the report of what was done to the graph already."""
+    """The compiled graph. before: the report of an earlier change of the graph."""
     strict = settings.strict
     observer = inspect.observe(gm, example_inputs, settings)
     assumed = tracing.report(trace)
@@ -150,16 +150,16 @@ def _compiled(
     return compiled
 
 
-fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # by which dynamo/ recognises its own traces
+fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # dynamo/ recognises its own traces by this
 
 
 def _rewritten(
     captured: Result, settings: Options, trace: Trace, after_pass: AfterPass
 ) -> tuple[Result, choice.RowCounts | None]:
-    """The result of the passes on the captured graph, and what counts its rows, if they are counted.
+    """The result of the passes on the captured graph, and the object that counts its rows, if they are counted.
 
-    Without `live_rows` where the batch at hand has too few dead rows; the graph is guarded by that. Where it cannot be
-    packed, its masks may hold biases: then once more, with attention as it is written.
+    If the batch at hand has too few dead rows, `live_rows` is left out; the graph is guarded by that decision. If the
+    batch cannot be packed, its masks may hold biases: then the passes run again, with attention as it is written.
     """
     gm = captured.gm
     passes: list[Pass] = [entry.load()() for entry in registry.selected(settings.passes)]
@@ -197,7 +197,7 @@ _RETRACED: tuple[type[Exception], ...] = (*asks_for_another_trace(), Rejected)
 def _compile(
     results: Sequence[Result], settings: Options, trace: Trace, on_report: OnReport
 ) -> tuple[Callable[..., Any], str]:
-    """Compile the first of the given graphs that compiles; failing that, have Dynamo capture less or nothing.
+    """Compile the first of the given graphs that compiles; if none does, have Dynamo capture less or nothing.
 
     results: folded, rewritten and captured; some may be one graph. Returns a callable, and which graph it runs:
     "rewritten", "captured", or "uncompiled".
@@ -231,9 +231,9 @@ def _compile(
 
 
 def _check_integers(gm: GraphModule) -> None:
-    """Raise `CaptureRejected` for an integer made of a float of the batch, as `int(lengths.float().mean().item())`.
+    """Raise `CaptureRejected` for an integer made of a batch's float, such as `int(lengths.float().mean().item())`.
 
-    Inductor's backward would read the float, which it is not given ("name 'zuf0' is not defined", torch 2.13).
+    Inductor's backward would read the float without receiving it ("name 'zuf0' is not defined", torch 2.13).
     """
     for node in nodes_in(gm):
         example = node.meta.get("example_value")
@@ -244,7 +244,7 @@ def _check_integers(gm: GraphModule) -> None:
 def _try_to_lower(
     attempt: Result, gm: GraphModule, settings: Options, trace: Trace, on_report: OnReport
 ) -> Callable[..., Any] | Exception:
-    """Compile without hints from the batch; if autograd needs a size that only the batch determines, with them."""
+    """Compile without hints from the batch; if autograd needs a size that only the batch determines, with hints."""
     if settings.lowering != "eager":
         make_exact(attempt.gm)
     for hints in (trace.paused, tracing.without_caches):
@@ -263,7 +263,7 @@ def _try_to_lower(
 
 
 def _warn(what: str, error: Exception, instead: str, trace: Trace) -> None:
-    """Warn once for a function of the program and a kind of failure, of which each variant may have other words."""
+    """Warn once for a function of the program and a kind of failure: each variant may word it differently."""
     log.debug("%s failed", what, exc_info=error)
     function = tracing.function_of(trace.code)
     if not is_unsaid(error, function):
@@ -300,7 +300,7 @@ def _lower_with_prologue(
 
 
 def _run_in_eager_mode(code: CodeType | None, captured: Callable[..., Any], *inputs: Any) -> Any:
-    """Run the frame that runs a compiled graph as its program; as captured where that frame is not found."""
+    """Run the program of the frame that runs a compiled graph; the captured graph if that frame is not found."""
     program = eager_frame(code)
     return captured(*inputs) if program is None else program()
 
@@ -309,7 +309,7 @@ def _lower_main(result: Result, settings: Options, salt: str, on_report: OnRepor
     def lower_piece(piece: GraphModule, example_inputs: Sequence[Any], place: Place = WHOLE) -> Callable[..., Any]:
         return lower(piece, example_inputs, settings, salt, on_report, place)
 
-    if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets the gradients of each layer as it is done
+    if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets each layer's gradients when it is done
         return lower_segments(result.gm, result.example_inputs, lower_piece)
     if settings.lowering == "eager":  # DDP gets its gradients one by one anyway
         return lower_piece(result.gm, result.example_inputs)

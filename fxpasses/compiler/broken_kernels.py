@@ -1,4 +1,4 @@
-"""Kernels that Inductor built and that cannot be loaded: a process that was stopped while it linked one leaves half a
+"""Kernels that Inductor built and that cannot be loaded: a process that is stopped while it links one leaves half a
 file in the cache, and every later process fails with `ImportError: ... file too short`.
 
 Checked on torch 2.13: Inductor builds a file that is missing, and loads it; `cache_dir` is its private name.
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_MOST = 8  # files of one graph: one that is broken again, on a full disk, must not be built for ever
+_MOST = 8  # files of one graph: on a full disk, a file that breaks again must not be rebuilt for ever
 
 
 def building_anew(compile_graph: Callable[[], Any]) -> Any:
-    """The result of `compile_graph`, which is called again where a file of the cache could not be loaded."""
+    """The result of `compile_graph`, which is called again if a file of the cache could not be loaded."""
     for _ in range(_MOST):
         try:
             return compile_graph()
@@ -26,7 +26,7 @@ def building_anew(compile_graph: Callable[[], Any]) -> Any:
 
 
 def discard(error: BaseException) -> bool:
-    """Remove the file that could not be loaded, if that is why compiling failed, so that it is built anew."""
+    """Remove the file that could not be loaded, if compiling failed for that reason; returns whether it did."""
     from torch._inductor.runtime.runtime_utils import cache_dir
 
     for cause in _causes(error):

@@ -1,12 +1,12 @@
 """Runs in eager mode the program of the frame whose compiled code is running.
 
-    def forward(x, lengths):             Dynamo has replaced the code: it calls the graph, from where this is called
+    def forward(x, lengths):             Dynamo has replaced the code: it calls the graph, which calls this module
         longest = lengths.max().item()
         y = all_reduce(x)
-        assert longest <= 512            Dynamo puts the assertion right behind the number that it is about
+        assert longest <= 512            Dynamo puts the assertion right after the number that it is about
 
-A graph does not tell where its program would raise. The program itself does: Dynamo's code calls the graph before it
-does anything else, so the frame has the arguments that it was given, and can start again.
+A graph does not show where its program would raise. The program itself does: Dynamo's code calls the graph before it
+does anything else, so the frame still has its original arguments, and can start again.
 
 Checked on torch 2.13: the code that Dynamo makes has the file, line, name, arguments and free variables of the
 frame's own.
@@ -23,10 +23,10 @@ from typing import Any
 
 
 def eager_frame(code: CodeType | None) -> Callable[[], Any] | None:
-    """A callable that runs in eager mode the innermost frame that runs what Dynamo has made of `code`; None without.
+    """A callable that reruns in eager mode the innermost frame that runs Dynamo's code for `code`; None if none does.
 
-    Its result is lost, because the frame goes on with that of the graph, and so is what it assigns to variables of an
-    enclosing function. It is for a program that raises.
+    Its result is lost, because the frame goes on with the graph's result; so are its assignments to variables of an
+    enclosing function. It is meant for a program that raises.
     """
     frame: FrameType | None = sys._getframe(1)
     while code is not None and frame is not None:

@@ -45,7 +45,8 @@ def lower(
     """Compile `gm`.
 
     salt: distinguishes, in caches, programs with the same graph whose inputs have different known properties.
-    on_report: gets the reports of passes on the partitioned graphs, after compilation. place: of `gm` in its step.
+    on_report: called with the reports of passes on the partitioned graphs, after compilation. place: that of `gm` in
+    its step.
     """
     if options.lowering == "eager":
         return uncompiled(gm)
@@ -99,8 +100,8 @@ def _partitioners(
     from fxpasses.offload.inputs import activations
 
     functorch: Any = torch._functorch.config
-    # Backward may overwrite a donated buffer, which is a saved tensor. It must not overwrite handles, which map files.
-    # And with donated buffers no backward can run twice.
+    # Backward may overwrite a donated buffer, which is a saved tensor. It must not overwrite handles, which map files;
+    # and with donated buffers, backward cannot run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
         moved = options.offload if offloads else None
         outer = Partitioner(moved, options.strict, activations(examples), inner, place)
@@ -115,7 +116,7 @@ def _users_partitioner(options: Options) -> CustomPartitionerFn | None:
 
 
 def _as_in_eager_mode(gm: GraphModule, compiled: Compiled) -> Compiled:
-    """`compiled`, or `gm` itself where `compiled` would issue other collectives than eager mode."""
+    """`compiled`, or `gm` itself if `compiled` would issue other collectives than eager mode."""
     from fxpasses.collectives.in_checkpoints import with_checkpoints_around
     from fxpasses.collectives.requested_gradients import with_requested_gradients
 
@@ -124,8 +125,8 @@ def _as_in_eager_mode(gm: GraphModule, compiled: Compiled) -> Compiled:
         return compiled
 
     def run_piece(*inputs: Any) -> Any:
-        # DDPOptimizer has AOTAutograd answer one call on fake tensors, which nothing else may take, or the next call,
-        # on a batch, would be answered so.
+        # DDPOptimizer has AOTAutograd return fake results for one call. That has to be the call on fake tensors: if
+        # something else ran it, the next call, on a batch, would get the fake results.
         is_fake = any(isinstance(value, FakeTensor) for value in inputs)
         return compiled(*inputs) if is_fake else run(*inputs)
 
@@ -141,7 +142,7 @@ def _keeping_collectives(gm: GraphModule, inner: CustomPartitionerFn | None) -> 
 
 
 def _aot_eager(gm: GraphModule, example_inputs: Sequence[Any], partitioner: CustomPartitionerFn | None) -> Compiled:
-    """The backend "aot_eager", with a partitioner of ours."""
+    """The backend "aot_eager", with our partitioner."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -175,7 +176,7 @@ def inductor(
     if partitioner is not None:
         patches["custom_partitioner_fn"] = partitioner
     config: Any = torch.compiler.config
-    # PyTorch's caches do not cover this package's code: its operators' gradients, and how its numbers are generated.
+    # PyTorch's cache keys do not cover this package's code: its operators' gradients, and the printing of its numbers.
     tag = ":".join([config.cache_key_tag, "fxpasses", code_digest(), salt])
     compile_graph: Any = compile_fx
     arguments = _decompositions(gm, patches)
@@ -186,7 +187,7 @@ def inductor(
 
 
 def _decompositions(gm: GraphModule, patches: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument of Inductor with its own decompositions, under these options, and ours, if any is wanted."""
+    """The argument that gives Inductor its own decompositions under these options and ours; empty if we add none."""
     own = {**grouped_decompositions.decompositions(gm), **masked_writes.decompositions(gm)}
     if not own:
         return {}

@@ -1,16 +1,16 @@
-"""Contains what fails in backward, which AOTAutograd compiles and calls where no fallback of the backend sees it.
+"""Contains failures of backward, which AOTAutograd compiles and calls where no fallback of the backend sees it.
 
-AOTAutograd compiles backward with forward if sizes are saved for it, and suppresses an error there; otherwise at the
-first `.backward()`. Either way an error reaches the user's `.backward()`. Here an error in the first case is one of
-compiling the graph, as an error in forward is; in the second, backward runs operator by operator, with the tensors that
-forward saved.
+AOTAutograd compiles backward together with forward if sizes are saved for it, and suppresses an error there; otherwise
+it compiles backward at the first `.backward()`. Either way an error reaches the user's `.backward()`. Here an error in
+the first case counts as an error of compiling the graph, like one in forward; in the second case, backward runs
+operator by operator, with the tensors that forward saved.
 
-And backward compiled with forward writes into saved tensors ("donated buffers"), so `retain_graph=True` fails where the
-sizes of the batch are captured, though not in stock PyTorch's graphs, which have no such sizes. Here such a backward is
-compiled a second time, without these writes, when it is first asked for.
+Also, a backward that is compiled with forward writes into saved tensors ("donated buffers"), so `retain_graph=True`
+fails if the sizes of the batch are captured, though not in stock PyTorch's graphs, which have no such sizes. Here such
+a backward is compiled a second time, without these writes, when it is first needed.
 
-What is assumed of sizes is asserted in forward alone: Inductor's backward repeats the assertions, also with sizes that
-it is not given ("name 's27' is not defined").
+Assumptions on sizes are asserted only in forward: Inductor's backward would repeat the assertions, even for sizes that
+it does not receive ("name 's27' is not defined").
 
 Private names, checked on torch 2.13: `AOTDispatchAutograd.post_compile`, which AOTAutograd gives a graph's compiled
 forward and backward, new or from its cache, as an `AOTDispatchAutogradCompileSpec` with the fields used below;
@@ -30,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo  # which imports the module that follows, and must be there first
+import torch._dynamo  # must come before the next module, which it imports
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -41,13 +41,13 @@ from fxpasses.compiler.output_strides import TracedStrides
 
 
 def _changes(gm: GraphModule, is_backward: bool) -> dict[str, Any]:
-    """What is to be set in Inductor's configuration while it compiles a graph of AOTAutograd."""
+    """The settings of Inductor's configuration while it compiles a graph of AOTAutograd."""
     from torch._inductor import config
 
     found: dict[str, Any] = {}
     if is_backward and hasattr(config, "do_not_emit_runtime_assertions"):  # torch 2.11 lacks it
         found["do_not_emit_runtime_assertions"] = True
-    # Torch 2.11 computes it from sizes, and fails at those that are not known; any from 16 to 128 is right.
+    # Torch 2.11 computes this from sizes, and fails for unknown ones; any value from 16 to 128 is right.
     if torch.__version__ < "2.12" and config.triton.mix_order_reduction_split_size is None:
         if any(free_unbacked_symbols(node.meta.get("val")) for node in gm.graph.nodes):
             found["triton.mix_order_reduction_split_size"] = 64
@@ -55,7 +55,7 @@ def _changes(gm: GraphModule, is_backward: bool) -> dict[str, Any]:
 
 
 class BackwardFailed(BaseException):
-    """Raised in place of an error of compiling backward: AOTAutograd suppresses an `Exception`."""
+    """Raised in place of an error in compiling backward: AOTAutograd suppresses an `Exception`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -63,14 +63,14 @@ class BackwardFailed(BaseException):
 
 
 class Containment:
-    """Of one graph, while its forward and backward are compiled, and later."""
+    """The containment of one graph, while its forward and backward are compiled, and later."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
-        self.compiling = True  # or backward is compiled in `.backward()`
+        self.compiling = True  # False if backward is compiled in `.backward()`
 
     def compile_inner(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        """Inductor's compiler of one graph of AOTAutograd, which does not have an error in backward suppressed."""
+        """Compile one graph of AOTAutograd with Inductor; AOTAutograd cannot suppress an error in backward."""
         from torch._inductor import config as inductor_config
         from torch._inductor.compile_fx import compile_fx_inner
 
@@ -93,7 +93,7 @@ class Containment:
 
 @contextlib.contextmanager
 def containing_backward(strict: bool) -> Iterator[Containment]:
-    """Compile a graph inside; raises an error of compiling its backward; with `strict` also from `.backward()`."""
+    """Compile a graph inside. Errors in compiling its backward are raised; with `strict`, also from `.backward()`."""
     containment = Containment(strict)
     owner: Any = runtime_wrappers.AOTDispatchAutograd
     patched = staticmethod(functools.partial(containment.post_compile, owner.post_compile))
@@ -105,7 +105,7 @@ def containing_backward(strict: bool) -> Iterator[Containment]:
         error = failed.error
     finally:
         containment.compiling = False
-    if error is not None:  # outside of the handler: it is the cause of `BackwardFailed`, and must not follow from it
+    if error is not None:  # raised outside of the handler: `BackwardFailed` must not become its context
         raise error
 
 
@@ -118,7 +118,7 @@ def _contained(spec: Any, strict: bool) -> Any:
         return _compiled_later(spec, uncompiled, strict)
     donated = spec.fw_metadata.bw_donated_idxs
     metadata = copy.copy(spec.fw_metadata)
-    metadata.bw_donated_idxs = []  # by which AOTAutograd refuses `retain_graph=True`
+    metadata.bw_donated_idxs = []  # if there are any, AOTAutograd refuses `retain_graph=True`
     compiled = _Retaining(spec, uncompiled, strict) if donated else spec.compiled_bw_func
     return dataclasses.replace(spec, compiled_bw_func=compiled, fw_metadata=metadata)
 
@@ -167,7 +167,7 @@ class _Uncompiled:
 
 
 class _Retaining:
-    """Runs a compiled backward that writes into saved tensors; another one where the autograd graph is kept."""
+    """Runs a compiled backward that writes into saved tensors, or one that does not if the autograd graph is kept."""
 
     _boxed_call = True
 
@@ -185,7 +185,7 @@ class _Retaining:
         return self._without_writes(arguments)
 
     def _compile(self) -> Boxed:
-        if self._spec.bw_compiler is None:  # the graph is from a cache
+        if self._spec.bw_compiler is None:  # the graph came from a cache
             return self._uncompiled
         fields = {field.name for field in dataclasses.fields(runtime_wrappers._AutogradBackwardCompiler)}
         given = {name: getattr(self._spec, name) for name in fields - {"compiled_bw", "try_save_cache_entry"}}

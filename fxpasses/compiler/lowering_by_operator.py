@@ -1,9 +1,9 @@
-"""Runs the graphs of AOTAutograd operator by operator, with the results that eager mode has.
+"""Runs the graphs of AOTAutograd operator by operator, with eager mode's results.
 
-Two things differ between such a graph and eager mode. Some kernels' results have other strides than on fake tensors,
-such as that of `softplus_backward`, so a `view` that was legal while tracing may not be: `reshape` copies then, which
-shows nowhere in a graph without writes. And autograd's formulas divide sizes in C++, where `std` of one token divides
-by zero and gives an infinity; in the graph of backward they are Python's numbers.
+Two things differ between such a graph and eager mode. Some kernels' results, such as that of `softplus_backward`, have
+other strides than on fake tensors, so a `view` that was legal while tracing may not be: then `reshape` copies, which is
+invisible in a graph without writes. And autograd's formulas divide sizes in C++, where `std` of one token divides by
+zero and gives an infinity; in the graph of backward the sizes are Python's numbers.
 
 Private name, checked on torch 2.11 and 2.13: `torch._dynamo.backends.debugging.boxed_nop`.
 """
@@ -40,7 +40,7 @@ def backward_by_operator(gm: GraphModule, example_inputs: Sequence[Any] = ()) ->
 
 
 def divide(a: Any, b: Any) -> Any:
-    """Divide numbers as C++ does, where a division by zero is no error."""
+    """Divide numbers as C++ does, where a division by zero is not an error."""
     try:
         return a / b
     except ZeroDivisionError:

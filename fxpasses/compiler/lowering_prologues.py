@@ -16,15 +16,15 @@ from fxpasses.graph.traits import VIEWS
 from fxpasses.metadata.program import Program
 from fxpasses.options import Options
 
-# Results of a prologue live as long as the batch, so the next replay of a CUDA graph must not overwrite their memory.
-# And the main graph is compiled for the strides that the operators give them.
+# A prologue's results live as long as the batch, so the next replay of a CUDA graph must not overwrite their memory.
+# And the main graph is compiled for the strides that the operators give these results.
 _FOR_PROLOGUES = {"triton.cudagraphs": False, "freezing": False, "keep_output_stride": True}
 
 
 def lower_prologue(program: Program, options: Options) -> Compiled | None:
     """Compile a prologue's device graph, to be called without gradients; None if it should run uncompiled.
 
-    It is compiled with the main graph and not at its first run, so its integers are unbacked symbols: it assumes
+    It is compiled with the main graph, and not when it first runs, so its integers are unbacked symbols: it assumes
     nothing about a batch, and no batch recompiles it.
     """
     if program.device is None or not program.worth_compiling or options.lowering != "inductor":
@@ -47,7 +47,8 @@ def lower_prologue(program: Program, options: Options) -> Compiled | None:
 def _extract_plans(gm: GraphModule) -> GraphModule:
     """Have the graph return the operands of its attention plans; returns a graph that computes the original results.
 
-    A compiler would write a mask once for the operator that makes its plan and once to return it, and copy its views.
+    Otherwise a compiler would write a mask twice, for the operator that makes its plan and for the result, and copy
+    its views.
     """
     output = gm.graph.output_node()
     rest, taken = Graph(), dict[Node, Node]()
@@ -67,7 +68,7 @@ def _extract_plans(gm: GraphModule) -> GraphModule:
     rest.output(tuple(take(node, node.target is torch.ops.fxpasses.attention_plan.default) for node in results))
     output.args = (tuple(returned),)
     for node in reversed(gm.graph.nodes):
-        if node in taken and not node.users:  # not every node without users: a write in place has none either
+        if node in taken and not node.users:  # only such nodes: a write in place has no users either
             gm.graph.erase_node(node)
     gm.recompile()
     _placeholders_first(rest)

@@ -1,9 +1,9 @@
-"""Runs a graph as it was captured if its compiled code raises, as Inductor's does for strides that it did not expect.
+"""Runs the captured graph if its compiled code raises, as Inductor's does for strides that it did not expect.
 
-What eager mode raises as well, an index that is out of range, is the program's error: the second run raises it. Small
-tensors that the graph writes, such as the statistics of a batch norm, are as they were when the second run begins, if
-the batch determines sizes in the graph. Where a second run would show, in a larger tensor that is written twice, in a
-collective that other ranks issue once, or in a checkpoint that counts what is saved, the first error stands.
+An error that eager mode raises as well, such as an index out of range, is the program's: the second run raises it. If
+the batch determines sizes in the graph, small tensors that the graph writes, such as a batch norm's statistics, are
+restored before the second run. If a second run would be visible, in a larger tensor that is written twice, in a
+collective that other ranks issue once, or in a checkpoint that counts saved tensors, the first error stands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxpasses.graph.symbols import binds_symbols, bytes_of
 
 Run = Callable[..., Any]
 
-# What code that is wrong, or not there, raises. Other exceptions steer a program, as a checkpoint's early stop does.
+# The errors of wrong or missing code. Other exceptions steer a program, like a checkpoint's early stop.
 _FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -41,14 +41,14 @@ _FAILURES = (
     TypeError,
     ValueError,
 )
-_MOST_RESTORED = 1 << 20  # bytes, which are copied in each step
+_MOST_RESTORED = 1 << 20  # bytes; they are copied in each step
 _MEANT = (MetadataError, OffloadError, RecordingError, torch.OutOfMemoryError)
 
 
 def recovering(compiled: Run, captured: Run, gm: GraphModule, function: Hashable) -> Run:
-    """`compiled`; where it raises, `captured`, which runs the captured graph `gm`.
+    """`compiled`; if it raises, `captured`, which runs the captured graph `gm`.
 
-    One warning is given for a function of the program, which `function` identifies, and a kind of error.
+    Warns once for each function of the program, identified by `function`, and kind of error.
     """
     if communicates(gm) or (written := _written_inputs(gm)) is None:
         return compiled
@@ -76,7 +76,7 @@ def recovering(compiled: Run, captured: Run, gm: GraphModule, function: Hashable
 
 
 def unasserted(gm: GraphModule, of_program: Collection[str]) -> Run:
-    """Runs a captured graph without what PyTorch asserts of sizes that it does not know: operators check the batch's.
+    """Runs a captured graph without PyTorch's assertions on unknown sizes: operators check the batch's own sizes.
 
     of_program: the conditions that the program asserts itself.
     """
@@ -102,7 +102,7 @@ def unasserted(gm: GraphModule, of_program: Collection[str]) -> Run:
 
 
 def _written_inputs(gm: GraphModule) -> list[int] | None:
-    """The positions of the inputs that a graph writes, to be restored; None if that takes too much."""
+    """The positions of the inputs that a graph writes, to be restored; None if they cannot be."""
     written = [operand for node in gm.graph.nodes for operand in written_operands(node)]
     for region in Region(gm).walk():
         written += [_in_graph(operand, region) for node in region.gm.graph.nodes for operand in _written_beside(node)]
@@ -116,7 +116,7 @@ def _written_inputs(gm: GraphModule) -> list[int] | None:
 
 
 def _written_beside(node: Node) -> list[Node]:
-    """The operands that a function of PyTorch writes although its name does not tell."""
+    """The operands that a function of PyTorch writes although its name does not say so."""
     call = OperatorCall.of(node)
     names: tuple[str, ...] = ()
     if call.name in ("batch_norm", "instance_norm"):

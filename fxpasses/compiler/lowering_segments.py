@@ -7,8 +7,8 @@
         h_2, = layer_0(h_1, w_1)
         return rest_1(h_2, head)
 
-Each piece is a function of its own for autograd, as if the layers were compiled one by one. Nothing is left out as with
-that: embedding, head and loss are compiled too, and the passes have seen the whole program.
+Each piece is a separate function for autograd, as if the layers were compiled one by one. But embedding, head and loss
+are compiled too, and the passes have seen the whole program.
 
 Private name, checked on torch 2.11, 2.13 and 2.15: `torch._guards.tracing` and `TracingContext`, whose `fw_metadata`
 AOTAutograd sets for the graph that it compiles, and reads again when it compiles that graph's backward. So each piece
@@ -45,7 +45,7 @@ class _Assembly:
         self.gm, self.examples, self.lower = gm, examples, lower
         self.modes = modes(gm.graph)
         self.graph = Graph()
-        self.pieces: dict[str, Any] = {}  # and the constants of the graph
+        self.pieces: dict[str, Any] = {}  # also the constants of the graph
         self.values: dict[Node, Any] = {}
         self.compiled: dict[Any, str] = {}  # by body, or by the form of a rest
 
@@ -70,7 +70,7 @@ class _Assembly:
             elif node.op == "output":
                 self._rest(rest, last=True)
                 self.graph.output(map_arg(node.args[0], self.values.__getitem__))
-        # `forward` calls the pieces as attributes; they are no modules, so that no hook of the program sees them.
+        # `forward` calls the pieces as attributes; they are not modules, so that no hook of the program sees them.
         return GraphModule(self.pieces, self.graph, class_name="Pieces").forward
 
     def _attribute(self, node: Node) -> None:

@@ -1,18 +1,18 @@
-"""Gives what a compiled forward returns the traced strides, where a size that the batch determines is in them.
+"""Gives the results of a compiled forward their traced strides, if these contain a size that the batch determines.
 
     h = x[:, : lengths.max().item()].transpose(1, 2)       # [2, 4, Min(8, u0)]
     return h.softmax(2)                                    # contiguous in eager mode
 
-Inductor lays out what it returns, and what it saves for backward, as it likes best, unless it knows the traced strides;
-those with unbacked symbols it leaves aside (`unbacked_symbols_in_strides` in its `graph.py`, and `output_strides` in
-`compile_fx.py`, which AOTAutograd compiles backward for). And kernels may choose other strides for the sizes at hand
-than for symbols (`F.max_pool1d`). So `.view(-1)` of the result raises, which eager mode runs, and backward raises
-("expected size 4==4, stride 2==1"), or without Inductor's size assertions computes wrong gradients. Here a tensor with
+Inductor chooses the layout of its results, and of the tensors saved for backward, unless it knows the traced strides;
+it ignores strides with unbacked symbols (`unbacked_symbols_in_strides` in its `graph.py`, and `output_strides` in
+`compile_fx.py`, for which AOTAutograd compiles backward). And kernels may choose other strides for the sizes at hand
+than for symbols (`F.max_pool1d`). So `.view(-1)` of the result, which eager mode runs, raises; and backward raises
+("expected size 4==4, stride 2==1"), or computes wrong gradients without Inductor's size assertions. Here a tensor with
 other strides than the traced ones is copied. Few are.
 
 Private names, checked on torch 2.13: `torch.utils._sympy.printers.PythonPrinter`, `user_visible_output_idxs` in the
-`meta` of a graph's output, and `CompiledFxGraph.output_strides`, which holds None for a result of which backward is
-told nothing.
+`meta` of a graph's output, and `CompiledFxGraph.output_strides`, which holds None for a result whose strides backward
+is not told.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Strides = Callable[[Sequence[Any], Sequence[Any]], tuple[int, ...]]
 
 
 class TracedStrides:
-    """Of a forward graph: the strides that its results have, as functions of what it is given and returns."""
+    """The strides of a forward graph's results, as functions of its inputs and results."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
         output = gm.graph.output_node()
@@ -42,8 +42,8 @@ class TracedStrides:
         self._expected = _expected(inputs, outputs)
 
     def given_to(self, compiled: Any) -> Boxed:
-        """`compiled`, by Inductor, which returns tensors in these strides, and saves those in them of which it has not
-        told the strides. Backward is compiled for the strides that it has told."""
+        """`compiled`, Inductor's code, with these strides for the returned tensors, and for the saved tensors whose
+        strides it has not reported. Backward is compiled for the strides that it has reported."""
         told = getattr(compiled, "output_strides", None) or ()
         expected = {
             strides_of: [at for at in positions if at in self._returned or (at < len(told) and told[at] is None)]
@@ -61,8 +61,8 @@ class _Restrided:
 
     def __call__(self, arguments: list[Any]) -> Any:
         sizes = [value.shape if isinstance(value, torch.Tensor) else value for value in arguments]
-        outputs = list(self._compiled(arguments))  # which takes the arguments out of their list
-        copies: dict[tuple[int, bool], torch.Tensor] = {}  # a tensor that is returned twice stays one
+        outputs = list(self._compiled(arguments))  # this empties the list `arguments`
+        copies: dict[tuple[int, bool], torch.Tensor] = {}  # a tensor that is returned twice stays one tensor
         for strides_of, positions in self._expected.items():
             strides = strides_of(sizes, outputs)
             for position in positions:
@@ -86,7 +86,7 @@ def _copy(found: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def _expected(inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[Strides, list[int]]:
-    """The positions of the outputs with such strides, by what computes the strides."""
+    """The positions of the outputs with unbacked symbols in their strides, by the function that computes these."""
     sources = dict(_sources(outputs, "outputs[{}]", ".shape")) | dict(_sources(inputs, "sizes[{}]", ""))
     positions: dict[tuple[Any, ...], list[int]] = {}
     for position, output in enumerate(outputs):
@@ -98,7 +98,7 @@ def _expected(inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[Strides, li
 
 
 def _sources(values: Sequence[Any], place: str, shape: str) -> Iterable[tuple[Any, str]]:
-    """How to find the value of each symbol among values, in Python."""
+    """Each symbol in `values`, with a Python expression for its value."""
     for position, value in enumerate(values):
         at = place.format(position)
         if isinstance(value, torch.SymInt) and symbol(value) is not None:

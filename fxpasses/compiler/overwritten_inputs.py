@@ -1,12 +1,12 @@
-"""Backward reads what forward computed from an input before it overwrote it, and does not compute it anew.
+"""Backward takes values that forward computed from an input before overwriting it, instead of recomputing them.
 
     def forward(self, x):
         self.steps += 1
         return x / (1 + self.steps)
 
 The joint graph ends in `copy_(steps, add)`, with `add = steps + 1`. PyTorch's min-cut partitioner may save `steps` and
-have backward add 1 again: `steps` is overwritten by then, so the gradient is wrong, in silence, on torch 2.13, under
-stock Inductor as well ([docs/upstream.md](../docs/upstream.md)).
+have backward add 1 again: `steps` is overwritten by then, so the gradient is silently wrong, on torch 2.13, under stock
+Inductor as well ([docs/upstream.md](../docs/upstream.md)).
 
 Private names, checked on torch 2.11 and 2.13: `torch._inductor.custom_graph_pass.CustomPartitionerFn`,
 `torch._functorch.partitioners.min_cut_rematerialization_partition`, and the mark `recompute` in a joint graph's
@@ -43,11 +43,11 @@ class SavingPartitioner(CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         partition: Callable[..., Any] = self.inner or min_cut_rematerialization_partition
         for node in results_of_overwritten(gm.graph):
-            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # a checkpoint's recomputation stays one
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # a checkpoint's policy takes precedence
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any | None:
-        """For the caches of Inductor and AOTAutograd."""
+        """The key for the caches of Inductor and AOTAutograd."""
         inner = self.inner.uuid() if self.inner is not None else ""
         return None if inner is None else ("fxpasses", __version__, "overwritten inputs", inner)
 

@@ -36,8 +36,8 @@ class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph, orders the saved values, then offloads.
 
     options: None to offload nothing. activations: positions of the captured graph's inputs that may be moved. inner:
-    the partitioner to call; None is PyTorch's. place: of the graph in its step. reports: one of the pass for each
-    partition. If the pass fails, the plain partition stays, with one warning; with `strict` it raises `PassError`.
+    the partitioner to call; None is PyTorch's. place: the graph's place in its step. reports: the pass's report for
+    each partition. If the pass fails, the plain partition stays, with one warning; with `strict` it raises `PassError`.
     """
 
     name = NAME
@@ -53,7 +53,7 @@ class Partitioner(CustomPartitionerFn):
         self.options, self.strict, self.activations, self.inner = options, strict, activations, inner
         self.place = place
         self.reports: list[Report] = []
-        self.called = False  # for inference, and where a cache has the result, nothing is partitioned
+        self.called = False  # nothing is partitioned for inference, or if a cache has the result
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -84,7 +84,7 @@ class Partitioner(CustomPartitionerFn):
         self.reports.append(report)
 
     def uuid(self) -> Any | None:
-        """For the caches of Inductor and AOTAutograd: options, this code, the activations, and the inner uuid."""
+        """The key for the caches of Inductor and AOTAutograd: options, this code, the activations, the inner uuid."""
         inner = self.inner.uuid() if self.inner is not None else ""
         if inner is None:
             return None
@@ -93,6 +93,6 @@ class Partitioner(CustomPartitionerFn):
 
 
 def _replayed() -> bool:
-    """Whether Inductor will run the graph that it compiles now as a CUDA graph."""
+    """Whether Inductor will run the graph that it is compiling as a CUDA graph."""
     inductor: Any = torch._inductor.config
     return bool(inductor.triton.cudagraphs)

@@ -3,9 +3,9 @@
     forward returns  its outputs, tensors, tensors saved without a version check, objects, sizes
     backward takes   sizes, tensors, tensors saved without a version check, objects, gradients, ...
 
-PyTorch's partitioners put the states of random number generators last before the sizes: a checkpoint must draw the same
-numbers twice. If a graph has a DTensor, its `DeviceMesh` is saved too, so an object precedes a tensor, and the first
-call of forward fails: "expected all tensors_saved_with_vc_check to be Tensors".
+PyTorch's partitioners put the states of random number generators, which let a checkpoint draw the same numbers twice,
+right before the sizes. If a graph has a DTensor, its `DeviceMesh` is saved too, so an object precedes a tensor, and the
+first call of forward fails: "expected all tensors_saved_with_vc_check to be Tensors".
 
 Private name, checked on torch 2.11 and 2.13: the node's meta `saved_tensor_with_no_vc_check`.
 """
@@ -35,7 +35,7 @@ def may_save_objects(gm: GraphModule) -> bool:
 
 
 def order_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> bool:
-    """Put the results of `forward` after the first `outputs` ones, which `backward` takes, in AOTAutograd's order.
+    """Put the saved results of `forward`, after its first `outputs` results, in AOTAutograd's order.
 
     Values of one kind keep their order. Returns whether anything moved; graphs in the right order are not touched.
     """
@@ -58,7 +58,7 @@ def order_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> bo
 
 
 def _reorder_placeholders(backward: GraphModule, kinds: list[int], order: list[int]) -> None:
-    """Backward takes saved values in forward's order, except that sizes come first."""
+    """Put backward's placeholders for saved values in forward's order, except that sizes come first."""
 
     def sizes_first(numbers: list[int]) -> list[int]:
         return sorted(numbers, key=lambda number: kinds[number] != _SIZE)

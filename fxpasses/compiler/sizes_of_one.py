@@ -1,4 +1,4 @@
-"""A dimension that is known to be 1, and whose size is an expression, becomes one of size 1.
+"""A dimension that is known to be 1, but whose size is an expression, gets the size 1.
 
     h = x[:, : lengths.max()]            # Min(8, u0) tokens
     y = x - h[:, :1]                     # Min(1, u0), which is 1: guarded
@@ -10,7 +10,7 @@
 
 Inductor asks whether such a size is 1 to find the size of the result, and compares the expression with the number 1 to
 find which element to read (`ExpandView._make_reindexer`, `actual[i] == 1`). So it broadcasts nothing, and reads
-elements that are not there: `y` is wrong, in silence, on torch 2.13 ([docs/upstream.md](../docs/upstream.md)).
+elements that do not exist: `y` is silently wrong, on torch 2.13 ([docs/upstream.md](../docs/upstream.md)).
 
 Private names, checked on torch 2.13: `statically_known_true` of `torch.fx.experimental.symbolic_shapes`.
 """
@@ -28,7 +28,7 @@ from fxpasses.graph.symbols import expression, is_unbacked
 
 
 def make_exact(gm: GraphModule) -> None:
-    """Rewrite a graph and its bodies where such a dimension comes from: an operator, or an input."""
+    """Rewrite a graph and its bodies at the origin of each such dimension: an operator, or an input."""
     known: dict[Any, bool] = {}
     for module in modules_in(gm):
         if made := _made_in(module.graph, known):
@@ -39,9 +39,9 @@ def make_exact(gm: GraphModule) -> None:
 
 
 def _made_in(graph: Graph, known: dict[Any, bool]) -> dict[Node, list[int]]:
-    """The dimensions that each operator makes, and those of inputs; its operands' will have the size 1 by then.
+    """The dimensions that originate at each operator or input; those of its operands will have the size 1 by then.
 
-    known: whether a size is known to be 1, of those that were asked about.
+    known: for each size that was asked about, whether it is known to be 1.
     """
     sizes = {node: _of_one(node, known) for node in graph.nodes}
     found = {}
@@ -71,7 +71,7 @@ def _make_exact(node: Node, dimensions: list[int]) -> None:
 
 
 def _of_one(node: Node, known: dict[Any, bool]) -> dict[int, Any]:
-    """The dimensions of a node's tensor that are known to be 1, and whose sizes are expressions."""
+    """The dimensions of a node's tensor that are known to be 1, but whose sizes are expressions."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return {}
