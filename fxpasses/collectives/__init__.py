@@ -10,7 +10,7 @@ treat a collective as a pure operator:
 - `in_checkpoints.py`: so does a compiled graph inside a checkpoint of eager mode;
 - `requested_gradients.py`: backward issues no collective for a gradient that the program does not request.
 
-`eager_sequences.py` finds eager mode's sequence. A graph that cannot keep it runs uncompiled, with a warning; where it
-is too late for that, the program gets an error. Passes recognise collectives by `graph/collectives.py`;
+`eager_sequences.py` finds eager mode's sequence. A graph that cannot keep it runs uncompiled, with a warning; if it is
+too late for that, the program gets an error. Passes recognise collectives by `graph/collectives.py`;
 `passes/pipeline.py` drops a pass that changes the sequence.
 """

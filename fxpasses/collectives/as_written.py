@@ -1,15 +1,15 @@
 """Runs a captured graph without a compiler, like eager mode: it saves the same tensors in the same places.
 
 Eager mode stops a checkpoint's recomputation at the last tensor that backward needs, and issues no collective after it.
-Dynamo's own operators recompute to the end, since torch 2.13 with new random numbers, and hide from a checkpoint the
-tensors that a user's function saves:
+Dynamo's own operators recompute to the end (since torch 2.13 with new random numbers), and hide the tensors that a
+user's function saves from a checkpoint:
 
     before:  out = tag_activation_checkpoint(body, x, use_reentrant=False)
              out = autograd_function_apply(forward, backward, x, saved_for_backward_idx=[0], ...)
     after:   out = run_checkpoint(body, x, use_reentrant=False)
              out = run_function(forward, backward, x, saved_for_backward_idx=[0], ...)
 
-Checked on torch 2.11 and 2.13: the first operator takes checkpoint's own keyword arguments, and `context_fn` is in
+Checked on torch 2.11 and 2.13: the first operator takes `checkpoint`'s own keyword arguments, and `context_fn` is in
 `body.meta["_checkpoint_context_fn"]`; the second operator's keyword arguments that `run_function` names; and
 `torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)`, the innermost hooks on saved tensors.
 """
@@ -71,7 +71,7 @@ def run_function(
     dirty_idx: Sequence[int] = (),
     **_: Any,
 ) -> Any:
-    """Run a captured `torch.autograd.Function`, saving the tensors of the user's by `ctx.save_for_backward`."""
+    """Run a captured `torch.autograd.Function`, saving the user's tensors with `ctx.save_for_backward`."""
 
     class Function(torch.autograd.Function):
         @staticmethod

@@ -1,8 +1,8 @@
-"""Under DDP, cuts the graph at DDP's buckets after the passes, and not as Dynamo captured it.
+"""Under DDP, cuts the graph at DDP's buckets after the passes, and not when Dynamo has captured it.
 
 AOTAutograd's backward returns all gradients at its end, so DDP could not reduce the first ones while the rest are
 computed. PyTorch's DDPOptimizer therefore cuts the graph into pieces, one for each bucket. Dynamo wraps it around the
-backend, which then sees pieces: each computes the metadata again, and cuts split loops. Here it moves inside:
+backend, which then sees pieces: each computes the metadata again, and cuts split loops. Here it moves to the inside:
 
     before:  Dynamo → DDPOptimizer → for each piece: passes, prologue, lowering
     after:   Dynamo → passes, prologue → DDPOptimizer → for each piece: lowering
@@ -14,7 +14,8 @@ passes numbers between pieces, although AOTAutograd takes no floats: here each p
 
 Private names, checked on torch 2.13: the constructor, methods and attributes of DDPOptimizer that are listed below, and
 its call of `torch.fx.passes.split_module.split_module`; `TracingContext.ddp_optimizer_ctx` and `fakify_first_call`. If
-the class lacks one, it stays outside. If it cuts in another way, the graph is compiled whole, with a warning.
+the class lacks one of its own, it stays outside. If it cuts in another way, the graph is compiled whole, with a
+warning.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _METHODS = ("compile_fn", "add_param_args", "add_param", "_ignore_parameter")
 _ATTRIBUTES = ("backend_compile_fn", "bucket_bytes_cap", "first_bucket_cap")
 
-# The optimizer that Dynamo wrapped around the backend for the current frame, and `moved_inside` removed.
+# The optimizer that Dynamo wrapped around the backend for the current frame, and that `moved_inside` removed.
 _optimizer: ContextVar[Any] = ContextVar("fxpasses_ddp_optimizer", default=None)
 
 
@@ -139,7 +140,7 @@ def _split(split_module: Callable[..., Any], gm: GraphModule, piece_of: Callable
 
 
 def _repeat_numbers(graph: Graph, pieces: dict[Node, int]) -> None:
-    """Recompute numbers that follow from the graph's own in each piece that uses them; adds the copies to `pieces`."""
+    """Recompute numbers that follow from the graph's inputs in each piece that uses them; adds copies to `pieces`."""
     repeatable: set[Node] = set()
     copies: dict[tuple[int, Node], Node] = {}
     for user in list(graph.nodes):
@@ -155,7 +156,7 @@ def _repeat_numbers(graph: Graph, pieces: dict[Node, int]) -> None:
 
 
 def _is_repeatable(node: Node, repeatable: set[Node]) -> bool:
-    """Whether a node computes a number from numbers that the graph takes, or from repeatable ones."""
+    """Whether a node computes a number from the graph's input numbers, or from repeatable ones."""
     if not _is_number(node) or not node.all_input_nodes:
         return False
     if node.op == "call_method" and node.target == "item":

@@ -1,8 +1,8 @@
 """Eager mode's collectives for a captured graph, forward and backward, observed by running it on fake tensors.
 
 AOTAutograd's joint graph shows the collectives of forward and of the gradients. It does not show those that a
-checkpoint's recomputation issues again: all up to the last tensor that backward needs, when backward needs the first.
-Autograd determines them, so it runs here, without data and without other ranks.
+checkpoint's recomputation issues again, when backward needs its first tensor: all up to the last tensor that backward
+needs. Autograd determines them, so it runs here, without data and without other ranks.
 
     forward:   all_gather, reduce_scatter
     backward:  (reduce_scatter)', again all_gather, (all_gather)'
@@ -33,7 +33,7 @@ from fxpasses.graph.regions import CHECKPOINT
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective. again: the position of the one in forward that it repeats; None for one of a gradient."""
+    """A collective. again: the position of the forward collective that it repeats; None for one of a gradient."""
 
     operator: str
     again: int | None = None
@@ -80,7 +80,7 @@ def _as_in_eager_mode(fake_mode: Any) -> Iterator[None]:
     """Record gradients, run backward in this thread, and hide new symbols from Dynamo.
 
     Hooks that do nothing hide the run from a checkpoint around the graph: only the innermost hooks on saved tensors are
-    called. DDPOptimizer and AOTAutograd have none called while they compile; then no checkpoint would recompute.
+    called. DDPOptimizer and AOTAutograd disable these hooks while they compile; then no checkpoint would recompute.
     """
     ignore: Any = getattr(fake_mode.shape_env, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
     with (
@@ -106,7 +106,7 @@ def _hooks_called() -> Iterator[None]:
 
 
 class _Log(TorchDispatchMode):
-    """Records the collectives that run, and for which node of an interpreter."""
+    """Records the collectives that run, each with the interpreter's node."""
 
     def __init__(self, fake_mode: Any) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Log(TorchDispatchMode):
         self.sequences = Sequences()
         self.is_backward = False
         self.node: Node | None = None
-        self._count = 0  # of the node's collectives
+        self._count = 0  # how many collectives the node has issued
         self._places: dict[tuple[Node, int], int] = {}
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ class _Recorder(Interpreter):
 
 
 def _is_bound(result: Any) -> bool:
-    """Whether a number already is the graph's symbol, as one that a checkpoint's policy has saved from forward."""
+    """Whether a number already is the graph's symbol: a checkpoint's policy may have saved it from forward."""
     return isinstance(result, torch.SymInt) and result.node._expr in result.node.shape_env.replacements
 
 

@@ -1,10 +1,10 @@
-"""A checkpoint of eager mode recomputes a compiled graph to its end; it would stop eager code at the last need.
+"""A checkpoint of eager mode recomputes a compiled graph to its end; eager code it stops after the last needed tensor.
 
-    checkpoint(compiled_block, x)        the block ends with y = x + all_reduce(h), and nothing of it is saved
+    checkpoint(compiled_block, x)        the block ends with y = x + all_reduce(h), of which nothing is saved
     eager mode's recomputation:          ... up to the last saved tensor
     the compiled block's:                ..., all_reduce(h)
 
-If this matters for a graph, the graph runs uncompiled there. A checkpoint inside a compiled graph costs nothing.
+If this matters for a graph, it runs uncompiled there. A checkpoint inside a compiled graph is not affected.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The partitioner where several ranks run: a compiled graph issues eager mode's collectives, in eager mode's order.
+"""The partitioner for several ranks: a compiled graph issues eager mode's collectives, in eager mode's order.
 
 AOTAutograd's partitioners merge equal collectives (common subexpressions), omit or repeat dead ones, and reorder those
 of backward. That is correct if all ranks run the same graph. Here each rank may break or give up a frame alone, so this
-module prevents the inner partitioner from doing so, and checks its result:
+module keeps the inner partitioner from making such changes, and checks its result:
 
     joint:     r0 = all_reduce(a); r1 = all_reduce(a); ...; s0 = all_reduce(grad)
     forward:   r0, r1                each once, in this order
-    backward:  s0                    preceded by what a checkpoint's recomputation issues again (`eager_sequences.py`)
+    backward:  s0                    after those that a checkpoint's recomputation issues again (`eager_sequences.py`)
 
 Private names, checked on torch 2.11 and 2.13: `torch._inductor.custom_graph_pass.CustomPartitionerFn`;
 `torch._functorch.partitioners.min_cut_rematerialization_partition`; the marks `partitioner_tag` and `recompute` in a
@@ -82,18 +82,18 @@ class CollectivePartitioner(CustomPartitionerFn):
         return graphs
 
     def uuid(self) -> Any | None:
-        """For the caches of Inductor and AOTAutograd."""
+        """The key for the caches of Inductor and AOTAutograd."""
         inner = self.inner.uuid() if self.inner is not None else ""
         return None if inner is None else ("fxpasses", __version__, "collectives", repr(self.eager), inner)
 
 
 def _repeats(eager: Sequences | None) -> bool:
-    """Whether a checkpoint issues collectives again. torch 2.11 marks none inside an autograd.Function of the user."""
+    """Whether a checkpoint issues collectives again. torch 2.11 marks none inside a user's autograd.Function."""
     return eager is not None and any(issued.again is not None for issued in eager.backward)
 
 
 def _eager_backward(eager: Sequences | None, forward: list[Node], gradients: list[Node]) -> list[int]:
-    """The keys of the collectives that backward issues, in eager mode's order; repeats have their keys of forward."""
+    """The keys of backward's collectives, in eager mode's order; repeated ones keep their keys from forward."""
     if eager is None:
         raise OrderChanged("it is not known which collectives a checkpoint's recomputation issues")
     of_gradients = [issued.operator for issued in eager.backward if issued.again is None]
@@ -144,7 +144,7 @@ def _ancestors(nodes: list[Node]) -> set[Node]:
 
 
 def _pin(node: Node, is_backward: bool) -> None:
-    """Keep a collective and the wait for it in one graph alone, even if its result is dead."""
+    """Keep a collective and the wait for it in only one of the graphs, even if its result is dead."""
     if _is_checkpointed(node):
         return  # backward may issue it again
     for pinned in (node, *(user for user in node.users if is_wait(user))):
@@ -164,7 +164,7 @@ def _put_in_order(gm: GraphModule, keys: Sequence[int], name: str) -> None:
 
 
 def _issue_in_order(graph: Graph, wanted: Sequence[Node]) -> None:
-    """Reorder a graph, moving nodes only up and as few as possible, so that `wanted` run in this order.
+    """Reorder a graph so that `wanted` run in this order, moving as few nodes as possible, and only up.
 
     Raises `OrderChanged` if one depends on a later one, or if a node would be moved over a write to memory.
     """
@@ -183,7 +183,7 @@ def _issue_in_order(graph: Graph, wanted: Sequence[Node]) -> None:
 
 
 def _sorted(nodes: Iterable[Node], needs: Callable[[Node], list[Node]]) -> list[Node]:
-    """The nodes in their order, each after those that it needs; raises `OrderChanged` for a cycle."""
+    """The nodes in their order, but each after those that it needs; raises `OrderChanged` for a cycle."""
     done: dict[Node, None] = {}
     for first in nodes:
         pending, open_ = [first], set[Node]()
@@ -205,7 +205,7 @@ _patching = threading.RLock()
 
 @contextlib.contextmanager
 def _unmerged(graph: Graph) -> Iterator[None]:
-    """Merge no collectives inside as common subexpressions, nor operators that are not PyTorch's own."""
+    """Inside, collectives and operators that are not PyTorch's own are not merged as common subexpressions."""
     kept = {node.target.overloadpacket for node in graph.nodes if may_communicate(node.target)}
     known: Any = getattr(compile_utils, "rand_ops", None)
     if not isinstance(known, list):

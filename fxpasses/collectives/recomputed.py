@@ -1,15 +1,15 @@
 """Partitions a joint graph so that backward repeats the collectives that a checkpoint repeats in eager mode.
 
 A partitioner recomputes a value only if backward uses it. Eager mode recomputes everything up to the last tensor that
-backward needs, including tensors of which only a size was used, and dead ones. Before the partition:
+backward needs, including dead tensors, and tensors of which only a size was used. Before the partition:
 
     wait = wait_tensor(all_reduce(a))            in a checkpoint; a size that was read from it is saved
     return (y, ..., grad)
 
-After, where eager mode issues it again and the partitioner would not:
+After, if eager mode issues it again and the partitioner would not:
 
-    wait = wait_tensor(all_reduce(a))            saved, if anything
-    again = wait_tensor(all_reduce(a))           in backward alone, and dead there
+    wait = wait_tensor(all_reduce(a))            saved, if needed
+    again = wait_tensor(all_reduce(a))           only in backward, and dead there
     return (y, ..., grad, again)                 the partition's backward returns `grad` alone
 """
 
@@ -33,7 +33,7 @@ _MOST_ATTEMPTS = 4
 def partition_with_repeats(
     gm: GraphModule, wanted: Sequence[int], partition: Callable[[GraphModule], Graphs]
 ) -> Graphs:
-    """`partition(gm)`, with the collectives of the keys `wanted` in backward in any order, if that can be achieved."""
+    """`partition(gm)`, with the collectives of the keys `wanted` in backward, in any order, if that is possible."""
     saved: set[int] = set()
     repeated: set[int] = set()
     for _ in range(_MOST_ATTEMPTS):
@@ -50,7 +50,7 @@ def partition_with_repeats(
 
 
 def _prepare(graph: Graph, saved: set[int], repeated: set[int]) -> int:
-    """Mark collectives to save, and add copies of those to repeat; returns the number of outputs added for them."""
+    """Mark collectives to save, and add copies of those to repeat; returns how many outputs it added for them."""
     added: list[Node] = []
     for node in collectives_of(graph):
         key = node.meta[KEY]
@@ -95,7 +95,7 @@ def _repeat(graph: Graph, collective: Node) -> list[Node]:
 
 
 def _drop_outputs(graph: Graph, count: int) -> None:
-    """Drop the last outputs, which `_prepare` added to have them computed."""
+    """Drop the last outputs, which `_prepare` added so that they are computed."""
     if not count:
         return
     output = graph.output_node()

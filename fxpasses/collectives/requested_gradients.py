@@ -1,12 +1,12 @@
 """A compiled graph runs its whole backward as soon as one output's gradient is requested; eager mode does not.
 
     gathered = all_gather(x);  y = x.cos();  return gathered, y          the program trains on `y` alone
-    eager mode's backward:     nothing of `gathered`
+    eager mode's backward:     nothing for `gathered`
     compiled:                  reduce_scatter of zeros, then the gradient of `y`
 
-The program after the graph determines which gradients are requested. If it matters for a graph, that graph runs
-uncompiled until this is known; then compiled if backward requests all its collectives, and otherwise uncompiled for
-good.
+The program after the graph determines which gradients are requested. If it matters for a graph, the graph runs
+uncompiled until this is known; from then on it runs compiled if the requested gradients take all of backward's
+collectives, and otherwise uncompiled for good.
 
 Private name, checked on torch 2.13: AOTAutograd runs a graph's backward as one node, a `CompiledFunctionBackward`.
 """
@@ -29,7 +29,7 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 def with_requested_gradients(gm: GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, made of `gm`, with a backward that issues the collectives of requested gradients alone."""
+    """`compiled`, made of `gm`, with a backward that issues only the collectives of requested gradients."""
     places = _differentiable(gm)
     if len(places) < 2 or not communicates(gm):
         return compiled
@@ -47,7 +47,7 @@ def _differentiable(gm: GraphModule) -> list[int]:
 
 
 class _Chooser:
-    """Runs a graph compiled or uncompiled. requested: the outputs whose gradients uncompiled runs had to compute."""
+    """Runs a graph compiled or uncompiled. requested: the outputs whose gradients uncompiled runs have computed."""
 
     def __init__(self, gm: GraphModule, compiled: Callable[..., Any], every: list[Issued]) -> None:
         self.gm, self.compiled, self.every = gm, compiled, every
@@ -106,7 +106,7 @@ class _Chooser:
 
 
 def _node_of_graph(output: torch.Tensor) -> tuple[Any, int] | None:
-    """The autograd node of a compiled graph's backward, and an output's number there, or that of its base if a view."""
+    """The autograd node of a compiled graph's backward, and the output's number there; for a view, its base's."""
     node, number = output.grad_fn, output.output_nr
     while node is not None and type(node).__name__ != _COMPILED:
         if len(node.next_functions) != 1:

@@ -39,8 +39,8 @@ class Context:
     example_inputs: one for each placeholder; a pass that appends placeholders appends their (fake) examples.
     shared_inputs: placeholders whose memory another input shares. program: the prologue, if a pass extracted one;
     draft: its source. discharged: the numbers of the branches (`experts/branches.py`) that passes have proved.
-    pass_name: of the pass that gets this context. branches: the speculated branches of the trace. is_whole: whether the
-    graph is known to be all that was given to `torch.compile`.
+    pass_name: the name of the pass that gets this context. branches: the speculated branches of the trace. is_whole:
+    whether the graph is known to be the whole program given to `torch.compile`.
     """
 
     options: Options
@@ -56,21 +56,22 @@ class Context:
     _requested: dict[Node, bool] = field(default_factory=dict)
 
     def may_change(self, node: Node) -> bool:
-        """Whether the pass may make the change that it identifies by `node`; to be called before each, also repeatedly.
+        """Whether the pass may make the change that it identifies by `node`; call it before each change, repeatedly or
+        not.
 
-        False only where FXPASSES_CHANGES excludes changes, to find a wrong one.
+        False only if FXPASSES_CHANGES excludes the change, to find a wrong one.
         """
         if node not in self._requested:
             self._requested[node] = overrides.allows_change(self.pass_name)
         return self._requested[node]
 
     def check_may_change(self, node: Node) -> None:
-        """Raise `Refused` where the pass may not make the change that it knows by `node`."""
+        """Raise `Refused` if the pass may not make the change that it identifies by `node`."""
         if not self.may_change(node):
             raise Refused(Reason.LEFT_OUT)
 
     def aliases(self, graph: Graph, autocast: Regions = ()) -> AliasAnalysis:
-        """autocast: the regions around the graph, if it is the body of a checkpoint."""
+        """The alias analysis of a graph. autocast: the regions around it, if it is the body of a checkpoint."""
         return AliasAnalysis(graph, self.fake_mode, self.shared_inputs, autocast)
 
     @property
@@ -81,7 +82,7 @@ class Context:
 class Pass(Protocol):
     """A rewrite of a torch-level graph, in place. A refusal is not an error; an exception is a defect of the pass.
 
-    exact: whether results stay equal bit for bit, since the same calls run on the same sizes, or else within rounding.
+    exact: whether results stay equal bit for bit, since the same calls run on the same sizes; if not, up to rounding.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Pass(Protocol):
 class Result:
     """The graph after all passes, the examples for its placeholders, the prologue, and a report for each pass.
 
-    discharged, branches, is_whole: see `Context`; without the proofs of passes that were dropped.
+    discharged, branches, is_whole: see `Context`; the proofs of dropped passes do not count.
     """
 
     gm: GraphModule
@@ -119,8 +120,8 @@ def run_passes(
 ) -> Result:
     """Run `passes` in order, each on a copy. `original` is not changed.
 
-    A pass that raises, or leaves a malformed graph, is dropped with one warning, and the next one starts from its
-    input. Where a pass cannot be given a copy, this one and those that follow are left out, with one warning. With
+    A pass that raises, or leaves a malformed graph, is dropped with one warning, and the next pass starts from its
+    input. If the graph cannot be copied for a pass, that pass and all later ones are left out, with one warning. With
     `options.strict` either error is raised as `PassError`. `after_pass(report, result, failure)` is called after each
     pass, with the current graph, and with the error if the pass was dropped or left out.
     """
@@ -133,14 +134,14 @@ def run_further(
     options: Options,
     after_pass: AfterPass = lambda report, result, failure: None,
 ) -> Result:
-    """Run more passes, as `run_passes` does, on the result of the ones before, which stays as it is."""
+    """Run more passes, like `run_passes`, on an earlier result, which is not changed."""
     result = replace(result, reports=[*result.reports])
     for graph_pass in passes:
         name = graph_pass.name
         try:
             gm = copy_graph_module(result.gm)
             context = _context(gm, result, options, name)
-        except Exception as error:  # of no pass: the next one would be given the same graph
+        except Exception as error:  # not a pass's error: the next pass would get the same graph
             _tell(after_pass, Report(name), result, _left_out(error, options.strict), options.strict)
             break
         if context is None:
@@ -157,7 +158,7 @@ def run_further(
 
 
 def _run(graph_pass: Pass, gm: GraphModule, context: Context, before: Result) -> tuple[Report, Result]:
-    """Run a pass on `gm`, a copy of the graph before it, and check what it made. Raises whatever goes wrong."""
+    """Run a pass on `gm`, a copy of the graph before it, and check the result. All errors are raised."""
     started = time.perf_counter()
     report = graph_pass(gm, context)
     if report.changed:
@@ -178,7 +179,7 @@ def _run(graph_pass: Pass, gm: GraphModule, context: Context, before: Result) ->
 
 
 def _tell(after_pass: AfterPass, report: Report, result: Result, failure: str, strict: bool) -> None:
-    """Call `after_pass`, whose failure is no reason to stop training."""
+    """Call `after_pass`, whose failure must not stop training."""
     try:
         after_pass(report, result, failure)
     except Exception as error:
@@ -221,9 +222,9 @@ def _verify(graph_pass: Pass, before: Result, after: GraphModule, context: Conte
 
 
 def _left_out(error: Exception, strict: bool) -> str:
-    """Report that passes cannot be run: by an error with `strict`, else by one warning. Returns a text for the failure.
+    """Report that passes cannot run: by an error with `strict`, else by one warning. Returns a text for the failure.
 
-    The warning is the same for each pass and graph, unlike that of `report_dropped`.
+    The warning is the same for each pass and graph, unlike the one of `report_dropped`.
     """
     if strict:
         raise PassError(f"preparing a graph for a pass failed: {error}") from error

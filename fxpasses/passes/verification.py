@@ -25,11 +25,11 @@ def compare(
 ) -> str:
     """A text for the first difference in outputs, written inputs or gradients; "" if there is none.
 
-    exact: whether the last bit counts; otherwise a difference exceeds rounding, relative to a tensor's largest value.
+    exact: whether the last bit counts; otherwise only a difference beyond rounding does, relative to the largest value.
 
-    inputs: those of the captured graph, with real values. Nothing runs, and nothing is compared, if they are fake (in a
-    graph that was split after capture) or if the graph issues collectives, which the other ranks would not answer. Both
-    runs draw the same random numbers.
+    inputs: those of the captured graph, with real values. Nothing runs or is compared if they are fake (in a graph that
+    was split after capture) or if the graph issues collectives, which the other ranks would not answer. Both runs draw
+    the same random numbers.
     """
     if communicates(before) or any(isinstance(value, torch._subclasses.FakeTensor) for value in inputs):
         return ""
@@ -46,7 +46,7 @@ def compare(
 
 
 def _rounding(tensor: torch.Tensor) -> float:
-    """A bound on the difference of sums of some thousand terms in another order."""
+    """A bound on the difference between sums of some thousand terms in different orders."""
     if not tensor.dtype.is_floating_point or not tensor.numel():
         return 0.0
     return 64 * torch.finfo(tensor.dtype).eps * tensor.abs().nan_to_num(0, 0, 0).max().item()
