@@ -3,7 +3,7 @@
 Nodes share memory if their fake tensors share a storage, or if a higher-order operator returns a view of an operand,
 which the fake tensors of its results do not show. `written_operands` derives the writes of a node from its name, its
 schema and its bodies, and so works while a graph is being written; `AliasAnalysis` runs the node on fake tensors, which
-also covers operators whose names and schemas do not tell.
+also covers operators whose names and schemas do not show their writes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def storages_of(value: Any) -> list[int]:
 
 
 def is_written(gm: GraphModule, values: Any) -> bool:
-    """Whether a graph, or a body in it, may write to memory of the tensors in `values`, fake tensors of that graph."""
+    """Whether a graph, or a body in it, may write to the memory of `values`, fake tensors of that graph."""
     sought = set(storages_of(values))
     bodies = list(modules_in(gm)) if sought else []
     written = (operand for body in bodies for node in body.graph.nodes for operand in written_operands(node, body))
@@ -53,7 +53,7 @@ def is_written(gm: GraphModule, values: Any) -> bool:
 
 
 def written_operands(node: Node, owner: torch.nn.Module | None = None) -> list[Node]:
-    """The operands that a node may write to: all of them if neither its name nor its schema tells.
+    """The operands that a node may write to: all of them if neither its name nor its schema says.
 
     owner: the module that holds the bodies of higher-order operators, by default that of the node's graph.
     """
@@ -104,7 +104,7 @@ def _writes_to_operands(body: GraphModule) -> bool:
 
 
 def _written_by_body(body: GraphModule, call: Node) -> list[Node]:
-    """The operands of a checkpoint that share memory with what its body writes; all, if that is an attribute."""
+    """The operands of a checkpoint that share memory with its body's writes; all of them if it writes an attribute."""
     if not (written := _written_in(body)):
         return []
     sets = AliasSets(body.graph.nodes)
@@ -121,7 +121,7 @@ def _written_in(body: GraphModule) -> list[Node]:
 def _may_return_operands(call: Node) -> bool:
     """Whether a higher-order operator may return memory of its operands that its fake tensors do not show."""
     if operator_of(call) in _RUN_AN_OPERATOR:
-        return False  # its fake tensors show it
+        return False  # its fake tensors show the memory
     bodies = _bodies(call)
     returned = (AliasSets(b.graph.nodes).meet(b.graph.output_node().all_input_nodes, _given(b)) for b in bodies)
     return not bodies or any(returned)
@@ -132,14 +132,14 @@ def _given(body: GraphModule) -> list[Node]:
 
 
 class AliasSets:
-    """A partition of a graph's memory. Nodes whose tensors are in one set, which has a number, may share memory.
+    """A partition of a graph's memory into numbered sets. Nodes whose tensors are in one set may share memory.
 
     in_one: inputs that may share memory. owners: the nodes of each set, in program order.
     """
 
     def __init__(self, nodes: Iterable[Node], in_one: Iterable[Node] = ()) -> None:
         self._parents: dict[int, int] = {}
-        self._known: dict[Node, tuple[Any, list[int]]] = {}  # with the example, which a rewrite may replace
+        self._known: dict[Node, tuple[Any, list[int]]] = {}  # each with its example, which a rewrite may replace
         self._merge(in_one)
         self.refresh(nodes)
 
@@ -236,7 +236,7 @@ class AliasAnalysis:
         if not user.op.startswith("call") or (operator_of(user) in WRITES_NOTHING and "out" not in user.kwargs):
             return frozenset()
         if not any(map(self.sets.of, user.all_input_nodes)):
-            return frozenset()  # and it must not run: it may change a mode of the process, such as autocast
+            return frozenset()  # it must not run, because it may change a mode of the process, such as autocast
         written = user.all_input_nodes
         if user.op == "call_module" or isinstance(user.target, torch._ops.HigherOrderOperator):
             written = written_operands(user)

@@ -1,4 +1,4 @@
-"""A graph and all bodies in it, whatever higher-order operator runs them (`graph/regions.py`: those of checkpoints)."""
+"""A graph and all bodies in it, whatever higher-order operator runs them (`graph/regions.py` has only checkpoints')."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 
 def modules_in(gm: GraphModule) -> Iterator[GraphModule]:
-    """The graph itself first."""
+    """The graph itself, then the bodies."""
     return (module for module in gm.modules() if isinstance(module, GraphModule))
 
 

@@ -18,7 +18,7 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import is_symbolic, is_unbacked, symbol
 from fxpasses.report import Reason
 
-# Every run of these on fake tensors creates new symbols.
+# Operators that create new symbols in every run on fake tensors.
 _ASKING = ("where", "nonzero", "masked_select", "item", "unique", "getitem")
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -26,7 +26,7 @@ _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 class NodeBuilder:
     """Creates nodes at the graph's insertion point, with the provenance of `origin`.
 
-    reason: of the refusal if a node cannot be created. autocast: the regions around the place.
+    reason: that of the refusal if a node cannot be created. autocast: the regions around the place.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class NodeBuilder:
         return node
 
     def size(self, tensor: Node, axis: int) -> int | Node:
-        """A size of a tensor: an integer, or a node where it is symbolic."""
+        """A size of a tensor: an integer, or a node if it is symbolic."""
         size = tensor.meta["example_value"].shape[axis]
         return size if isinstance(size, int) else self(torch.ops.aten.sym_size.int, (tensor, axis))
 
     def read(self, element: Node, number: torch.SymInt, bound: Any) -> Node:
-        """`element.item()`, the number for which the graph has the symbol `bound`."""
+        """`element.item()`, the number whose symbol in the graph is `bound`."""
         node = self.graph.create_node("call_method", "item", (element,), {})
         self._note(node, self._origin)
         node.meta["example_value"] = number
@@ -82,11 +82,11 @@ class NodeBuilder:
         self._update(_replace_by_number(number, known), [])
 
     def update(self, results: list[Node]) -> None:
-        """Update the nodes that depend on results whose sizes are known now."""
+        """Update the nodes that depend on results whose sizes are now known."""
         self._update({user for node in results for user in node.users}, results)
 
     def _update(self, stale: set[Node], known: list[Node]) -> None:
-        """Recompute values on fake tensors whose sizes were unknown, and those of all nodes that share their memory."""
+        """Recompute fake values whose sizes were unknown, and the values of all nodes that share their memory."""
         renewed: set[int] = set()
         for node in [node for node in self.graph.nodes if node not in known]:
             before = node.meta.get("example_value")
@@ -114,7 +114,7 @@ class NodeBuilder:
 
     @contextlib.contextmanager
     def before(self, place: Node) -> Iterator[None]:
-        """Insert before a node; a `Refused` takes all new nodes out again."""
+        """Insert before a node; a `Refused` removes all new nodes again."""
         try:
             with self.graph.inserting_before(place):
                 yield
@@ -124,7 +124,7 @@ class NodeBuilder:
             raise
 
     def after(self, place: Node) -> Any:
-        """Insert after a node, before all that may depend on it."""
+        """Insert after a node, before everything that may depend on it."""
         following = place.next
         while following.op == "placeholder":
             following = following.next
@@ -136,7 +136,7 @@ class NodeBuilder:
 
 
 def erase_unused(nodes: Iterable[Node], removable: Callable[[Node], bool]) -> None:
-    """Erase the removable ones of the nodes that have no users, then their operands likewise."""
+    """Erase those of the nodes that are removable and have no users, then their operands in the same way."""
     waiting, erased = list(nodes), set[Node]()
     while waiting:
         node = waiting.pop(0)
@@ -147,7 +147,7 @@ def erase_unused(nodes: Iterable[Node], removable: Callable[[Node], bool]) -> No
 
 
 def replace_operand(user: Node, old: Node, new: Any) -> None:
-    """Let `user` take a node, or a number, in the place of an operand."""
+    """Let `user` take a node, or a number, in place of an operand."""
     user.args, user.kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda n: new if n is old else n)
 
 

@@ -4,9 +4,9 @@
     x.sum(-1)         torch.sum(x, dim=-1)       x.sum(axis=-1)       sum, of input and dim
     x += y            operator.iadd(x, y)        x.add_(y)            add_, of input and other
 
-Names are those of ATen, without the overload; parameters have the names of PyTorch's documentation. A function that is
-neither PyTorch's nor Python's own has a qualified name, `einops.rearrange`, so that no rule for PyTorch's operators
-applies to it; so has an operator of another library, `fxpasses::gather_rows`.
+Names are ATen's, without the overload; parameters have the names of PyTorch's documentation. A function that belongs
+neither to PyTorch nor to Python has a qualified name, `einops.rearrange`, so that no rule for PyTorch's operators
+applies to it; so does an operator of another library, `fxpasses::gather_rows`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def operator_of(node: Node) -> str:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator and its arguments: nodes, or what represents nodes elsewhere, such as `Ref` or `Template`."""
+    """An operator and its arguments: nodes, or their representatives elsewhere, such as `Ref` or `Template`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -66,7 +66,7 @@ class OperatorCall:
         return _name(self.target)
 
     def argument(self, parameter: str, default: Any = None) -> Any:
-        """The argument of a parameter, positional or by name.
+        """The argument of a parameter, given by position or by name.
 
         Overloads are not resolved by the types of arguments: the 1 of `x.max(1)` is both `dim` and `other`.
         """

@@ -3,7 +3,7 @@
 A recomputed router may round differently (another fusion, another kernel) and so choose another expert for a token with
 nearly equal scores, which changes the order of the sort. The choice and the order are small, so a body in which a loop
 over experts was rewritten saves them: the recomputation routes as forward did. A body with the user's own policy keeps
-that.
+that policy.
 
 Private name, checked on torch 2.11, 2.13 and 2.15: the entry `_checkpoint_context_fn` of a checkpoint body's `meta`, in
 which Dynamo passes on the `context_fn` of `torch.utils.checkpoint`; its attribute `cache_hash` is part of the keys of
@@ -52,9 +52,9 @@ def has_policy(body: GraphModule) -> bool:
 
 
 def policy_of(body: GraphModule) -> Hashable:
-    """Equal for bodies whose checkpoints select alike; None for one that saves nothing but its inputs.
+    """A key that is equal for bodies whose checkpoints save alike; None for a body that saves only its inputs.
 
-    For each checkpoint, Dynamo makes a `functools.partial` anew, also of one that the program makes once. So two of
+    Dynamo makes a new `functools.partial` for each checkpoint, even of a policy that the program makes once. So two of
     them are equal if their parts are.
     """
     contexts = body.meta.get("_checkpoint_context_fn")

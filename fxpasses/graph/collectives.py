@@ -23,7 +23,7 @@ _NAMESPACES = frozenset(
 )
 # Operators of these namespaces that do not communicate.
 _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "get_remote_tensors"})
-KEY = "fxpasses_collective"  # in `node.meta`, which copies keep: the position of a collective in the joint graph
+KEY = "fxpasses_collective"  # in `node.meta`, which copies keep: a collective's position in the joint graph
 _PURE_NAMESPACES = frozenset({"aten", "prims", "prim"})
 
 
@@ -50,7 +50,7 @@ def is_collective(target: Any) -> bool:
 
 
 def is_all_to_all(target: Any) -> bool:
-    """Whether a node with this target sends rows of its first operand to each rank, in the splits of its third."""
+    """Whether a node with this target sends rows of its first operand to the ranks, by the splits in its third."""
     operator = namespace(target)
     return operator is not None and operator[0] in _NAMESPACES and operator[1] == "all_to_all_single"
 
@@ -81,7 +81,7 @@ def sequence(gm: GraphModule) -> list[str]:
 
 
 def check_waits(gm: GraphModule) -> None:
-    """Raise `OrderChanged` for a collective whose result nobody waits for: a compiler would eliminate it."""
+    """Raise `OrderChanged` for a collective whose result is never waited for: a compiler would eliminate it."""
     for node in (node for graph in _graphs(gm) for node in collectives_of(graph)):
         space, name = namespace(node.target) or ("", "")
         may_be_dead = space.startswith("_c10d_functional") and not name.endswith("_")

@@ -37,7 +37,7 @@ def copy_graph_module(original: GraphModule) -> GraphModule:
 
 
 def copy_graph(original: Graph, copies: dict[Node, Node] | None = None) -> Graph:
-    """A copy of a graph with the same fake tensors. copies: gets the new node of each old one."""
+    """A copy of a graph with the same fake tensors. copies: filled with the new node of each old one."""
     graph = Graph()
     output = graph.output(graph.graph_copy(original, {} if copies is None else copies))
     output.meta = dict(original.output_node().meta)
@@ -73,5 +73,5 @@ def _own_checkpoint_bodies(gm: GraphModule) -> None:
 
 def _fresh_name(gm: GraphModule, name: str) -> str:
     fresh = next(f"{name}_copy_{i}" for i in itertools.count(1) if not hasattr(gm, f"{name}_copy_{i}"))
-    setattr(gm, fresh, getattr(gm, name))  # before a `get_attr` node names it
+    setattr(gm, fresh, getattr(gm, name))  # must exist before a `get_attr` node names it
     return fresh

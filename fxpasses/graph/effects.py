@@ -2,8 +2,8 @@
 
 A torch-level graph calls thousands of Python functions and methods, most without a schema. All of them call ATen
 operators, which have schemas. So a node runs once on fake tensors under a dispatch mode that intercepts these
-operators: their schemas tell what is written, their tags what is random, and the storages of the results what is a
-view.
+operators: their schemas show which tensors are written, their tags which operators are random, and the storages of the
+results which results are views.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _OWN = frozenset(
         "fxpasses::visible_pairs",
     }
 )
-# Pure, with a result in new memory. On CUDA it runs a higher-order operator, which no dispatch mode can record.
+# Pure, with a result in new memory. On CUDA they run a higher-order operator, which no dispatch mode can record.
 _NOT_RECORDED = frozenset({"fxpasses::sparse_attention"})
 
 
@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws for dropout alone, with a rate of 0: attention."""
+    """Whether an operator, such as attention, draws random numbers only for a dropout with a rate of 0."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             return bool((args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)) == 0)
@@ -125,7 +125,7 @@ def check_operator(func: torch._ops.OpOverload) -> None:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's memory, also for fake tensors, whose storages are on the meta device."""
+    """The identity of a tensor's memory; this includes fake tensors, whose storages are on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
@@ -161,7 +161,7 @@ def call(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a node's arguments, those inside slices included, in the order in which FX visits them."""
+    """The leaves of a node's arguments, including those inside slices, in the order in which FX visits them."""
     found: list[Any] = []
     map_aggregate(tree, found.append)
     return found
@@ -194,9 +194,9 @@ def observe(
 
 
 def as_in_program(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Effects | None:
-    """The effects of a view that Dynamo has run on these very tensors; None for another node.
+    """The effects of a view that Dynamo has run on these very tensors; None for other nodes.
 
-    A view of sizes that are long expressions takes milliseconds.
+    This saves running it: a view whose sizes are long expressions takes milliseconds.
     """
     if operator_of(node) not in VIEWS:
         return None
@@ -227,7 +227,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _check_example(node: Node, output: Any) -> None:
-    """Refuse a result unlike Dynamo's: some state of the process, unknown here, changed it."""
+    """Refuse a result that differs from Dynamo's: some unknown state of the process has changed it."""
     example = node.meta.get("example_value")
     pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(example), strict=False) if example is not None else ()
     for seen, expected in pairs:
@@ -267,9 +267,9 @@ class Touch:
 def touch(
     node: Node, args: Sequence[Any], kwargs: dict[str, Any], fake_mode: Any, autocast: Sequence[tuple[Any, ...]] = ()
 ) -> Touch | None:
-    """The effects of a node that stays in place, on its tensor arguments; None if they are unknown.
+    """The effects of a node that stays in place on its tensor arguments; None if they are unknown.
 
-    autocast: as for `observe`. Without its regions attention would have operands of different dtypes, for example.
+    autocast: as for `observe`. Without its regions, attention would have operands of different dtypes, for example.
     """
     if is_reshaping(node):
         return Touch(frozenset({0}), frozenset({0}))
@@ -288,9 +288,9 @@ def touch(
 
 
 def draws(node: Node, fake_mode: Any) -> bool:
-    """Whether a node draws random numbers, or is not known not to; run on its operands' examples.
+    """Whether a node draws random numbers, or may draw them; it runs on its operands' examples.
 
-    Functions that switch modes and transforms are not run: they draw none.
+    Functions that switch modes and transforms do not run: they draw none.
     """
     module = getattr(node.target, "__module__", None) or ""
     if any(module == m or module.startswith(m + ".") for m in _STATEFUL_MODULES):
@@ -310,7 +310,7 @@ def _tensors(values: list[Any]) -> list[torch.Tensor]:
 
 
 def impurity(node: Node, fake_mode: Any) -> str | None:
-    """Why a node is not known to be pure on its operands' examples; None where it is."""
+    """Why a node is not known to be pure on its operands' examples; None if it is pure."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("example_value"))
     try:
         return f"`{node.name}` writes" if observe(node, args, kwargs, fake_mode).writes else None

@@ -22,16 +22,16 @@ SizesOf = Callable[[torch.Tensor], Shape | None]
 
 
 def has_formula(node: Node) -> bool:
-    """Whether a node computes products of matrices, or the like."""
+    """Whether a node computes matrix products, convolutions or attention."""
     return operator_of(node) in _FORMULAS
 
 
 def flops_of(node: Node, results: Sequence[Any], sizes: SizesOf = sizes_of) -> int | None:
-    """The estimate; None if there is no formula, or a size is not known: without `sizes`, only at run time."""
+    """The estimate; None if there is no formula, or if `sizes` does not know a size."""
     if not has_formula(node):
         return None
     formula = _FORMULAS[operator_of(node)]
-    taken: list[Node] = []  # with repetitions: attention of x with itself
+    taken: list[Node] = []  # with repetitions, as in attention of x with itself
     map_arg((node.args, node.kwargs), taken.append)
     tensors = [argument.meta.get("example_value", argument.meta.get("val")) for argument in taken]
     shapes = [sizes(value) for value in tensors if isinstance(value, torch.Tensor)]
@@ -50,14 +50,14 @@ def _product(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
 
 
 def _grouped_product(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
-    """Rows [N, K] with each group's weight, or [A, N] with [N, B] by groups of columns and rows: each row once."""
+    """Rows [N, K] by their group's weight, or groups of columns of [A, N] by rows of [N, B]: each row counts once."""
     if len(shapes[0]) == len(shapes[1]) == 2 and len(outputs[0]) == 3:
         return 2 * math.prod(shapes[0]) * shapes[1][-1]
     return _product(shapes, outputs, node)
 
 
 def _grouped_outer(shapes: list[Shape], outputs: list[Shape], node: Node) -> int:
-    """Rows [N, A] with rows [N, B]: each pair once."""
+    """Rows [N, A] by rows [N, B]: each pair of rows counts once."""
     return 2 * math.prod(shapes[0]) * shapes[1][-1]
 
 
@@ -105,7 +105,7 @@ _FORMULAS: dict[str, Callable[[list[Shape], list[Shape], Node], int]] = {
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), _added_product),
     **dict.fromkeys(
         ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu", "fxpasses::sparse_attention"),
-        _attention,  # of all pairs: which of them a plan omits depends on the batch
+        _attention,  # counts all pairs: the batch determines which of them a plan omits
     ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
     "einsum": _einsum,

@@ -1,15 +1,17 @@
 """Whether a graph's results require gradients although some intermediates do not: a lower bound.
 
-A program may ask for the gradient of an intermediate that nobody reads: `embedded.requires_grad_()`. The graph's
-examples show what requires a gradient because of it. AOTAutograd differentiates with respect to inputs alone, so the
-request may be left out if no result loses its gradient, and if no operator on the way has another effect then:
+A program may request the gradient of an intermediate that nobody reads: `embedded.requires_grad_()`. The graph's
+examples show which values require a gradient because of the request. AOTAutograd differentiates only with respect to
+inputs, so the request may be left out if no result loses its gradient, and no operator on the way then has another
+effect:
 
     x = embedding(ids, frozen);  x.requires_grad_()
-    y = linear(x, frozen_w)         requires a gradient with the request alone
+    y = linear(x, frozen_w)         requires a gradient only with the request
     z = y + linear(x, a)            requires one in any case, because `a` does: a result that depends on z may stay
 
-A node whose operands keep their gradients keeps its own; one whose operands lose them all loses it. Only nodes with
-operands of both kinds run again, on fake tensors. A tensor that is written to has the gradients of the writes so far.
+A node whose operands all keep their gradients keeps its own; one whose operands all lose theirs loses it. Only nodes
+with operands of both kinds run again, on fake tensors. A tensor that is written to has the gradients of the writes so
+far.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.report import Reason
 
-# A function with a gradient of its own computes the same results whether its operands require gradients or not.
+# Functions with a gradient of their own compute the same results whether their operands require gradients or not.
 _FUNCTIONS = frozenset({"autograd_function_apply", "custom_function_call"})
-Flags = tuple[bool, ...]  # of the leaves of a node's result
+Flags = tuple[bool, ...]  # one for each leaf of a node's result
 
 
 def requiring(graph: Graph) -> set[Node]:
     """The nodes whose results require gradients, in the modes in which the graph begins.
 
     Examples that passes have computed may claim gradients where the program has switched them off: a node requires one
-    only if an operand of it does. Raises `Refused` where a mode is not known.
+    only if one of its operands does. Raises `Refused` if a mode is not known.
     """
     found: set[Node] = set()
     before, enabled = modes(graph), torch.is_grad_enabled()
@@ -65,7 +67,7 @@ def check_gradients(main: Region, without: Sequence[torch.Tensor], autocast: Seq
 
 
 class _Walk:
-    """flags: whether the tensors of a node require gradients, at least, at the walked place of the graph."""
+    """flags: whether a node's tensors certainly require gradients, as far as the graph has been walked."""
 
     def __init__(self, without: Sequence[torch.Tensor]) -> None:
         self.without = {id(tensor) for tensor in without}
@@ -94,7 +96,7 @@ class _Walk:
         return self._results(region.gm.graph.output_node())
 
     def _leave_out(self, node: Node) -> None:
-        """No gradient of the tensors `without` themselves, of which a checkpoint may return some among others."""
+        """Clear the flags of the tensors `without`; a checkpoint may return some of them among its results."""
         asked = [id(leaf) in self.without for leaf in pytree.tree_leaves(node.meta.get("example_value"))]
         if any(asked):
             flags = self.flags[node] if len(self.flags[node]) == len(asked) else (False,) * len(asked)
@@ -156,7 +158,7 @@ class _Walk:
         return (flags[node.args[1]],) if len(flags) == len(example) else (False,) * len(_flags_of(node))
 
     def _run(self, node: Node, written: list[Node], autocast: tuple[Any, ...], enabled: bool) -> None:
-        """Run a node on operands with gradients as known, and note those of its result and of what it writes."""
+        """Run a node on operands with gradients as known, and note those of its result and of the tensors it writes."""
         copies: dict[Node, Any] = {}
 
         def copied(operand: Node) -> Any:
@@ -168,7 +170,7 @@ class _Walk:
             with effects.quiet(self.fake_mode), torch.set_grad_enabled(enabled), effects.regions(autocast):
                 args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), copied)
                 found = _flags(effects.call(node, args, kwargs))
-        except Exception:  # not known, so no gradient is assumed
+        except Exception:  # unknown, so no gradient is assumed
             found = ()
         if len(found) == len(self.flags[node]):
             self.flags[node] = found
@@ -176,7 +178,7 @@ class _Walk:
             self.flags[operand] = _flags(copies[operand]) if found else (False,) * len(self.flags[operand])
 
     def _copy(self, operand: Node) -> Any:
-        """The examples of a node, none of them a leaf, with gradients as known."""
+        """Copies of a node's examples with gradients as known; none of them is a leaf."""
         flags = iter(self.flags[operand])
 
         def copy(leaf: Any) -> Any:

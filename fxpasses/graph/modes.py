@@ -29,15 +29,15 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class Mode:
-    """autocast: the calls of `_enter_autocast` that are open, outermost first. changed: whether another mode is not
-    that of the graph's begin."""
+    """autocast: the open calls of `_enter_autocast`, outermost first. changed: whether another mode differs from the
+    one in which the graph begins."""
 
     autocast: tuple[Node, ...] = ()
     changed: bool = False
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Those of each open autocast: equal for modes that are the same."""
+        """The arguments of each open autocast: equal for equal modes."""
         return tuple(call.args for call in self.autocast)
 
 
@@ -76,7 +76,7 @@ def modes(graph: Graph) -> dict[Node, Mode]:
     return found
 
 
-Regions: TypeAlias = tuple[tuple[Any, ...], ...]  # the arguments of `_enter_autocast` of each, outermost first
+Regions: TypeAlias = tuple[tuple[Any, ...], ...]  # each region's arguments of `_enter_autocast`, outermost first
 
 
 def autocast_regions(graph: Graph, around: Regions = ()) -> dict[Node, Regions]:

@@ -1,4 +1,4 @@
-"""The exception that a pass raises where it leaves something unchanged."""
+"""The exception by which a pass leaves something unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Refused(Exception):
         self.reason, self.text, self.node = reason, text, node
 
     def of(self, subject: Node, reason: Reason | None = None) -> Refusal:
-        """For a report: `subject` is left unchanged, for this reason or the given one."""
+        """The refusal for a report: `subject` stays unchanged, for this reason or the given one."""
         place = where(self.node) if self.node is not None else ""
         return Refusal(subject.name, reason or self.reason, self.text, place or where(subject), module_of(subject)[0])
 

@@ -49,8 +49,8 @@ class Region:
     def add_placeholder(self, name: str, example: Any) -> Node:
         """A new input, the last one. name: a suggestion.
 
-        Its name in the signature is its own: FX begins the code with `name = target` where they differ, which would
-        overwrite an input that is called `name` in the signature.
+        The placeholder's target is its name: if they differed, FX would begin the code with `name = target`, which
+        would overwrite an input that is called `name` in the signature.
         """
         before = self.placeholders()
         with self.gm.graph.inserting_after(before[-1]):
@@ -63,7 +63,7 @@ class Region:
         return node
 
     def erase(self, node: Node) -> None:
-        """Erase a node that nobody uses; the operand that a body's placeholder stands for leaves the call."""
+        """Erase a node that nobody uses. If it is a body's placeholder, its operand is removed from the call."""
         if self.call is not None and node.op == "placeholder":
             position = self.placeholders().index(node)
             self.call.args = (*self.call.args[: 1 + position], *self.call.args[2 + position :])

@@ -108,7 +108,7 @@ def sizes_of(tensor: torch.Tensor) -> list[int] | None:
 def batch_sizes_of(tensor: torch.Tensor) -> list[int] | None:
     """A fake tensor's sizes in the batch being traced; None if one depends on more than the batch.
 
-    To be called while the graph is compiled. Nothing may be assumed from them: another batch has other sizes.
+    To be called while the graph is compiled. Nothing may be assumed from these sizes: another batch has others.
     """
     if any(isinstance(size, torch.SymInt) and size.node.is_nested_int() for size in tensor.shape):
         return None  # ragged
@@ -117,7 +117,7 @@ def batch_sizes_of(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _in_batch(size: torch.SymInt) -> Any:
-    """The traced value of a size, or what the batch makes of it where values are known (`dynamo/trace.py`)."""
+    """The traced value of a size; if it is unbacked, its value for the batch, if known (`dynamo/trace.py`)."""
     if size.node.hint is not None:
         return size.node.hint
     shape_env, unbacked = size.node.shape_env, unbacked_symbols(size)
@@ -149,7 +149,7 @@ def declare_equal(first: Any, second: Any) -> None:
 
 
 def _forget_expressions(shape_env: Any) -> None:
-    """Invalidate cached expressions and replacements, which `constrain_unify` does not do: advance the counters."""
+    """Advance the counters that invalidate cached expressions and replacements: `constrain_unify` does not do so."""
     for counter in ("_version_counter", "_replacements_version_counter"):
         if hasattr(shape_env, counter):
             setattr(shape_env, counter, getattr(shape_env, counter) + 1)
@@ -165,7 +165,7 @@ def scalar_tensor(number: torch.SymFloat) -> torch.Tensor:
 
 
 def integer_behind(flag: torch.SymBool) -> torch.SymInt | None:
-    """`u0` for a flag `Eq(u0, 1)`, which is how Dynamo represents a bool read from a tensor; else None."""
+    """`u0` for a flag `Eq(u0, 1)`, Dynamo's form of a bool that is read from a tensor; else None."""
     found = expression(flag)
     if not isinstance(found, sympy.Eq) or not isinstance(found.lhs, sympy.Symbol) or found.rhs != 1:
         return None

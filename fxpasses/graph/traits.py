@@ -1,6 +1,6 @@
-"""What is known of an operator by its canonical name (`graph/calls.py`): one table for all features.
+"""The properties of operators by canonical name (`graph/calls.py`): one table for all features.
 
-A name that ends with `_` is another operator, which writes to its first operand. A feature that has a rule for each
+A name that ends with `_` is another operator, which writes to its first operand. A feature with a rule for each
 operator, such as a transfer function, keeps its own table.
 """
 
@@ -28,7 +28,7 @@ FACTORIES = frozenset(
      "new_zeros", "ones", "ones_like", "scalar_tensor", "tensor", "zeros", "zeros_like"}
 )  # fmt: skip
 ZEROS = frozenset({"new_zeros", "zeros", "zeros_like"})
-# Multiply matrices: those of two batches, and all. Autograd keeps the operands.
+# Multiply matrices, those of `BATCHED_PRODUCTS` also in batches. Autograd keeps the operands.
 BATCHED_PRODUCTS = frozenset({"bmm", "einsum", "matmul"})
 PRODUCTS = BATCHED_PRODUCTS | {"linear", "mm"}
 COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
@@ -39,7 +39,8 @@ ALONG_DIMENSION = frozenset({"cumsum", "log_softmax", "softmax", "softmin"})
 SETS_GRADIENTS = frozenset({"_set_grad_enabled", "set_grad_enabled"})
 SETS_INFERENCE = frozenset({"_enter_inference_mode", "_exit_inference_mode"})
 SETS_AUTOCAST = frozenset({"_enter_autocast", "_exit_autocast"})
-# Write to nothing but `out`. Of others, a run on fake tensors tells (`graph/effects.py`): these are listed to save it.
+# Write to nothing but `out`. For other operators, a run on fake tensors shows it (`graph/effects.py`); this list saves
+# that run.
 WRITES_NOTHING = VIEWS | COMPARISONS | BATCHED_PRODUCTS | frozenset(
     {"add", "any", "conv1d", "conv2d", "floor_divide", "layer_norm", "linear", "mul", "nonzero", "one_hot", "remainder",
      "rms_norm", "scaled_dot_product_attention", "size", "softmax", "sum", "sym_size", "topk", "where"}

@@ -3,7 +3,7 @@
 Two nodes compute the same value if they apply the same operator to the same operands *in the same state of memory*.
 A table gives each distinct value a number. A tensor's memory has a version, which is the number of the last write to
 it; a write is numbered by its operands and by the previous version. So two masks that are built in place by the same
-steps end at the same version, although in different memory, and masks that differ do not.
+steps end at the same version, although in different memory, and different masks do not.
 
     a = torch.full((4, 4), 0)     number 1            memory A at version 1
     b = torch.full((4, 4), 0)     number 1            memory B at version 1
@@ -35,7 +35,7 @@ from fxpasses.report import Reason
 
 @dataclass(eq=False)
 class Allocation:
-    """One allocation. alloc: the number of its initial value. version: that of the last write, or `alloc`."""
+    """One allocation. alloc: the number of its initial value. version: the number of the last write, or `alloc`."""
 
     alloc: int
     version: int
@@ -49,7 +49,7 @@ class Scalar:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """number: of the view through which the tensor addresses its memory, or `memory.alloc` for all of it."""
+    """number: that of the view through which the tensor addresses its memory; `memory.alloc` for all of it."""
 
     number: int
     memory: Allocation
@@ -83,11 +83,11 @@ class Entry:
     """A row of the table.
 
     kind: "root" (an input), "op" (a node), "item" (one result of an op that returns several), "write", "look" (a tensor
-    of the size in `args`, and the dtype and device of `fake`, whose values nobody reads).
-    args, kwargs: of the node, with `Ref` in place of nodes. base: for views, the number of the allocation. previous:
-    for writes, the previous version; target: the number of the view written through. fake: the value on fake tensors.
-    read: whether the host waits for the device (for a scalar, or for the size of a result). work: whether computing it
-    takes more than factories, views and arithmetic on scalars. module: computes it from `args`, in place of the node.
+    with the size in `args` and the dtype and device of `fake`, whose values nobody reads).
+    args, kwargs: the node's, with `Ref` in place of nodes. base: for views, the number of the allocation. previous: for
+    writes, the previous version; target: the number of the view written through. fake: the value on fake tensors. read:
+    whether the host waits for the device (for a scalar, or for the size of a result). work: whether computing it takes
+    more than factories, views and arithmetic on scalars. module: computes it from `args`, in place of the node.
     """
 
     number: int
@@ -139,7 +139,7 @@ class ValueTable:
         return Tensor(number, Allocation(number, number, node))
 
     def apply(self, node: Node, value_of: Callable[[Node], Value], autocast: tuple[Any, ...]) -> Value:
-        """Number the result of `node`, all of whose operands have numbers; raises `Refused`.
+        """Number the result of `node`, whose operands all have numbers; raises `Refused`.
 
         Updates the versions of the memory that the node writes.
         """
@@ -193,7 +193,7 @@ class ValueTable:
         return self.entries[entry.operands[0].number].occurrences if entry.kind == "item" else entry.occurrences
 
     def _pick(self, node: Node, value_of: Callable[[Node], Value]) -> Any:
-        """The value of `pair[1]`, which has a number already."""
+        """The value of `pair[1]`, which already has a number."""
         if operator_of(node) != "getitem" or len(node.args) != 2:
             return _NO_PICK
         source, index = node.args

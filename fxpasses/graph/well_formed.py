@@ -1,8 +1,8 @@
-"""Whether a graph can be copied and compiled: what is checked of a pass's result, nested graphs included.
+"""The checks of a pass's result: whether the graph, with its nested graphs, can be copied and compiled.
 
-`torch.fx.Graph.lint` sees one graph: not the bodies of its checkpoints and of other operators, nor that a size which is
-known only at run time is read before a tensor has it. What a fake tensor says of a size that nothing reads any more is
-of no consequence: whoever compiles the graph computes these values anew.
+`torch.fx.Graph.lint` sees one graph. It sees neither the bodies of its checkpoints and other operators, nor whether a
+size that is known only at run time is read before a tensor has it. Sizes of fake tensors that nothing reads any more do
+not matter: the compiler of the graph computes these values anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_well_formed(gm: GraphModule, before: GraphModule) -> None:
     """Raise `PassError` for a malformed graph, which a pass made of the graph `before`.
 
     In each nested graph, values are used after they are computed, and names are unique; a checkpoint has an operand for
-    each placeholder of its body; and no symbol of a size is bound later than it is used, unless it was before the pass.
+    each placeholder of its body; and no size's symbol is used before it is bound, unless it was so before the pass.
     """
     late_before = {symbol for _, graph in _nested(before) for symbol, _ in _used_too_early(graph.graph)}
     for name, nested in _nested(gm):
@@ -43,7 +43,7 @@ def check_well_formed(gm: GraphModule, before: GraphModule) -> None:
 
 
 def _nested(gm: GraphModule, prefix: str = "") -> Iterator[tuple[str, GraphModule]]:
-    """(name, graph) of a graph, whose name is empty, and of all that its nodes run."""
+    """(name, graph) of a graph, whose name is empty, and of all graphs that its nodes run."""
     yield prefix, gm
     names = {str(node.target): None for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     for name in names:
@@ -55,7 +55,7 @@ def _nested(gm: GraphModule, prefix: str = "") -> Iterator[tuple[str, GraphModul
 
 
 def _used_too_early(graph: Graph) -> Iterator[tuple[Any, Node]]:
-    """Symbols of sizes that are known only at run time, at nodes that come before the one which binds them."""
+    """Symbols of sizes that are known only at run time, with nodes that use them before the node that binds them."""
     used: dict[Any, Node] = {}
     bound: set[Any] = set()
     for node in graph.nodes:
