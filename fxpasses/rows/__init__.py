@@ -1,1 +1,1 @@
-"""Live rows: only tokens that can reach the loss are computed."""
+"""Live rows: compute only the tokens that can reach the loss."""

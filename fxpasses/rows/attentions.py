@@ -1,4 +1,4 @@
-"""Attention among rows, in every spelling, and what its mask says.
+"""Attention among rows, in every spelling, and the meaning of its mask.
 
 | mask | a query sees a key |
 |---|---|
@@ -7,9 +7,9 @@
 | additive operand | where it is 0; hidden where it is the least of its dtype, or -inf |
 | `masked_fill(scores, m, least)`, `where(m, scores, least)` | where the scores are kept |
 
-A row that sees nothing is 0 with a bool operand of `scaled_dot_product_attention`, as it is by a plan. In the other
-spellings it is NaN or a mean over all keys: a batch where such a row is needed is not packed, nor is one whose additive
-mask has other values.
+A row that sees nothing is 0 with a bool operand of `scaled_dot_product_attention`, and also by a plan. In the other
+spellings it is NaN or a mean over all keys: a batch in which such a row is needed is not packed. Neither is a batch
+whose additive mask has other values.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from fxpasses.report import Reason
 from fxpasses.rows.spaces import BATCH, TOKENS, Tags
 
 ATTENTION = "scaled_dot_product_attention"
-HIDES = -1e30  # at most, of what is added to a score to hide it: beside any score it is infinite
-MODERATE = 1e6  # at most, of a constant that scores are multiplied by, or that a bias is computed from
+HIDES = -1e30  # a summand hides a score if it is at most this, which is infinite compared with any score
+MODERATE = 1e6  # the most of a constant that scores are multiplied by, or that a bias is computed from
 _USUAL = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, eq=False)
 class RowAttention:
-    """query, key, value: of [B, H, T, D] in their order. order: of the result's axes. inside: what becomes unused.
+    """query, key, value: [B, H, T, D], axes in each operand's order. order: the order of the result's axes. inside: the
+    nodes that become unused.
 
-    masks: a query sees the keys that all of them let it see; those that are not later, where `is_causal`. is_unpacked:
-    whether it is computed as it is, on unpacked rows; tags: of its result then.
+    masks: a query sees the keys that all masks let it see; if `is_causal`, those that are not later. is_unpacked:
+    whether it is computed as written, on unpacked rows; tags: those of its result then.
     """
 
     node: Node
@@ -56,13 +57,13 @@ class RowAttention:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a plan gives what this gives in rows that see nothing."""
+        """Whether a plan gives the same result in rows that see nothing."""
         are_bool = all(mask.node.meta["example_value"].dtype is torch.bool for mask in self.masks)
         return not self.masks or (are_bool and not self.inside and not self.is_unpacked)
 
     @property
     def reads(self) -> list[Node]:
-        """The operands of the node that stands for it."""
+        """The nodes that the attention reads."""
         return self.node.all_input_nodes if self.is_unpacked else [operand.node for operand in self.operands]
 
     @property
@@ -86,7 +87,7 @@ def fused(node: Node) -> RowAttention:
 
 
 def written_out(graph: Graph, is_metadata: Callable[[Node], bool]) -> tuple[dict[Node, RowAttention], list[Refused]]:
-    """The attentions of a graph that are written as products with a softmax, by their results; and near misses."""
+    """The attentions that a graph writes as products with a softmax, by their results; and near misses."""
 
     def check(mask: Node) -> None:
         if not is_metadata(mask):
@@ -120,7 +121,7 @@ def _of(found: Attention) -> RowAttention:
 
 
 def is_written_between(attention: RowAttention) -> bool:
-    """Whether something is written in place while attention that is written out goes on, beside its own scores."""
+    """Whether memory other than its own scores is written in place between the nodes of written-out attention."""
     if not attention.inside:
         return False
     node: Node = attention.inside[0]

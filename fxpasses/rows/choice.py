@@ -1,7 +1,7 @@
-"""Whether a batch has enough dead rows for packing to pay: each of the two kinds of batches has a graph.
+"""Whether a batch has enough dead rows for packing to pay off: each of the two kinds of batches has a graph.
 
-The graph of a batch is guarded by what was chosen for it, so that a batch of the other kind makes the other graph, and
-no third. The guard counts rows as the prologue does, once per batch.
+The graph is guarded by the choice that was made for its batch, so a batch of the other kind makes the other graph, and
+there is no third. The guard counts rows as the prologue does, once per batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxpasses.metadata.runtime.prologue import OperatorFailed, Prologue
 from fxpasses.rows.operators import NotPacked
 from fxpasses.rows.row_stats import count
 
-# The part of the rows from which packing is slower than the products that it saves.
+# The share of live rows from which on packing takes longer than the products that it saves.
 MOST_LIVE = 0.9
 
 
@@ -35,18 +35,18 @@ MOST_LIVE = 0.9
 class RowCounts:
     """Counts the rows of a batch.
 
-    prologue: gives the size of each set, and all rows. positions, sources: of the graph's inputs that it reads. shares:
-    of the step's products, those on each set; the others are on all rows.
+    prologue: computes the size of each set, and the number of all rows. positions, sources: those of the graph's inputs
+    that it reads. shares: for each set, its share of the step's products; the other products are on all rows.
     """
 
     prologue: Prologue
     positions: tuple[int, ...]
     sources: tuple[str, ...]
     shares: tuple[float, ...]
-    _counted: list[tuple[Any, tuple[float, float]]] = field(default_factory=list)  # inputs, and what a guard found
+    _counted: list[tuple[Any, tuple[float, float]]] = field(default_factory=list)  # inputs, and a guard's result
 
     def of_step(self, inputs: Sequence[Any]) -> tuple[float, float]:
-        """`parts`, as the guard of this step has found them, if one did."""
+        """`parts`, taken from the guard of this step, if it has computed them."""
         counted, self._counted[:] = self._counted[:], []
         for of, found in counted:
             if all(own() is other for own, other in zip(of, inputs, strict=True)):
@@ -54,14 +54,14 @@ class RowCounts:
         return self.parts(inputs)
 
     def live(self, inputs: Sequence[Any]) -> float:
-        """The part of the rows that is computed, each weighted by its products; infinite where they cannot be packed.
+        """The share of the rows that is computed, weighted by their products; infinite if they cannot be packed.
 
         inputs: those at `sources`.
         """
         return self.parts(inputs)[0]
 
     def parts(self, inputs: Sequence[Any]) -> tuple[float, float]:
-        """`live`, and the part of the rows that nothing reads. inputs: those at `sources`."""
+        """`live`, and the share of the rows that nothing reads. inputs: those at `sources`."""
         try:
             *sets, rows = self.prologue(dict(zip(self.positions, inputs, strict=True)))
         except OperatorFailed as error:
@@ -81,7 +81,7 @@ class RowCounts:
 
 
 def row_counts(draft: Draft | None, gm: GraphModule) -> RowCounts | None:
-    """What counts the rows of a graph that was packed; None if it was not, or cannot be guarded.
+    """The object that counts a packed graph's rows; None if the graph was not packed, or cannot be guarded.
 
     draft: its prologue. gm: the captured graph.
     """
@@ -103,7 +103,7 @@ def row_counts(draft: Draft | None, gm: GraphModule) -> RowCounts | None:
 
 
 def counted(compiled: Callable[..., Any], counts: RowCounts) -> Callable[..., Any]:
-    """`compiled`, a graph for either kind of batch, whose steps are in `fxpasses.row_stats()`."""
+    """`compiled`, a graph for either kind of batch; its steps count in `fxpasses.row_stats()`."""
 
     def run(*inputs: Any) -> Any:
         if not counts.prologue.has_fake_root(inputs):
@@ -116,12 +116,12 @@ def counted(compiled: Callable[..., Any], counts: RowCounts) -> Callable[..., An
 
 
 def guard(counts: RowCounts, packed: bool, code: CodeType | None) -> None:
-    """Called while Dynamo compiles a graph: guard that its batches are of one kind."""
+    """Called while Dynamo compiles a graph: guard that all its batches are of one kind."""
 
     def is_alike(*inputs: Any) -> bool:
         try:
             return counts.packs(inputs) is packed
-        except OperatorFailed:  # for a batch of other sizes, which the guards of sizes refuse later
+        except OperatorFailed:  # a batch of other sizes, which the guards of sizes refuse later
             return False
 
     text = f"{'less' if packed else 'no less'} than {MOST_LIVE:.0%} of the rows can reach the loss"

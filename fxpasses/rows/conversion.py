@@ -1,10 +1,10 @@
-"""Between a value with all rows and its packed value.
+"""Conversion between a value with all rows and its packed value.
 
     x                    [B, H, T, D]      all rows
-    select(x)            [1, H, N, D]      those of `rows`, which are places in B * T
+    select(x)            [1, H, N, D]      the rows `rows`, which are places in B * T
     unpack(packed)       [B, H, T, D]      a row that was not computed is a copy of another
 
-Where a dimension holds the heads of all texts, [B * H, T, D], it is taken apart before and put together after.
+A dimension that holds the heads of all texts, [B * H, T, D], is split before and joined after.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxpasses.rows.spaces import BATCH, CHOICES, GROUPS, ROWS, SORTED, TOKENS, T
 
 
 class Conversion:
-    """Of the values of a layout. x is a value like `node`, as it is or packed."""
+    """Converts the values of a layout. x: a value with the dimensions of `node`, unpacked or packed."""
 
     def __init__(self, layout: Layout) -> None:
         self.tags, self.spaces = layout.tags, layout.spaces
@@ -35,7 +35,7 @@ class Conversion:
         return self._together(emit("unsqueeze", (emit("index_select", (x, at, rows)), batch)), node, emit)
 
     def unpack(self, x: Node, node: Node, place: Node, sizes: tuple[Any, Any], emit: NodeBuilder) -> Node:
-        """place: of each row, its place among the packed ones. sizes: B and T."""
+        """A packed value with all rows again. place: each row's place among the packed ones. sizes: B and T."""
         x, tags = self._apart(x, node, 1, emit)
         batch, tokens = tags.index(BATCH), tags.index(TOKENS)
         found = emit("unflatten", (emit("index_select", (x, tokens, place)), tokens, sizes))
@@ -43,7 +43,7 @@ class Conversion:
         return self._together(emit("movedim", (found, tokens - (batch < tokens), batch)), node, emit)
 
     def _apart(self, x: Node, node: Node, texts: int, emit: NodeBuilder) -> tuple[Node, Tags]:
-        """A value whose groups, if it has any, are taken apart, and its tags. texts: how many, -1 for all."""
+        """A value whose dimension of groups, if it has one, is split, and its tags. texts: how many, -1 for all."""
         tags = self.tags[node]
         if GROUPS not in tags:
             return x, tags
@@ -55,7 +55,7 @@ class Conversion:
         return emit("flatten", (x, tags.index(GROUPS), tags.index(GROUPS) + 1)) if GROUPS in tags else x
 
     def choices(self, node: Node) -> int:
-        """How many experts a row has chosen, of a value with all choices."""
+        """How many experts each row has chosen, for a value with all choices."""
         batch, tokens = self.spaces[node].sizes
         at = next(at for at, tag in enumerate(self.tags[node]) if tag in (CHOICES, SORTED))
         return int(shape_of(node)[at] / (batch * tokens))

@@ -2,11 +2,11 @@
 
     loss = cross_entropy(logits, target)      logits: the labelled rows
     logits = linear(norm(h3), head)           h3, the last layer's MLP and queries: the labelled rows
-    attention(q3, k3, v3)                     k3, v3, and all before: what labelled rows see, and what those see, ...
+    attention(q3, k3, v3)                     k3, v3, and all before: rows that labelled rows see, that those see, ...
 
-The lattice is small: the rows that some exits read; above them all that these see under all masks, any number of layers
-deep; and at its top all rows. Where a decoder attends to an encoder, the encoder's rows that the decoder's see are
-closed as well. Before a value that is needed for all its rows, all are.
+The lattice is small: at the bottom, the rows that some exits read; above them, all rows that these see under all masks,
+any number of layers deep; at the top, all rows. If a decoder attends to an encoder, the set of the encoder's rows that
+the decoder's rows see is closed in the same way. If a value is needed for all its rows, so are its operands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxpasses.rows.spaces import Space
 
 @dataclass(frozen=True)
 class RowSet:
-    """The rows of a space that `exits` read. closed: those that any exit needs through any attention. all: each row."""
+    """The rows of a space that `exits` read. closed: the rows that any exit needs through any attention. all: all."""
 
     space: Space
     exits: frozenset[Node]
@@ -34,11 +34,11 @@ class RowSet:
 
     @property
     def whole(self) -> RowSet:
-        """The same rows, of the whole of which the space is a part."""
+        """The same rows, in the whole space that this space is a part of."""
         return self if self.space.whole is None else replace(self, space=self.space.whole).whole
 
     def joined(self, other: RowSet) -> RowSet:
-        """The least set of the lattice that holds both, of one space."""
+        """The least set of the lattice that contains both; they are of one space."""
         if self.all or other.all:
             return every(self.space)
         if self.closed or other.closed:
@@ -68,7 +68,7 @@ class _Demands:
         self.needed: dict[Node, RowSet] = {}
 
     def sweep(self) -> None:
-        """Once backwards over all steps. Memory that is written makes further ones necessary."""
+        """Go once backwards over all steps. Written memory makes further sweeps necessary."""
         self.changed = False
         for step in reversed(self.layout.steps):
             node = step.node
@@ -80,7 +80,7 @@ class _Demands:
                 self.need(operand, RowSet(self.layout.spaces[operand], frozenset({node})))
             else:
                 self._step(node)
-        for node in self.needed.keys() & self.layout.results:  # what a checkpoint returns may be needed inside for more
+        for node in self.needed.keys() & self.layout.results:  # a checkpoint may need its result for more rows inside
             made = node
             while made in self.layout.results:
                 made = self.layout.origins[made]
@@ -95,7 +95,7 @@ class _Demands:
             self.need(self.layout.origins[value], wanted)
 
     def _alike(self, *nodes: Node) -> None:
-        """Values that are made together, or one memory before and after it is written."""
+        """Need the nodes for the same rows: they are made together, or are one memory before and after a write."""
         for node in nodes:
             for other in nodes:
                 if other in self.needed:

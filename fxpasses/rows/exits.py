@@ -1,10 +1,10 @@
-"""Where rows end: operators that take rows and give none, and which rows they read.
+"""Where rows end: operators that take rows but whose results have none, and which rows they read.
 
 | exit | rows that it reads |
 |---|---|
 | `cross_entropy(logits, target)` | those whose target is not ignored |
 | `x[:, 0]`, `x[b, t]`, `x.view(-1, C)[rows]`; `x[mask]`, by its positions | those selected |
-| `(x * mask).sum(1)`, `(losses * mask).sum()` | those where the factor of the batch is not 0 |
+| `(x * mask).sum(1)`, `(losses * mask).sum()` | those for which the batch's factor is not 0 |
 | `x.sum(1)` | all |
 """
 
@@ -25,7 +25,7 @@ from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Tags
 
 @dataclass(frozen=True)
 class Exit:
-    """kind: "loss", "picked" or "summed". operand: the value with rows. by: what of the batch tells which rows are
+    """kind: "loss", "picked" or "summed". operand: the value with rows. by: the metadata that determines which rows are
     read: the targets, the index, or the factor; None for all rows. hides: whether the factor hides rows where it is
     True.
     """
@@ -55,7 +55,7 @@ def exit_of(node: Node, tags: Mapping[Node, Tags], is_metadata: Callable[[Node],
 
 
 def _loss(call: OperatorCall, logits: Node, tags: Mapping[Node, Tags], is_metadata: Any) -> Exit | None:
-    """Targets are class indices, of which the prologue knows those that are ignored."""
+    """A loss whose targets are class indices: the prologue knows which are ignored."""
     target, weight = call.argument("target"), call.argument("weight")
     if call.argument("reduction", "mean") == "none" or weight in tags or not isinstance(target, Node):
         return None
@@ -85,7 +85,7 @@ def _ends_rows(dims: Any, tags: Tags) -> bool:
 
 
 def _factor(x: Node, tags: Mapping[Node, Tags], is_metadata: Any) -> tuple[Any, bool] | None:
-    """What of the batch decides which rows of a sum are 0, and whether it does so by True."""
+    """The metadata that decides which rows of a sum are 0, and whether these are where it is True."""
     call, name = OperatorCall.of(x), operator_of(x)
     operand: Any = x.args[0] if x.args else None
     others = [part for part in x.all_input_nodes if part not in tags]

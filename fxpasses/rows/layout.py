@@ -5,12 +5,12 @@
     q = linear(h, w).view(8, 384, 8, 64)                batch, tokens, -, -
     q = q.transpose(1, 2)                               batch, -, tokens, -
     logits = linear(h, w).view(3072, 32000)             rows, -
-    cross_entropy(logits, target)                       an exit: takes rows, and gives none
+    cross_entropy(logits, target)                       an exit: takes rows, and returns none
 
-Forwards, from the embeddings of the batch's tokens, through operators that compute each row from the same row of their
-operands (`rules.py`). Attention is the one operator that mixes rows and is known, be it of one space of rows or across
-two. Whatever else takes rows takes all of them, and what it gives is no row: a convolution over tokens, the graph's
-output, since what a program returns is exact. All before it stays as it is.
+The analysis goes forwards, from the embeddings of the batch's tokens, through operators that compute each row from the
+same row of their operands (`rules.py`). The only known operator that mixes rows is attention, within one space of rows
+or across two. Any other operator that takes rows takes all of them, and its result has no rows: a convolution over
+tokens; or the graph's output, since a program's results are exact. Everything before it stays unchanged.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _ARITHMETIC = frozenset({"add", "floor_divide", "getitem", "mul", "sub"})
 
 @dataclass(eq=False)
 class Layout:
-    """What is known of the rows of a graph and its checkpoint bodies.
+    """The layout of rows in a graph and its checkpoint bodies.
 
-    tags, spaces: of each value with rows, its dimensions and whose rows they are. exits: the nodes that take rows and
-    give none. takes_all: those that take every row. attentions: those among rows, by their results. parts: the values
-    that are a part of the rows of another. steps: in the order in which they run. origins: of a body's inputs and of a
-    checkpoint's results, the value that each is, on the other side of the border. results: those results. written: of
-    each operator in place, the value whose memory it writes. fills: of each `copy_` into a part of the features of new
-    memory, that memory. numbers: sizes of rows, from which sizes of other rows are computed alone. scores: the values
-    of attention that are computed on unpacked rows.
+    tags, spaces: for each value with rows, its dimensions, and the space of its rows. exits: the nodes that take rows
+    and return none. takes_all: the nodes that take every row. attentions: those among rows, by their results. parts:
+    the values whose rows are a part of another value's. steps: in the order in which they run. origins: for each input
+    of a body and each result of a checkpoint, the same value on the other side of the border. results: the results of
+    checkpoints. written: for each in-place operator, the value whose memory it writes. fills: for each write into new
+    memory, that memory. numbers: sizes of rows, which may only be used to compute sizes of other rows. scores: the
+    values of attention that are computed on unpacked rows.
     """
 
     tags: dict[Node, Tags] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Layout:
     scores: Mapping[Node, Scores] = field(default_factory=dict)
 
     def operands(self, node: Node) -> list[Node]:
-        """The operands of a node, or of the attention whose result it is, that have rows."""
+        """The operands with rows of a node, or of the attention whose result it is."""
         attention = self.attentions.get(node)
         found = attention.reads if attention is not None else node.all_input_nodes
         return [operand for operand in found if operand in self.tags]
@@ -79,7 +79,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class TakesAll:
-    """A node that takes every row of its operands. why: it gives none."""
+    """A node that takes every row of its operands. why: the reason why its result has none."""
 
     operands: tuple[Node, ...]
     why: Refused
@@ -87,7 +87,7 @@ class TakesAll:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A node that takes or gives rows. autocast: the regions around it."""
+    """A node that takes or returns rows. autocast: the regions around it."""
 
     node: Node
     region: Region
@@ -97,7 +97,7 @@ class Step:
 def find_layout(
     main: Region, is_metadata: Callable[[Node], bool], may_drop: bool = False, biases: bool = False
 ) -> Layout | None:
-    """The layout of a graph; None without an embedding of tokens. Raises `Refused` for what cannot be followed.
+    """The layout of a graph; None without an embedding of tokens. Raises `Refused` if rows cannot be followed.
 
     may_drop: whether a dropout may draw other random numbers than eager mode's. biases: whether additive masks have
     other values than 0 and the least, as ALiBi's.
@@ -177,19 +177,19 @@ class _Analysis:
                 self.layout.results.add(user)
 
     def _is(self, node: Node, other: Node) -> None:
-        """A node has the value of another, on the other side of a checkpoint's border."""
+        """Record that a node has the value of another, on the other side of a checkpoint's border."""
         if other in self.layout.scores:
             raise unfollowed(node, "takes scores across the border of a checkpoint")
         self.tags[node], self.spaces[node], self.layout.origins[node] = self.tags[other], self.spaces[other], other
 
     def _space_of_embedding(self, node: Node, name: str) -> Space | None:
-        """The space of the batch's tokens that a node looks up."""
+        """The space of the batch's tokens that an embedding looks up; None for another node."""
         call = OperatorCall.of(node)
         ids: Any = call.argument("input") if name == "embedding" else None
         if not is_tensor(ids) or not self.is_metadata(ids) or len(shape_of(ids)) != 2 or not _reads_inputs(ids):
             return None
         if call.argument("max_norm") is not None or call.argument("scale_grad_by_freq") or call.argument("sparse"):
-            return None  # what becomes of the table depends on how often it is looked up
+            return None  # the table's contents or gradient depend on which rows are looked up, and how often
         if ids.meta["example_value"].device.type not in ("cpu", "cuda"):
             raise Refused(Reason.NOT_ON_CPU, f"`{ids.name}`", node)
         return self.known.of_ids(ids)
@@ -215,7 +215,7 @@ class _Analysis:
         self.layout.steps.append(Step(node, region, autocast))
 
     def _follow(self, node: Node, name: str) -> None:
-        """Say what a node that takes rows is; raise `Refused` where that is unknown."""
+        """Classify a node that takes rows; raises `Refused` if that is not possible."""
         if node.op == "output":
             raise refused(node, "takes rows, which are exact where they are returned")
         spaces = {self.spaces[operand]: None for operand in self._operands(node) if operand in self.spaces}
@@ -234,7 +234,7 @@ class _Analysis:
             raise refused(node, "reads numbers of rows")
 
     def _result(self, node: Node, name: str, spaces: list[Space]) -> tuple[Tags, Space]:
-        """The tags and the space of a node that gives rows."""
+        """The tags and the space of a node that returns rows."""
         attention = self.written_out.get(node) or self._fused(node, name)
         attention = attention or self.unpacked.result(node) or self.unpacked.reduced(node)
         if attention is not None:
@@ -266,7 +266,7 @@ class _Analysis:
         return (None if usual else self.unpacked.fused(node)) or fused(node)
 
     def _is_planned(self, found: RowAttention) -> bool:
-        """Whether a plan gives what attention that is written out gives; others are computed as they are written."""
+        """Whether a plan gives the result of written-out attention; other attentions are computed as written."""
         dtype = found.node.meta["example_value"].dtype
         dtypes = {part.node.meta["example_value"].dtype for part in found.operands}
         inside = (node.meta.get("example_value") for node in found.inside)
@@ -333,7 +333,7 @@ class _Analysis:
 
 
 def _has_sizes(node: Node, tags: Tags, space: Space) -> bool:
-    """Whether a value has all rows of a space where its tags say so: one text may have been expanded to several."""
+    """Whether a value has the sizes of a space in its tagged dimensions: one text may have been expanded to several."""
     batch, tokens = space.sizes
     known = {BATCH: batch, TOKENS: tokens, ROWS: batch * tokens}
     multiples = {GROUPS: batch, CHOICES: batch * tokens, SORTED: batch * tokens}
@@ -346,7 +346,7 @@ def _has_sizes(node: Node, tags: Tags, space: Space) -> bool:
 
 
 def _reads_inputs(node: Node) -> bool:
-    """Whether a value depends on those of tensors that are given; distances between positions do not."""
+    """Whether a value depends on the values of input tensors; distances between positions do not."""
     waiting, seen = [node], set()
     while waiting:
         found = waiting.pop()
@@ -361,7 +361,7 @@ def _reads_inputs(node: Node) -> bool:
 
 
 def _writers(node: Node) -> list[Node]:
-    """What writes into a value, or into a view of it."""
+    """The nodes that write into a value, or into a view of it."""
     users = [user for user in node.users if user.args and user.args[0] is node]
     views = [user for other in users if operator_of(other) == "getitem" for user in other.users]
     return [user for user in (*users, *views) if is_in_place(operator_of(user)) or operator_of(user) == "setitem"]

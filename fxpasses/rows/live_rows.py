@@ -6,7 +6,7 @@ Before, padding and prompts go through every product, though no loss reads them:
     a = scaled_dot_product_attention(q, k, v, attn_mask = mask)
     loss = cross_entropy(logits.view(-1, 32000), target, ignore_index = -100)
 
-After, the batch is one sequence of the rows that are needed, which the prologue knows from the mask and the labels:
+After, the batch is one sequence of the needed rows, which the prologue finds from the mask and the labels:
 
     rows = fxpasses.live_rows(target != -100);  seen = fxpasses.live_rows(attended_rows(target != -100, [mask]))
     h: "f32[1, u0, 512]" = embedding(ids.view(-1)[seen][None], table)
@@ -85,19 +85,19 @@ class LiveRows:
 
 
 def _check_devices(layout: Layout, options: Options) -> None:
-    """Raise `Refused` for tokens on a device where packing them is not asked for, or would be recorded."""
+    """Raise `Refused` if tokens are on a device where packing is not wanted, or would be recorded in a CUDA graph."""
     for space in layout.spaces.values():
         ids = space.root.ids
         if ids is not None and ids.meta["example_value"].device.type != "cpu":
             if options.rows != "live":
                 device = ids.meta["example_value"].device
                 raise Refused(Reason.NOT_MEASURED, f'on {device} only with "fastpack.rows": "live"', ids)
-            if options.takes_whole_graphs:  # and record one for each number of rows
+            if options.takes_whole_graphs:  # these would record one for each number of rows
                 raise Refused(Reason.WHOLE_GRAPH, "", ids)
 
 
 def _simplify(main: Region, fake_mode: Any) -> None:
-    """Spell out what depends on less than it names: x in `mask.type_as(x)`, `mask.expand_as(x)`, `cat([empty, x])`."""
+    """Respell calls that depend on less than they name: `mask.type_as(x)`, `mask.expand_as(x)`, `cat([empty, x])`."""
     for region in main.walk():
         for node in list(region.gm.graph.nodes):
             if node.op.startswith("call") and isinstance(node.meta.get("example_value"), torch.Tensor):
@@ -109,7 +109,7 @@ def _simplify(main: Region, fake_mode: Any) -> None:
 
 
 def _is_empty(node: Node) -> bool:
-    """Asks no symbol, which would be a guard."""
+    """Whether a tensor is known to be empty. Does not ask about symbols, which would add guards."""
     return any(isinstance(size, int) and size == 0 for size in node.meta["example_value"].shape)
 
 
@@ -120,7 +120,7 @@ def _simpler(node: Node, emit: NodeBuilder) -> Node | None:
     if name == "expand_as" and isinstance(first, Node) and all(isinstance(size, int) for size in example.shape):
         return emit("expand", (first, *example.shape))
     if name == "cat" and isinstance(first, (tuple, list)) and all(isinstance(part, Node) for part in first):
-        full = [part for part in first if not _is_empty(part)]  # beside a cache that is empty yet
+        full = [part for part in first if not _is_empty(part)]  # without a cache that is still empty
         if len(full) == 1 and full[0].meta["example_value"].dtype is example.dtype:
             return emit("clone", (full[0],))
     return None

@@ -1,4 +1,4 @@
-"""Questions about nodes that all parts of `live_rows` ask."""
+"""Queries about nodes that all parts of `live_rows` use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def first_of(node: Node) -> Any:
 
 
 def whole_index(index: Any, ndim: int) -> list[Any]:
-    """The parts of `x[index]`, one for each of the `ndim` dimensions of x, and `None` for each that is new."""
+    """The parts of `x[index]`: one for each of the `ndim` dimensions of x, and `None` for each new dimension."""
     parts = list(index) if isinstance(index, tuple) else [index]
     at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
     parts[at : at + 1] = [slice(None)] * (ndim - sum(part not in (None, Ellipsis) for part in parts))
@@ -36,7 +36,7 @@ def whole_index(index: Any, ndim: int) -> list[Any]:
 
 
 class Unfollowed(Refused):
-    """What happens to rows cannot be followed, as where memory is written by several names: the graph is left alone."""
+    """Rows cannot be followed, for example because memory is written by several names: the graph is left alone."""
 
 
 def refused(node: Node, text: str = "is not known to work row by row") -> Refused:

@@ -21,18 +21,18 @@ from torch.library import custom_op
 from fxpasses.attention.runtime import cuda
 from fxpasses.attention.runtime import plan as plans
 
-# Sets are padded to a multiple of this, with row 0, which nothing reads there: so none is empty, nor of one row, which
-# would be broadcast. FlexAttention asks whether there are fewer than 128 queries, which nobody knows while compiling.
+# Sets are padded to a multiple of this, with copies of row 0 that nothing reads. So no set is empty, or has one row,
+# which would be broadcast. FlexAttention asks whether there are fewer than 128 queries, unknown while compiling.
 MULTIPLES = {"cpu": 16, "cuda": cuda.BLOCK}
-_PAIRS = 1 << 22  # of a mask, that are looked at together
-_MOST_PAIRS = 1 << 28  # of a mask that is made: 256 MiB
+_PAIRS = 1 << 22  # pairs of a mask that are looked at together
+_MOST_PAIRS = 1 << 28  # pairs of a mask that is made: 256 MiB
 
 
 @custom_op("fxpasses::live_rows", mutates_args=())
 def live_rows(live: Tensor, share: float, multiple: int) -> Tensor:
     """The positions, int64 [N], of the True elements of bool [B * T], in order; -1 up to a `multiple`.
 
-    share: the part of the step's products that is computed for these rows, for who counts them.
+    share: the share of the step's products that is computed for these rows; `choice.py` reads it.
     """
     found = live.nonzero().view(-1)
     padding = -len(found) % multiple if len(found) else multiple
@@ -47,22 +47,22 @@ class NotPacked(Exception):
 def visible_pairs(mask: Tensor, hides: float, exact: bool) -> Tensor:
     """An additive mask, of any shape, as bool: False where it is `hides` or less.
 
-    exact: raise `NotPacked` where a value is neither that nor 0, such as a bias of the distance; else only where one is
-    so large that it could undo what another hides.
+    exact: raise `NotPacked` if a value is neither 0 nor hides, such as a bias by distance; otherwise only if a value is
+    so large that it could reveal what another hides.
     """
     visible = ~(mask <= hides)
     if not exact and mask.numel() and bool(mask.amax() > -hides / 1e10):
         raise NotPacked("an additive mask has values that undo another's")
-    if exact and not torch.equal(visible, mask == 0):  # NaN, too, is neither
+    if exact and not torch.equal(visible, mask == 0):  # NaN is neither as well
         raise NotPacked("an additive mask has values besides 0 and the least")
     return visible
 
 
 @custom_op("fxpasses::earlier_pairs", mutates_args=())
 def earlier_pairs(like: Tensor, tokens: int) -> Tensor:
-    """bool [1, 1, T, T], True where a key is not later than the query. like: on whose device.
+    """bool [1, 1, T, T], True where a key is not later than the query; on the device of `like`.
 
-    Raises `NotPacked` for more than 2^28 pairs, which the program itself does not keep.
+    Raises `NotPacked` for more than 2^28 pairs: the program itself does not keep such a mask.
     """
     if tokens * tokens > _MOST_PAIRS:
         raise NotPacked(f"a causal mask of {tokens} x {tokens} tokens is too large")
@@ -74,8 +74,8 @@ def attended_rows(seed: Tensor, masks: list[Tensor], batch: int, exact: list[boo
     """bool [B * T]: the rows of `seed`, bool [B * T], and all that those see under any of the masks, repeatedly.
 
     masks: bool [B or 1, H or 1, T, T], True where the query of a row sees a key. batch: B. exact: for each mask,
-    whether attention by a plan gives what the program's gives in rows that see nothing. Raises `NotPacked` where it
-    does not, and there is such a row.
+    whether attention by a plan gives the program's result in rows that see nothing. Raises `NotPacked` if it does not,
+    and there is such a row.
     """
     live = seed.view(batch, -1).clone()
     while not live.all():
@@ -125,7 +125,7 @@ def _any(flags: Tensor, dim: int) -> Tensor:
 
 
 def _check_blind(live: Tensor, mask: Tensor, exact: bool) -> None:
-    """Raise `NotPacked` if a live query, bool [B, Tq], sees nothing where a plan is not exact."""
+    """Raise `NotPacked` if a live query, bool [B, Tq], sees nothing, unless a plan is exact for it."""
     if not exact:
         sees = _any(mask[:, :, :1] if mask.stride(2) == 0 else mask, -1).all(1)
         if bool((live & ~sees).any()):
@@ -136,9 +136,9 @@ def _check_blind(live: Tensor, mask: Tensor, exact: bool) -> None:
 def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads: int) -> Tensor:
     """The plan of attention between rows, as one sequence; see `attention/runtime/plan.py`.
 
-    mask: bool [B or 1, H or 1, Tq, Tk]. queries, keys: sets of rows by `live_rows`. batch: B. heads: of queries that
-    share one head of the mask. No mask of all pairs is made. Padding sees the last key: a program may divide by what it
-    gets.
+    mask: bool [B or 1, H or 1, Tq, Tk]. queries, keys: sets of rows by `live_rows`. batch: B. heads: how many heads of
+    queries share one head of the mask. No mask of all pairs is made. Padding sees the last key: a program may divide by
+    the result.
     """
     shape = (1, mask.shape[1], len(queries), len(keys))
     if mask.device.type == "cpu":
@@ -147,7 +147,7 @@ def plan_of_rows(mask: Tensor, queries: Tensor, keys: Tensor, batch: int, heads:
 
 
 def _pairs_by_sequence(mask: Tensor, queries: Tensor, keys: Tensor, batch: int) -> plans.Rows:
-    """Which keys some queries see, bool [1, H, stop - start, Nk]; looks at pairs of one sequence alone."""
+    """Which keys some queries see, bool [1, H, stop - start, Nk]; looks only at pairs within a sequence."""
     own_heads, q_tokens, k_tokens = mask.shape[1:]
     q_ends = _ends(queries, batch, q_tokens)
     k_ends = _ends(keys, batch, k_tokens)
@@ -167,7 +167,7 @@ def _pairs_by_sequence(mask: Tensor, queries: Tensor, keys: Tensor, batch: int) 
 
 
 def _pairs(mask: Tensor, queries: Tensor, keys: Tensor) -> plans.Rows:
-    """The same on a device, where asking which pairs are of one sequence would wait."""
+    """The same on a device, where asking which pairs are within a sequence would wait."""
     (b, q_tokens, k_tokens), own = (mask.shape[0], *mask.shape[2:]), mask.movedim(1, -1)
     k_sequence, k_token, is_last = keys // k_tokens, keys % k_tokens, torch.arange(len(keys), device=keys.device)
     is_last = is_last == len(keys) - 1
@@ -183,9 +183,9 @@ def _pairs(mask: Tensor, queries: Tensor, keys: Tensor) -> plans.Rows:
 
 
 def _ends(rows: Tensor, batch: int, tokens: int) -> list[int]:
-    """Where the rows of each sequence begin, and the last one's end."""
+    """Where the rows of each sequence begin, and where the last sequence's rows end."""
     edges = torch.arange(batch + 1) * tokens
-    last = rows.masked_fill(rows < 0, batch * tokens)  # padding stands at the end
+    last = rows.masked_fill(rows < 0, batch * tokens)  # padding is at the end
     found: list[int] = torch.searchsorted(last, edges).tolist()
     return found
 

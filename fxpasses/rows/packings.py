@@ -1,4 +1,4 @@
-"""The sets of rows of a graph, as nodes before its first row: all of this only the batch determines.
+"""The sets of rows of a graph, as nodes before its first row: only the batch determines all of this.
 
 live = target != -100                                        bool [B * T], what an exit reads
 rows = fxpasses.live_rows(live)                              int64 [N], by the prologue
@@ -35,8 +35,8 @@ class Packing:
     """A set of rows, as nodes of the main graph.
 
     slots: int64 [N], rows in order, -1 for padding. rows: the same, 0 for padding. padding: bool [N]. count: N.
-    sequences, tokens: int64 [N], b and t of each. place: int64 [B * T], of each row among them; of a part, which may be
-    empty, with one element more.
+    sequences, tokens: int64 [N], b and t of each. place: int64 [B * T], the place of each row among them; for a part,
+    which may be empty, with one more element.
     """
 
     slots: Node
@@ -50,7 +50,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a space: B, T and B * T; integers, or nodes."""
+    """B, T and B * T of a space, as integers or nodes."""
 
     batch: Any
     tokens: Any
@@ -58,7 +58,7 @@ class Sizes:
 
 
 class Packings:
-    """Makes the sets that are needed. outside: gives the node of the main graph with the value of one of a body."""
+    """Makes the needed sets. outside: returns the main graph's node with the value of a body's node."""
 
     def __init__(
         self, layout: Layout, needed: dict[Node, RowSet], emit: NodeBuilder, outside: Callable[[Node], Node]
@@ -67,11 +67,11 @@ class Packings:
         self.attentions = {
             node: found for node, found in layout.attentions.items() if node in needed and not needed[node].all
         }
-        self._made: dict[Any, Any] = {}  # by what it is: each is made once
-        self._waiting: list[Space] = []  # whose closed sets are being made
+        self._made: dict[Any, Any] = {}  # by meaning: each is made once
+        self._waiting: list[Space] = []  # the spaces whose closed sets are being made
 
     def packing(self, rows: RowSet, share: float, fake_mode: Any) -> Packing:
-        """The packing of a set of a whole space. share: of the step's products, those computed for it."""
+        """The packing of a set of a whole space. share: the share of the step's products that is computed for it."""
         emit, live = self.emit, self._live(rows)
         slots = emit(ops.live_rows.default, (live, share, MULTIPLES[device_of(live).type]))
         found = slots.meta["example_value"]
@@ -80,7 +80,7 @@ class Packings:
         return self._packing(slots, emit.size(slots, 0), place, self.sizes(rows.space).tokens)
 
     def part(self, space: Space, packing: Packing) -> Packing:
-        """The packing of a set of a part, whose rows are those of `packing`, a set of the whole around it."""
+        """The packing of a part of a space, with the rows of `packing`, a set of the whole around it."""
         emit = self.emit
         assert space.whole is not None
         own, whole = self.sizes(space), self.sizes(space.whole)
@@ -145,7 +145,7 @@ class Packings:
         return visible
 
     def _visible(self, mask: Mask, exact: bool, tokens: list[Any]) -> Node:
-        """bool [B or 1, H or 1, Tq, Tk], True where one of the masks lets a query see a key.
+        """bool [B or 1, H or 1, Tq, Tk], True where `mask`, one of the masks, lets a query see a key.
 
         exact: as for `visible_pairs`. tokens: Tq and Tk.
         """
@@ -205,7 +205,7 @@ class Packings:
         return self.emit(ops.attended_rows.default, (live, list(own), batch, list(own.values()))) if own else live
 
     def _lifted(self, live: Node, space: Space) -> Node:
-        """The rows of a part, as rows of the whole."""
+        """The live rows of a part, as rows of the whole."""
         while space.whole is not None:
             own, whole, emit = self.sizes(space), self.sizes(space.whole), self.emit
             live = emit("reshape", (live, own.batch, own.tokens))
@@ -237,7 +237,7 @@ class Packings:
         tags = self.layout.tags[found.operand]
         own = factor.meta["example_value"].dim()
         expanded = [{BATCH: sizes.batch, TOKENS: sizes.tokens, ROWS: sizes.rows}.get(tag or "", -1) for tag in tags]
-        for place in range(1, len(tags) + 1):  # a dimension of features that the factor lacks
+        for place in range(1, len(tags) + 1):  # dimensions of features that the factor lacks
             if expanded[-place] == -1 and place > own:
                 expanded[-place] = 1
         whole = emit("expand", (factor, *expanded))
@@ -251,7 +251,7 @@ class Packings:
         sizes, device = self.sizes(space), {"device": device_of_space(space)}
 
         def chosen(size: Any, part: Node) -> Node:
-            """Counted from the end as well, and an error beyond it."""
+            """Indices that may count from the end; one out of range raises an error."""
             return emit(operator.getitem, (emit(torch.arange, (size,), device), self._outside(part)))
 
         if len(index) == 1 or not isinstance(index[1], (int, Node)):
@@ -278,7 +278,7 @@ def device_of_space(space: Space) -> torch.device:
 
 
 def computed(emit: NodeBuilder, function: Any, one: Any, other: Any) -> Any:
-    """A number from numbers, which may be nodes."""
+    """A number computed from two numbers, which may be nodes."""
     if isinstance(one, Node) or isinstance(other, Node):
         return emit(function, (one, other))
     return function(one, other)

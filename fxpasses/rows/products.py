@@ -1,4 +1,4 @@
-"""Products in which each row is multiplied by what is its own, or by what all rows share.
+"""Products in which each row is multiplied by something of its own, or by something that all rows share.
 
 einsum("btd,hde->bthe", x, weights)      of x: batch, tokens, -      batch, tokens, -, -
 x[:, :, :, None] @ y[:, :, None]         of both: batch, tokens, -, -
@@ -21,7 +21,7 @@ _KNOWN = {BATCH, TOKENS, ROWS}
 
 
 def tags_of_product(node: Node, tags: Mapping[Node, Tags]) -> Tags | None:
-    """The tags of a product; None where rows do not stay by themselves. tags: of the operands with rows."""
+    """The tags of a product; None if it mixes rows. tags: those of the operands with rows."""
     found = _axes(node)
     if found is None:
         return None
@@ -37,7 +37,7 @@ def tags_of_product(node: Node, tags: Mapping[Node, Tags]) -> Tags | None:
 
 
 def _axes(node: Node) -> tuple[list[tuple[Node, str]], str] | None:
-    """The operands and the result of a product, with a letter for each dimension, as `einsum` has them."""
+    """The operands and the result of a product, with a letter for each dimension, as in `einsum`."""
     operands: Any
     if operator_of(node) == "einsum":
         equation, *given = node.args

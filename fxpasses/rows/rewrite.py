@@ -1,4 +1,4 @@
-"""Rewrites a graph to compute rows as one sequence: B becomes 1, and T the number of rows that are needed.
+"""Rewrites a graph to compute rows as one sequence: B becomes 1, and T the number of needed rows.
 
     rows = fxpasses.live_rows(target != -100)                     # int64 [N], by the prologue
     h = embedding(ids.view(-1)[rows][None], table)                # [1, N, 512]
@@ -6,9 +6,9 @@
     a = fxpasses.sparse_attention(q, k, v, None, fxpasses.plan_of_rows(mask, rows, seen, ...))
     loss = cross_entropy(logits.view(N, 32000), target[rows])
 
-Most nodes stay as they are, since the ranks do. Values that only the batch determines are gathered; a value that is
-needed for fewer rows than it was computed for, a residual before the last layer's MLP, is selected from. One that is
-needed for all rows stays as it is.
+Most nodes stay unchanged, since ranks do. Values that only the batch determines are gathered. If a value is needed for
+fewer rows than it was computed for, such as a residual before the last layer's MLP, rows are selected from it. A value
+that is needed for all rows stays unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ops = torch.ops.fxpasses
 
 
 class Rewrite:
-    """One rewrite. It changes the graph; where it raises `Refused`, the graph is to be thrown away."""
+    """One rewrite. It changes the graph; if it raises `Refused`, the graph must be thrown away."""
 
     def __init__(self, main: Region, layout: Layout, closure: Mapping[Node, Value], fake_mode: Any) -> None:
         self.main, self.layout, self.closure, self.fake_mode = main, layout, closure, fake_mode
@@ -76,17 +76,17 @@ class Rewrite:
         self._erase()
 
     def _is_whole(self, node: Node) -> bool:
-        """Whether a value is needed for all rows, and so stays as it is."""
+        """Whether a value is needed for all rows, and so stays unchanged."""
         return node in self.needed and self.needed[node].all
 
     @property
     def part(self) -> float:
-        """Of the products with weights, the part that is computed for some rows alone."""
+        """The share of the products with weights that is computed for only some rows."""
         return sum(share for rows, share in self._shares().items() if not rows.all)
 
     def _moments(self, region: Region) -> Iterator[tuple[Node, int]]:
-        """The nodes of a region, each with a number that changes where gradients are switched, or rows are written:
-        what was made from a value before is not what would be made from it after."""
+        """The nodes of a region, each with a number that changes where gradients are switched or rows are written: a
+        copy made of a value before such a place cannot be used after it."""
         moment = 0
         for node in region.gm.graph.nodes:
             yield node, moment
@@ -94,7 +94,7 @@ class Rewrite:
             writes = writes or (node in self.layout.scores and is_in_place(operator_of(node)))
             moment += writes or getattr(node.target, "__name__", "") in SETS_GRADIENTS | SETS_INFERENCE
 
-    # Before the first row: all that only the batch determines, and the sets
+    # Before the first row: everything that only the batch determines, and the sets
 
     def _prepare(self) -> None:
         graph = self.main.gm.graph
@@ -121,14 +121,14 @@ class Rewrite:
         self.last_set = first.prev
 
     def _add_part(self, rows: RowSet) -> Packing:
-        """The packing of a set of a part, after those of each whole around it."""
+        """The packing of a set of a part, made after the packings of the wholes around it."""
         if rows not in self.packings:
             assert rows.space.whole is not None
             self.packings[rows] = self.sets.part(rows.space, self._add_part(replace(rows, space=rows.space.whole)))
         return self.packings[rows]
 
     def _sets(self) -> dict[RowSet, None]:
-        """Those of the values and exits that do not take all rows."""
+        """The sets of the values and exits that do not take all rows."""
         found = dict.fromkeys(rows for rows in self.needed.values() if not rows.all)
         ends = {node: found.operand for node, found in self.layout.exits.items() if not self._is_whole(found.operand)}
         found |= {RowSet(self.layout.spaces[x], frozenset({node})): None for node, x in ends.items()}
@@ -136,7 +136,7 @@ class Rewrite:
         return found | {closed(self.layout.spaces[a.key.node]): None for a in partly if not a.is_unpacked}
 
     def _shares(self) -> dict[RowSet, float]:
-        """By set of rows of a whole space: the part of the products with weights that is computed for it."""
+        """For each set of rows of a whole space, its share of the products with weights."""
         found: dict[RowSet, float] = dict.fromkeys((rows.whole for rows in self._sets()), 0)
         for node, rows in self.needed.items():
             if operator_of(node) in ("linear", "addmm", "matmul"):
@@ -156,7 +156,7 @@ class Rewrite:
         return node in self.layout.tags or (body is not None and any(s.region is body for s in self.layout.steps))
 
     def _outside(self, node: Node) -> Node:
-        """The node of the main graph with the value that a node of a body has; of the batch's metadata."""
+        """The main graph's node with the value of a body's node, which is metadata of the batch."""
         region = self.regions[node.graph]
         if region.parent is None:
             if node not in self.placed:
@@ -197,7 +197,7 @@ class Rewrite:
         return self.new[node]
 
     def _inside(self, region: Region, outer: Any) -> Any:
-        """A value of the main graph, or of the region around, as an input of a body; a number as it is."""
+        """A value of the main graph, or of the region around, as an input of a body; a number is returned itself."""
         if not isinstance(outer, Node) or outer.graph is region.gm.graph:
             return outer
         if (region, outer) not in self._made:
@@ -229,7 +229,7 @@ class Rewrite:
         return self._made[key]
 
     def _early(self, make: Callable[[NodeBuilder], Node]) -> Node:
-        """Make a value of sets alone, where the sets are made."""
+        """Make a value that depends only on sets, at the place where the sets are made."""
         last = self.last_set
         with self.main.gm.graph.inserting_before(last.next):
             made = make(NodeBuilder(self.main.gm.graph, self.fake_mode, last))
@@ -237,7 +237,7 @@ class Rewrite:
         return made
 
     def _aligned(self, operand: Node, tags: Tags, rows: RowSet, step: Step, emit: NodeBuilder) -> Node:
-        """An operand without rows of its own, which is broadcast against rows: gathered where it has one for each."""
+        """An operand that is not a value with rows but is broadcast against rows, gathered if it has one for each."""
         own = shape_of(operand)
         own = (1,) * (len(tags) - len(own)) + own
         many = {tag: at for at, (size, tag) in enumerate(zip(own, tags, strict=True)) if tag and size != 1}
@@ -293,7 +293,7 @@ class Rewrite:
             resized = self._resized(step, region, emit)
             return emit("expand" if name == "expand" else "reshape", (self._at(first, wanted, region, emit), *resized))
         aligned = set(node.all_input_nodes)
-        if name == "cross_entropy":  # weights of classes are broadcast against no rows
+        if name == "cross_entropy":  # weights of classes are not broadcast against rows
             aligned = {argument(node, "target")}
         elif not broadcasts(node, name.rstrip("_")) and name not in ("copy_", "cat", "stack", "gather"):
             aligned = set()
@@ -318,7 +318,7 @@ class Rewrite:
         return result
 
     def _filling(self, node: Node, region: Region, emit: NodeBuilder) -> Callable[[Node], Node]:
-        """Gives the operands of `x[...] = y`; those of `x[order] = arange(N)`: as many numbers as x has."""
+        """Converts the operands of `x[...] = y`, and of `x[order] = arange(N)`, which gets as many numbers as x has."""
         wanted = self.needed[node]
 
         def convert(operand: Node) -> Node:
@@ -330,7 +330,7 @@ class Rewrite:
         return convert
 
     def _resized(self, step: Step, region: Region, emit: NodeBuilder) -> list[Any]:
-        """The sizes of a value with rows, packed."""
+        """The sizes of a packed value."""
         node = step.node
         count = self._inside(region, self.packings[self.needed[node]].count)
         sizes: dict[str, Any] = {BATCH: 1, TOKENS: count, ROWS: count}
@@ -388,7 +388,7 @@ class Rewrite:
         return self.conversion.select(x, node, self._inside(region, self.packings[rows].rows), emit)
 
     def _unpacked(self, node: Node, region: Region, emit: NodeBuilder) -> Node:
-        """A value with all rows [.., B, .., T, ..]; those that it was not computed for are copies of others."""
+        """A value with all rows [.., B, .., T, ..]; rows that were not computed are copies of others."""
         if self._is_whole(node):
             return node
         key = ("unpacked", self._value(node), region, self.moment)
@@ -402,7 +402,7 @@ class Rewrite:
     # Exits
 
     def _left(self, step: Step, emit: NodeBuilder) -> Node:
-        """What an exit gives, from packed rows."""
+        """The result of an exit, from packed rows."""
         node, found = step.node, self.layout.exits[step.node]
         if step.region.parent is not None:
             raise refused(node, "ends rows in a checkpoint")
@@ -442,7 +442,7 @@ class Rewrite:
         if any(isinstance(size, torch.SymInt) for size in rest):
             raise refused(node, "has a size of the batch beside its rows")
         dtype = node.meta["example_value"].dtype
-        exact = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # as `sum` adds
+        exact = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # as `sum` accumulates
         zeros = emit("new_zeros", (x, (self.sets.sizes(rows.space).batch, *rest)), {"dtype": exact})
         added = emit("to", (emit("squeeze", (x, 0)), exact))
         found = emit("to", (emit("index_add", (zeros, 0, packing.sequences, added)), dtype))
@@ -451,7 +451,7 @@ class Rewrite:
     # After the last row
 
     def _return_packed(self) -> None:
-        """Have the bodies return packed values, and forget those that nobody needs."""
+        """Have the bodies return packed values; raises `Refused` for returned rows that nobody needs."""
         for region in self.main.walk():
             if region.parent is None:
                 continue
@@ -465,7 +465,7 @@ class Rewrite:
             region.call.meta["example_value"] = tuple(examples)
 
     def _erase(self) -> None:
-        """Erase the values of all rows, and what of the batch nobody uses any more."""
+        """Erase the values with all rows, and metadata that nobody uses any more."""
         kept = set(self.new.values())
         inside = {node for found in self.layout.attentions.values() for node in found.inside}
         old = self.layout.tags.keys() | self.layout.exits.keys() | self.layout.fills.keys()
@@ -481,12 +481,12 @@ class Rewrite:
             region.gm.recompile()
 
     def _is_made_for_rows(self, node: Node) -> bool:
-        """Whether a node only makes a tensor of metadata, for which there may be no use any more."""
+        """Whether a node only makes a tensor of metadata, which may have become unused."""
         return isinstance(self.closure.get(node), Tensor) and not is_in_place(operator_of(node))
 
 
 def _out_of_place(node: Node) -> Any:
-    """The operator that returns what this one writes."""
+    """The operator that returns the result which this in-place operator writes."""
     name = operator_of(node)[:-1]
     return name if hasattr(torch.Tensor, name) else getattr(torch, name)
 

@@ -14,9 +14,9 @@ As `group_experts` writes a loop over experts:
     y = weights[order // 2, order % 2, None] * y          [N * 2, 96]     sorted
     out.index_add_(0, order // 2, y)                      [N, 96]         rows
 
-All values of a mixture are computed for the same rows: an order of choices is one of the choices that there are. What
-is sorted, and where the experts end, has to be of one routing, whose choices are what `topk` gives: where capacity is
-limited, or some choices count for no expert, a row's result depends on other rows.
+All values of a mixture are computed for the same rows, since an order is an order of all existing choices. Sorted
+values, and the experts' ends, have to be of one routing, whose choices come from `topk`: if capacity is limited, or
+some choices count for no expert, a row's result depends on other rows.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.spaces import CHOICES, EXPERTS, ROWS, SORTED, Space, Tags
 
 _INSIDE = frozenset({CHOICES, SORTED, EXPERTS})
-# What integers are: experts that rows have chosen; of each sorted choice, which choice it is, of which row, and which
-# of the row's; of each choice, where it is sorted; of each expert, how many chose it, and where its choices end.
+# The meanings of integers: experts that rows have chosen; for each sorted choice, which choice it is, its row, and its
+# slot in the row; for each choice, its place when sorted; for each expert, how many chose it, and where they end.
 _CHOSEN, _ORDER, _ROWS, _SLOTS, _PLACES, _COUNTS, _ENDS = (
     "chosen", "order", "rows", "slots", "places", "counts", "ends",
 )  # fmt: skip
@@ -43,18 +43,18 @@ _GATHERS = frozenset({"getitem", "index_select", "fxpasses::gather_rows"})
 
 
 def is_inside(tags: Tags) -> bool:
-    """Whether a value is one of a mixture, between rows and rows."""
+    """Whether a value is inside a mixture, between rows going in and rows coming out."""
     return bool(_INSIDE & {*tags})
 
 
 class Routing:
-    """The rules of mixtures, for a layout that is being made. tags, spaces: of the values before."""
+    """The rules of mixtures, for a layout that is being made. tags, spaces: those of earlier values."""
 
     def __init__(self, tags: Mapping[Node, Tags], spaces: Mapping[Node, Space]) -> None:
         self.tags, self.spaces = tags, spaces
         self._kinds: dict[Node, str] = {}
         self._roots: dict[Node, Node] = {}  # the routing by which a value is sorted: the result of `topk`
-        self._memory: dict[Node, Node] = {}  # that may become places, and the order it is like
+        self._memory: dict[Node, Node] = {}  # memory that may become places, with the order that it resembles
 
     def rule(self, node: Node, name: str) -> Tags | None:
         """The tags of a node of a mixture; None for another node."""
@@ -90,7 +90,7 @@ class Routing:
         return None
 
     def adds(self, node: Node) -> bool:
-        """Whether a node is `index_add(x, 0, rows, y)`, where y is sorted and each of it belongs to one of the rows."""
+        """Whether a node is `index_add(x, 0, rows, y)`, where y is sorted and `rows` gives the row of each element."""
         if len(node.args) != 4 or node.kwargs or not set(node.all_input_nodes) <= self.tags.keys():
             return False
         x, dim, rows, y = cast("tuple[Any, ...]", node.args)
@@ -98,7 +98,7 @@ class Routing:
         return fits and dim == 0 and self._kinds.get(rows) == _ROWS and self._roots[rows] is self._roots[y]
 
     def note(self, node: Node, name: str, tags: Tags) -> None:
-        """Called for each node with rows: what it is, if its operand is something. Raises `Refused`."""
+        """Called for each node with rows: note its meaning, if its operand has one. Raises `Refused`."""
         first: Any = first_of(node)
         is_integer = is_tensor(node) and not node.meta["example_value"].is_floating_point()
         if not isinstance(first, Node):
@@ -121,7 +121,7 @@ class Routing:
             (self._roots[node],) = roots
 
     def known(self) -> list[Node]:
-        """The integers of which it is known what they are, as long as nobody writes to them."""
+        """The integers with a known meaning, which holds as long as nobody writes to them."""
         return [*self._kinds, *self._memory]
 
     def inverts(self, node: Node) -> bool:
@@ -154,7 +154,7 @@ class Routing:
         if not isinstance(index, Node) or (name == "index_select" and call.argument("dim") != 0):
             return None
         kind, own = self._kinds.get(index), self.tags.get(index, ())
-        if first not in self.tags and is_tensor(first) and kind == _CHOSEN:  # of each expert, for those that are chosen
+        if first not in self.tags and is_tensor(first) and kind == _CHOSEN:  # each expert's value, for the chosen ones
             return (*own, *(None for _ in shape_of(first)[1:]))
         if kind not in (_ORDER, _ROWS, _PLACES):
             return None
@@ -168,7 +168,7 @@ class Routing:
         return (given, *tags[1:])
 
     def _of_each(self, node: Node, tags: Tags, rows: Any, of_row: Any, *more: Any) -> Tags | None:
-        """`weights[rows, slots, None]`: a number of a row, for each sorted choice."""
+        """`weights[rows, slots, None]`: for each sorted choice, a number of its row."""
         if not isinstance(rows, Node) or not isinstance(of_row, Node):
             return None
         kinds = self._kinds.get(rows), self._kinds.get(of_row)

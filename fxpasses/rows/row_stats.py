@@ -11,9 +11,9 @@ from fxpasses.base.counts import taken
 class RowStats:
     """Counts since the process began, or since the last reset.
 
-    steps: forward passes of graphs whose rows are counted. live: the part of the rows that is computed, or would be if
-    the batch were packed, each weighted by its share of the products, summed over the steps. dead: the part that
-    nothing reads, which is padding, and documents without labels; what is neither are prompts, which others read.
+    steps: forward passes of graphs whose rows are counted. live: the share of the rows that is computed, or would be if
+    the batch were packed, weighted by their products, summed over the steps. dead: the share that nothing reads:
+    padding, and documents without labels. The remaining rows are prompts, which other rows read.
     """
 
     steps: float = 0

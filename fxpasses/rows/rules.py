@@ -1,5 +1,5 @@
-"""Row-wise rules: the dimensions of a result, from those of its operands, where each of its rows is computed from the
-same row of its operands.
+"""Row-wise rules: the dimensions of a result from those of its operands, for operators that compute each row from the
+same row of their operands.
 
     linear(x, weight)           batch, tokens, -       of x: batch, tokens, -
     x.view(-1, 32000)           rows, -
@@ -33,8 +33,8 @@ _NORMS = frozenset({"layer_norm", "rms_norm"})
 class Rules:
     """The rules, for a layout that is being made.
 
-    tags, spaces: of the values before. writes: what is written in place. may_drop: whether a dropout may draw other
-    random numbers than eager mode's. near_misses: why what looks like attention is none.
+    tags, spaces: those of earlier values. writes: the writes in place. may_drop: whether a dropout may draw other
+    random numbers than eager mode's. near_misses: why nodes that look like attention are not.
     """
 
     def __init__(self, tags: Mapping[Node, Tags], spaces: Mapping[Node, Space], writes: Writes, may_drop: bool) -> None:
@@ -80,7 +80,7 @@ class Rules:
                 return (ROWS, None)
         if name in BATCHED_PRODUCTS:
             product = tags_of_product(node, self.tags)
-            if product is None and self.near_misses and self._rows_among(node) > 1:  # why this is no attention
+            if product is None and self.near_misses and self._rows_among(node) > 1:  # says why this is not attention
                 raise self.near_misses[0]
             if product is not None:
                 return product
@@ -164,7 +164,7 @@ class Rules:
         return tuple(found)
 
     def _gathered(self, node: Node, index: Any, tags: Tags) -> Tags:
-        """`x.gather(-1, index)`, where the index has a row for each of x."""
+        """`x.gather(-1, index)`, where the index has a row for each row of x."""
         rows = [(size, tag) for size, tag in zip(shape_of(first_of(node)), tags, strict=True) if tag]
         own = [(size, tag) for size, tag in zip(shape_of(index), tags, strict=True) if tag]
         known = self.tags.get(index, None if GROUPS in tags else tags)
@@ -173,7 +173,7 @@ class Rules:
         return tags
 
     def _scatters(self, call: OperatorCall, tags: Tags) -> bool:
-        """Whether a call is `x.scatter(-1, index, y)`, where index and y have a row for each of x, or y is a number."""
+        """Whether a call is `x.scatter(-1, index, y)`, where index and y have the rows of x, or y is a number."""
         dim, index, source = call.argument("dim"), call.argument("index"), call.argument("src", call.argument("value"))
         if call.name.startswith("index") or not call.has_only("input", "dim", "index", "src", "value"):
             return False
@@ -206,7 +206,7 @@ class Rules:
         return found
 
     def regrouped(self, node: Node) -> Tags:
-        """The tags of a reshape. A dimension is the same if its size and the product of the sizes before it are."""
+        """The tags of a reshape. A dimension stays the same if its size and the product of the sizes before it do."""
         first: Any = first_of(node)
         before, tags, after = shape_of(first), self.tags[first], shape_of(node)
         if node.meta["example_value"].dtype != first_of(node).meta["example_value"].dtype:
@@ -235,7 +235,7 @@ class Rules:
         return tuple(found)
 
     def _joined_with_features(self, at: int, before: tuple[Any, ...], tags: Tags) -> tuple[Any, Any]:
-        """Of a dimension of sequences or rows with the features behind it: the product before it, and its size."""
+        """For a dimension of sequences or rows joined with the features after it: the product before it, its size."""
         stop = next((other for other in range(at + 1, len(tags)) if tags[other]), len(tags))
         return math.prod(before[:at]), math.prod(before[at:stop])
 
@@ -267,7 +267,7 @@ class Rules:
         return space is not None and bool(space.sizes[0] == 1)
 
     def indexed(self, node: Node, tags: Tags) -> Tags:
-        """The tags of `x[...]`, of all rows. tags: of x."""
+        """The tags of `x[...]`, which keeps all rows. tags: those of x."""
         given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         lists = [part for part in given if isinstance(part, list)]
         if any(is_tensor(part) or isinstance(part, Tensor) for part in given) or len(lists) > 1:
@@ -288,13 +288,13 @@ class Rules:
 
 
 def _without_batch(tags: Tags) -> Tags:
-    """Tokens of one text, whose dimension of sequences is gone, are rows."""
+    """The tags of one text without its dimension of sequences: its tokens are rows."""
     return tuple(ROWS if tag == TOKENS and not {BATCH, GROUPS} & {*tags} else tag for tag in tags)
 
 
 def broadcasts(node: Node, name: str) -> bool:
     """Whether an operator computes each element from the elements of its operands at the same place."""
-    if name in ("max", "min"):  # of two tensors
+    if name in ("max", "min"):  # only of two tensors
         return len(node.args) == 2 and is_tensor(node.args[1]) and not node.kwargs
     return is_pointwise(name) and (name != "where" or len(node.args) == 3)
 
@@ -305,7 +305,7 @@ def _drops(call: OperatorCall) -> bool:
 
 
 def _is_over_features(shape: Any, tags: Tags) -> bool:
-    """Whether a norm is over no rows. A shape may be a node as well, a part of the size of a value."""
+    """Whether a norm is over features only. `shape` may also be a node, a part of a value's size."""
     return isinstance(shape, (tuple, list)) and not any(tags[-len(shape) :])
 
 

@@ -5,8 +5,8 @@
     weights = dropout(softmax(scores, -1))                  0 for hidden keys
     output = weights @ v                                    [B, H, T, D]: rows again, and packed
 
-Its operators stay as they are. Before the first, queries, keys and values are unpacked, dead rows as copies of others:
-as keys they are hidden from every query that is needed, and what they give as queries is left out.
+Its operators stay unchanged. Before the first, queries, keys and values are unpacked, with dead rows as copies of
+others: as keys, these are hidden from every needed query; as queries, their results are left out.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _ADDS = ADDITIONS | {"sub"}
 _USUAL = (0, 1, 2, 3)
 _CARRIES = KEEPS_VALUES | {"expand"}
 _ROWS = (BATCH, None, TOKENS, None)
-_UNBOUNDED = frozenset({"cosh", "exp", "exp2", "expm1", "reciprocal", "sinh", "where"})  # makes more than a mask hides
-# Operators that make nothing large of what is not.
+_UNBOUNDED = frozenset({"cosh", "exp", "exp2", "expm1", "reciprocal", "sinh", "where"})  # may exceed what a mask hides
+# Operators that do not make large values of small ones.
 _MODEST = RESHAPES | _CARRIES | _ADDS | {
     "abs", "arange", "clamp", "cumsum", "eq", "full", "full_like", "ge", "getitem", "gt", "le", "logical_and",
     "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "new_full", "new_ones",
@@ -48,11 +48,11 @@ _MODEST = RESHAPES | _CARRIES | _ADDS | {
 
 @dataclass(frozen=True)
 class Scores:
-    """What is known of a value [B, H, T, keys, or more].
+    """A value [B, H, T, keys, or more] of unpacked attention.
 
-    query, key: the operands of the product. masks: what hides keys in it. is_softmax: whether it is 0 where they hide.
-    more: of the last dimension, elements beside keys, at its end. factor: that hidden scores were multiplied by.
-    of_greatest: what hides keys where the greatest score was taken that these were computed with.
+    query, key: the operands of the product. masks: the masks that hide keys in it. is_softmax: whether it is 0 where
+    they hide. more: how many elements besides keys are at the end of the last dimension. factor: the number by which
+    hidden scores were multiplied. of_greatest: if a greatest score was used, the masks that hid keys when it was taken.
     """
 
     query: Node
@@ -65,14 +65,14 @@ class Scores:
 
     @property
     def is_known(self) -> bool:
-        """Whether no score was read that is hidden in the end, be it as the greatest."""
+        """Whether no score that is hidden in the end was read, not even as a candidate for the greatest."""
         return bool(self.masks) and (self.of_greatest is None or set(self.masks) <= set(self.of_greatest))
 
 
 class Unpacked:
-    """The values of a graph that are computed on unpacked rows. states: of each, what is known.
+    """The values of a graph that are computed on unpacked rows. states: what is known of each.
 
-    is_metadata: whether only the batch determines a value. rules: of the same layout.
+    is_metadata: whether only the batch determines a value. rules: those of the same layout.
     """
 
     def __init__(self, is_metadata: Callable[[Node], bool], rules: Rules) -> None:
@@ -81,7 +81,7 @@ class Unpacked:
         self.states: dict[Node, Scores] = {}
 
     def scores(self, node: Node, name: str) -> Tags | None:
-        """The tags of a node that gives scores; None for another node. Raises `Refused`."""
+        """The tags of a node that computes scores; None for another node. Raises `Refused`."""
         given = [operand for operand in node.all_input_nodes if operand in self.states]
         if not given:
             return self._first(node)
@@ -96,7 +96,7 @@ class Unpacked:
         return tags
 
     def _are_alike(self, given: list[Node]) -> bool:
-        """Whether values are scores of one attention, or of several among the same rows, not yet weights."""
+        """Whether values are scores of one attention, or of several among the same rows that are not yet weights."""
         states = [self.states[operand] for operand in given]
         texts = {(self.spaces[state.query], self.spaces[state.key]) for state in states}
         products = {(state.query, state.key) for state in states}
@@ -124,7 +124,7 @@ class Unpacked:
         return _attention(node, state.query, state.key, value, state.masks, result)
 
     def reduced(self, node: Node) -> RowAttention | None:
-        """`scores.logsumexp(-1)`, a number for each query; None for another node."""
+        """The attention of `scores.logsumexp(-1)`, a number for each query; None for another node."""
         call, scores = OperatorCall.of(node), node.args[0] if node.args else None
         if not isinstance(scores, Node) or scores not in self.states:
             return None
@@ -174,7 +174,7 @@ class Unpacked:
         return (*(own[letter] for letter in batch), TOKENS, KEYS)
 
     def _added_to(self, node: Node) -> Product | None:
-        """The product of `torch.baddbmm(biases, q, k)`, where biases have no rows."""
+        """The product in `torch.baddbmm(biases, q, k)`, where biases have no rows."""
         operands = [argument(node, name) for name in ("input", "batch1", "batch2")]
         if operator_of(node) != "baddbmm" or not all(map(is_tensor, operands)) or operands[0] in self.tags:
             return None
@@ -195,7 +195,7 @@ class Unpacked:
             if tags[-1] != KEYS:
                 return None
             return (replace(state, is_softmax=True), tags) if state.masks and not state.is_softmax else None
-        if name == "dropout" and not argument(node, "inplace", False):  # of a score that is hidden it makes 0
+        if name == "dropout" and not argument(node, "inplace", False):  # it would set a hidden score to 0
             return (state, tags) if state.is_softmax or not state.masks else None
         if name == "cat":
             return self._with_sinks(node, given)
@@ -204,21 +204,21 @@ class Unpacked:
         if state.is_softmax:
             keeps = name == "mul" and self._keeps(node, given, tags)
             return (state, tags) if keeps or self._fills_weights(node, name) else None
-        if any(self.states[operand].is_softmax for operand in given):  # 0 where keys are hidden, which hides no score
+        if any(self.states[operand].is_softmax for operand in given):  # weights of 0 would not hide scores
             return None
         if name == "max" and len(node.args) == 2 and first is given[0] and is_tensor(node.args[1]):
             least = constant_of(node.args[1])
             return (state, tags) if least is not None and least <= HIDES else None
         if name in ("max", "amax") and argument(node, "keepdim", False):
             is_of_keys = argument(node, "dim") in (-1, len(tags) - 1) and tags[-1] == KEYS and state.masks
-            found = replace(state, masks=(), of_greatest=state.masks)  # which hides nothing itself
+            found = replace(state, masks=(), of_greatest=state.masks)  # the greatest itself hides nothing
             return (found, (*tags[:-1], None)) if is_of_keys else None
         masked = self._masked(node, name, given[0])
         if masked is not None:
             return (masked, tags) if node.meta["example_value"].dim() == len(tags) else None
         if name == "sub" and not self._subtracts_little(node):
             return None
-        if state.masks and name in ("div", "mul"):  # what hides a score still hides it
+        if state.masks and name in ("div", "mul"):  # hidden scores stay hidden
             factor = constant_of(node.args[1]) if node.args[0] is given[0] and len(node.args) == 2 else None
             if factor is None or factor <= 0 or node.kwargs:
                 return None
@@ -236,14 +236,14 @@ class Unpacked:
         return all(not isinstance(value, (int, float)) or abs(value) <= MODERATE for value in _leaves(node))
 
     def _adds_to_scores(self, node: Node, scores: Node) -> bool:
-        """Whether the other operands of a sum leave hidden what is hidden, be it later."""
+        """Whether scores that are hidden, now or later, stay hidden with the other operands of a sum."""
         others = [operand for operand in node.all_input_nodes if operand not in self.states]
         return all(self._adds_little(operand, self.tags[scores]) for operand in others)
 
     def _adds_little(self, node: Node, tags: Tags, steps: int = 8) -> bool:
-        """Whether a summand is a mask, which is looked at for each batch, or far from what hides a score.
+        """Whether a summand is a mask, which is checked for each batch, or far smaller than what hides a score.
 
-        Activations and parameters are taken for that. tags: of the scores.
+        Activations and parameters are assumed to be small. tags: those of the scores.
         """
         name, first = operator_of(node), first_of(node)
         if self._is_modest(node):
@@ -260,7 +260,7 @@ class Unpacked:
         return False
 
     def _is_modest(self, node: Node) -> bool:
-        """Whether a value is computed from no large constant, as far as only the batch determines it."""
+        """Whether the parts of a value that only the batch determines are computed without large constants."""
         waiting, seen, product = [node], {node}, 1.0
         while waiting:
             part = waiting.pop()
@@ -281,21 +281,21 @@ class Unpacked:
         return True
 
     def _is_buffer(self, node: Node) -> bool:
-        """Whether a value is given to the graph, and neither a parameter nor an activation: it may be a mask."""
+        """Whether a value is an input that is neither a parameter nor an activation: it may be a mask."""
         example = node.meta["example_value"]
         trains = isinstance(example, torch.nn.Parameter) or example.requires_grad
         is_one = all(type(size) is int and size == 1 for size in example.shape)
         return node.op in ("placeholder", "get_attr") and not (trains or is_one or node in self.tags)
 
     def _subtracts_little(self, node: Node) -> bool:
-        """`scores - x`, where x hides nothing: a number for each query, or what has no rows."""
+        """Whether a node is `scores - x`, where x hides nothing: a number for each query, or a value without rows."""
         first, second = node.args[0], node.args[1]
         if first not in self.states or not isinstance(second, Node):
             return first in self.states
         return KEYS not in self.tags.get(second, ()) and (second in self.states or self._is_modest(second))
 
     def _joined(self, node: Node, given: list[Node]) -> Scores:
-        """Of a sum: what hides keys in any of its parts hides them."""
+        """The scores of a sum: keys that a mask hides in any summand are hidden."""
         others = [operand for operand in node.all_input_nodes if operand not in self.states]
         masks = [mask for operand in given for mask in self.states[operand].masks]
         if operator_of(node) in ("add", "add_"):
@@ -318,21 +318,21 @@ class Unpacked:
         return KEYS in tags or all(KEYS not in self.tags[operand] for operand in given)
 
     def _masked(self, node: Node, name: str, scores: Node) -> Scores | None:
-        """`masked_fill(scores, mask, least)` and `where(mask, scores, least)`."""
+        """The scores of `masked_fill(scores, mask, least)` or `where(mask, scores, least)`; None for another node."""
         mask, state = self._fills(node, name), self.states[scores]
         if mask is None:
             return None
         return replace(state, masks=(*state.masks, mask)) if self._hides_in(mask, self.tags[scores]) else state
 
     def _fills_weights(self, node: Node, name: str) -> bool:
-        """`weights.masked_fill(mask, 0)`."""
+        """Whether a node is `weights.masked_fill(mask, 0)`."""
         condition = argument(node, "mask") if name == "masked_fill" else None
         return isinstance(condition, Node) and self.is_metadata(condition) and constant_of(argument(node, "value")) == 0
 
     def _hides_in(self, mask: Mask, tags: Tags) -> bool:
-        """Whether a mask is known to be one of texts, and of keys, in scores with these tags.
+        """Whether a mask's dimensions are known to be those of texts and keys, in scores with these tags.
 
-        Of scores [B * H, Tq, Tk], only one for all groups is, [Tq, Tk]; of [H, B, Tq, Tk], none that differs along H.
+        In scores [B * H, Tq, Tk], only a mask [Tq, Tk] for all groups is; in [H, B, Tq, Tk], none that differs along H.
         """
         sizes = mask.node.meta["example_value"].shape
         if tags[-2:] != (TOKENS, KEYS) or len(sizes) > 4:
@@ -342,7 +342,7 @@ class Unpacked:
         return len(sizes) < 4 or tags[-4:-3] == (BATCH,) or (type(sizes[0]) is int and sizes[0] == 1)
 
     def _fills(self, node: Node, name: str) -> Mask | None:
-        """What a node replaces by a number that hides a score; None for another node."""
+        """The mask by which a node replaces scores with a number that hides them; None for another node."""
         if name in ("masked_fill", "masked_fill_"):
             condition, fill, hides = argument(node, "mask"), constant_of(argument(node, "value")), True
         elif name == "where" and len(node.args) == 3:
@@ -375,7 +375,7 @@ class Unpacked:
             yield from self._hiding(node.args[0], steps - 1)
 
     def _with_sinks(self, node: Node, given: list[Node]) -> tuple[Scores, Tags] | None:
-        """`cat([scores, sinks], -1)`, where sinks have no rows."""
+        """The scores of `cat([scores, sinks], -1)`, where sinks have no rows."""
         parts: Any = node.args[0]
         state, tags = self.states[given[0]], self.tags[given[0]]
         fits = parts[0] is given[0] and len(given) == 1 and argument(node, "dim", 0) in (-1, len(tags) - 1)
@@ -385,7 +385,7 @@ class Unpacked:
         return (replace(state, more=state.more + added), tags) if type(added) is int else None
 
     def _without_sinks(self, node: Node, state: Scores, tags: Tags) -> tuple[Scores, Tags] | None:
-        """`weights[..., :-1]`; also `max(...)[0]`."""
+        """The scores of `weights[..., :-1]`, and of `max(...)[0]`."""
         if isinstance(node.args[0], Node) and isinstance(node.args[0].meta["example_value"], (tuple, list)):
             return state, tags
         index = node.args[1]

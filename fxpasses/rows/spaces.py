@@ -16,9 +16,9 @@ from torch.fx import Node
 
 from fxpasses.rows.nodes import shape_of
 
-# What a dimension is: a sequence of the batch; one of k groups of features of a sequence, b * k + g; a token of a
-# sequence; or a row, b * T + t. Of a mixture (`routing.py`), one of the k experts that a row has chosen, row * k + i;
-# these in the order of the experts; or an expert. None: none of these.
+# What the elements of a dimension are: sequences of the batch; k groups of features of each sequence, b * k + g; tokens
+# of a sequence; or rows, b * T + t. In a mixture (`routing.py`): the k experts that each row has chosen, row * k + i;
+# these choices in the order of the experts; or experts. None: none of these.
 BATCH, GROUPS, TOKENS, ROWS = "batch", "groups", "tokens", "rows"
 CHOICES, SORTED, EXPERTS = "choices", "sorted", "experts"
 Tags = tuple[str | None, ...]
@@ -44,7 +44,7 @@ class Space:
 class Spaces:
     """The spaces of a graph: one for each size of an embedding's input, and one for each part.
 
-    lengths: T of those with more than one text, beside which [1, T] are positions, which all texts share.
+    lengths: T of the inputs with more than one text. For such a T, [1, T] holds positions that all texts share.
     """
 
     def __init__(self, lengths: Set[Any]) -> None:
@@ -59,8 +59,8 @@ class Spaces:
         return self._known.setdefault(sizes, Space((sizes[0], sizes[1]), ids))
 
     def part(self, whole: Space, cuts: tuple[Any, Any], sizes: tuple[Any, Any]) -> Space | None:
-        """The space of `x[cuts]`, two slices, whose sizes are `sizes`; None for slices that are not known, or leave no
-        more than one."""
+        """The space of `x[cuts]`, two slices, of the sizes `sizes`; None if the slices are not known, or leave at most
+        one element."""
         starts = []
         for cut, size, all_of_it in zip(cuts, sizes, whole.sizes, strict=True):
             is_short = size in (0, 1) and size != all_of_it

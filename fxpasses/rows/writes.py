@@ -1,5 +1,5 @@
-"""Writes to rows in place, and new memory that is written by parts. A packed value has memory of its own, so a write is
-followed only where every name of what it writes is known.
+"""Writes to rows in place, and new memory that is filled part by part. A packed value has memory of its own, so a write
+is followed only if every name of the written memory is known.
 
 | program | what it becomes |
 |---|---|
@@ -22,13 +22,13 @@ from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollow
 from fxpasses.rows.spaces import Tags
 
 MAKES_MEMORY = frozenset({"new_empty", "new_zeros", "new_ones", "empty_like", "full_like", "zeros_like", "ones_like"})
-# Write where an index says; the rules say whether that is in the same row.
+# Operators that write by an index; the rules determine whether they write into the same row.
 WRITTEN_BY_INDEX = frozenset({"index_add", "scatter", "scatter_add"})
-_NEW_PARTS = frozenset({"max", "min", "sort", "topk"})  # give tuples whose parts share no memory
+_NEW_PARTS = frozenset({"max", "min", "sort", "topk"})  # return tuples whose parts share no memory
 
 
 class Found(Protocol):
-    """What is known so far of the layout that is being made (`rows/layout.py`)."""
+    """The layout that is being made, as far as it is known (`rows/layout.py`)."""
 
     tags: dict[Node, Tags]
     written: dict[Node, Node]
@@ -43,15 +43,15 @@ class Found(Protocol):
 
 
 class Writes:
-    """Finds what is written, for a layout that is being made."""
+    """Finds the writes, for a layout that is being made."""
 
     def __init__(self, layout: Found) -> None:
         self.layout, self.tags = layout, layout.tags
         self._memory: dict[Node, set[int]] = {}
-        self._new: dict[Node, Node] = {}  # of new memory that nobody has read, and of views to fill it: that memory
+        self._new: dict[Node, Node] = {}  # new memory that nobody has read, by itself and by the views that fill it
 
     def makes(self, node: Node, like: Node, tags: Tags) -> Tags:
-        """`x.new_empty(sizes)`, `torch.zeros_like(x)`: of the same rows as x, perhaps with other features."""
+        """The tags of `x.new_empty(sizes)`, `torch.zeros_like(x)`: x's rows, perhaps with other features."""
         sizes = list(zip(shape_of(node), shape_of(like), tags, strict=False))
         if len(shape_of(node)) != len(tags) or any(tag and own != other for own, other, tag in sizes):
             raise refused(node, "makes memory of other sizes")
@@ -59,7 +59,7 @@ class Writes:
         return tags
 
     def reads(self, node: Node) -> None:
-        """Called for each node: what it reads of new memory is not new any more."""
+        """Called for each node: new memory that it reads is no longer new."""
         fills = operator_of(node) in ("copy_", "setitem") or self._is_view_to_fill(node)
         for operand in node.all_input_nodes:
             if not fills or operand is not first_of(node):
@@ -77,7 +77,7 @@ class Writes:
         return True
 
     def sets(self, node: Node, part_of: Callable[[Node], Tags]) -> None:
-        """`x[..., :8] = y`, where x is new memory. part_of: gives the tags of `x[..., :8]`. Raises `Refused`."""
+        """Note `x[..., :8] = y`, where x is new memory. part_of: returns the tags of `x[..., :8]`. Raises `Refused`."""
         memory, _, value = node.args
         if not isinstance(memory, Node) or self._new.get(memory) is not memory:
             raise unfollowed(node, "writes to rows")
@@ -90,7 +90,7 @@ class Writes:
         self.layout.fills[node] = memory
 
     def in_place(self, node: Node, name: str, broadcast: Callable[[Node], Tags]) -> Tags:
-        """`x += y`. broadcast: gives the tags of `x + y`. Raises `Refused`."""
+        """The tags of `x += y`. broadcast: returns the tags of `x + y`. Raises `Refused`."""
         written = first_of(node)
         if not is_tensor(written):
             raise unfollowed(node, "writes to several tensors")
@@ -107,8 +107,8 @@ class Writes:
         return self.tags[written]
 
     def check(self, node: Node) -> None:
-        """Called for each node, when what it does is known: raise `Refused` if it writes to rows in another way, or by
-        another name: `relu(x[:, 0], inplace=True)`."""
+        """Called for each node once its effect is known: raise `Refused` if it writes to rows in another way, or by
+        another name, as in `relu(x[:, 0], inplace=True)`."""
         if node in self.layout.written or node in self.layout.fills or node in self.layout.scores:
             return
         for operand in written_operands(node):
@@ -143,6 +143,6 @@ class Writes:
 
 
 def _tuple_of(part: Node) -> Node | None:
-    """The tuple that a value was taken from, whose memory is that of its parts."""
+    """The tuple that a value was taken from, and whose parts share no memory; None if there is none."""
     source = first_of(part) if operator_of(part) == "getitem" else None
     return source if isinstance(source, Node) and operator_of(source) in _NEW_PARTS else None
