@@ -1,1 +1,1 @@
-"""Head and loss in chunks of rows: logits never stand in full (pass `chunk_loss`)."""
+"""Head and loss in chunks of rows: the logits never exist in full (pass `chunk_loss`)."""

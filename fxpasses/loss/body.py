@@ -1,4 +1,4 @@
-"""Writes what happens between logits and the numbers that leave their rows as a program of rows."""
+"""Writes the operators between the logits and the results of their rows as a program of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxpasses.rows.nodes import is_tensor
 
 
 class Rewrite(Protocol):
-    """What a program is written for (`loss/rewrite.py`)."""
+    """The rewrite that a program is written for (`loss/rewrite.py`)."""
 
     region: LossRegion
     graph: Graph
@@ -37,7 +37,7 @@ class Rewrite(Protocol):
 
 
 class Body:
-    """Writes the program of a region; a `Writer` of rules (`forms.py`)."""
+    """Writes the program of a region; a `Writer` for rules (`forms.py`)."""
 
     def __init__(self, rewrite: Rewrite, xs: Sequence[Node]) -> None:
         self.rewrite, self.region, self.xs = rewrite, rewrite.region, xs
@@ -84,7 +84,7 @@ class Body:
         return program, self._given(self.rows.items(), flows), self._given(self.shared.items(), flows)
 
     def of_products(self, operands: Sequence[Node]) -> list[Node]:
-        """The operands of products, as those of the program."""
+        """The operands of products, as the program takes them (`_given`)."""
         return self._given(zip(operands, self.products, strict=True), self.flows)
 
     def _result(self, value: Node, node: Node, differentiable: bool) -> Result:
@@ -116,7 +116,7 @@ class Body:
         return set(reached(trained, operands))
 
     def _given(self, operands: Iterable[tuple[Node, Node]], trained: set[Node]) -> list[Node]:
-        """The operands for some placeholders: detached where eager mode gives them no gradient, as 0 would be one."""
+        """The operands for some placeholders: detached if eager mode gives them no gradient, since 0 would be one."""
         return [
             operand
             if placeholder in trained or not self.rewrite.requires_grad(operand)
@@ -151,7 +151,7 @@ class Body:
         return node
 
     def _enter(self, regions: Regions, origin: Node) -> None:
-        """Be in the given autocast regions."""
+        """Leave and enter autocast regions, so that exactly the given ones are open."""
         shared = 0
         while shared < min(len(regions), len(self.autocast)) and self.autocast[shared][0] == regions[shared]:
             shared += 1
@@ -162,7 +162,7 @@ class Body:
         self.builder = NodeBuilder(self.graph, self.rewrite.fake_mode, origin, autocast=regions)
 
     def _order(self) -> None:
-        """Placeholders first: products, operands with rows, those without."""
+        """Put placeholders first: products, operands with rows, operands without."""
         first = next(iter(self.graph.nodes))
         for node in reversed([*self.products, *self.rows.values(), *self.shared.values()]):
             if node is not first:

@@ -5,15 +5,15 @@ Before, the logits, their copies and their gradient are the largest tensors of a
     logits: "f32[3072, 32000]" = linear(h, weight)
     loss = cross_entropy(logits.float(), target)
 
-After, no more than a chunk of them stands:
+After, only a chunk of them exists at a time:
 
     losses = fxpasses.loss_of_rows(program, [h], [weight], [target], [], [counts], False)
     loss = losses[0]
 
-*Find* products whose results are read row by row, until a few numbers of each row leave (`region.py`, `forms.py`),
-*write* what happens between as a program of rows, and *find* by how much each of these numbers counts in the loss
-(`tail.py`). Where it is known in forward, the gradients are computed there, from logits that are then forgotten; else
-backward makes the logits again.
+*Find* products whose results are read row by row, until only a few numbers of each row are left (`region.py`,
+`forms.py`), *write* the operators between as a program of rows, and *find* the weight of each of these numbers in the
+loss (`tail.py`). If the weights are known in forward, the gradients are computed there, from logits that are then
+discarded; otherwise backward computes the logits again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChunkLoss:
     """The pass."""
 
     name = "chunk_loss"
-    exact = False  # sums are in another order
+    exact = False  # sums are added in another order
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
@@ -51,7 +51,7 @@ class ChunkLoss:
         least = min(int(node.meta["example_value"].shape[-1]) for node in products)
         try:
             spell_out(main, context.fake_mode, depending, least)
-        except Refused as refused:  # a mode of the process or a function transform, in which nothing is known
+        except Refused as refused:  # an unknown mode of the process, or a function transform
             report.refusals.append(refused.of(next(iter(products))))
             return report
         columns = rows = saved = 0
@@ -95,7 +95,7 @@ def _bytes(node: Node, sizes: Any) -> int:
 
 
 def _is_of_features(region: LossRegion) -> bool:
-    """Whether a region's product only makes features, such as those inside an MLP: no logits."""
+    """Whether a region's product only makes features, such as those inside an MLP, and no logits."""
     return region.trouble is not None and not any(
         form.columns is None or form.columns < 64 for node, form in region.forms.items() if not isinstance(form, tuple)
     )

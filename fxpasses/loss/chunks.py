@@ -1,4 +1,4 @@
-"""Runs a program of rows chunk by chunk, with the products that make its logits and take their gradient.
+"""Runs a program of rows chunk by chunk, with the products that make its logits and use their gradient.
 
     for rows in chunks:
         logits = x[rows] @ w.T                          a buffer, used for each chunk
@@ -6,8 +6,8 @@
         x_grad[rows] = logits @ w
         w_grad += logits.T @ x[rows]
 
-Three products, as in eager mode, and memory for one chunk. Gradients in forward are those of Liger Kernel's fused
-linear cross entropy (Hsu et al., 2024, https://arxiv.org/abs/2410.10989), here of any program of rows.
+Three products, as in eager mode, and memory for one chunk. Computing the gradients in forward is the idea of Liger
+Kernel's fused linear cross entropy (Hsu et al., 2024, https://arxiv.org/abs/2410.10989), here for any program of rows.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 
 from fxpasses.loss.row_program import RowProgram, Wanted, widened
 
-# Measured on a CPU (bench case `loss_head`): with fewer rows products wait for the weight and its gradient, which is
+# Measured on a CPU (bench case `loss_head`): with fewer rows, products wait for the weight and its gradient, which are
 # read and written for each chunk; more bytes gain nothing.
 CHUNK_BYTES, _LEAST_ROWS = 48 << 20, 256
-_MOST_BYTES = 96 << 20  # of a chunk with that many rows
+_MOST_BYTES = 96 << 20  # of a chunk with the least number of rows
 _MULTIPLE = 32  # products of an odd number of rows take some 4 % longer
-_BLOCK = 4096  # columns whose products are added at a time, where they are added in another dtype
+_BLOCK = 4096  # columns whose products are added at a time, if they are added in another dtype
 
 
 @dataclass(frozen=True)
 class Operands:
-    """xs: rows [N, H] of each product; ws: its weight [V, H]. rows: [N, ...] each. shared: without rows."""
+    """xs: the rows [N, H] of each product; ws: its weight [V, H]. rows: operands [N, ...]. shared: without rows."""
 
     xs: Sequence[Tensor]
     ws: Sequence[Tensor]
@@ -45,7 +45,7 @@ class Operands:
 @dataclass(frozen=True)
 class Found:
     """total: the sum of results times cotangents, if there are any. values: the results for all rows, if wanted.
-    gradients: of the operands for which they are wanted, in order."""
+    gradients: those of the operands for which they are wanted, in order."""
 
     total: Tensor | None
     values: list[Tensor]
@@ -103,7 +103,7 @@ class _Run:
         return [x.contiguous() if self.index is None else x.index_select(0, self.index) for x in operands]
 
     def _read(self) -> Tensor | None:
-        """The rows whose cotangents are not 0, where the host may ask; None for all."""
+        """The rows whose cotangents are not 0, if the host may read them; None for all rows."""
         if self.values or not self.cotangents or self.operands.xs[0].device.type != "cpu":
             return None
         used = torch.stack([(c != 0).flatten(1).any(1) if c.dim() > 1 else c != 0 for c in self.cotangents]).any(0)
@@ -115,7 +115,7 @@ class _Run:
         logits = sum(w.shape[0] * w.element_size() for w in self.operands.ws)
         products = [x.new_empty(0, w.shape[0]) for x, w in zip(self.operands.xs, self.operands.ws, strict=True)]
         saved = self.program.bytes_saved_of_a_row([*products, *self.operands.rows, *self.operands.shared])
-        # A gradient is computed in place from what the softmax saves; what a cap saves stands beside, twice.
+        # A gradient is computed in the memory that the softmax saves; tensors that a cap saves come on top, twice.
         row = max(logits, 2 * saved - logits)
         most = max(1, CHUNK_BYTES // row, min(_LEAST_ROWS, _MOST_BYTES // row))
         most -= most % _MULTIPLE if most > _MULTIPLE else 0
@@ -125,9 +125,9 @@ class _Run:
         return [slice(start, min(count, start + length)) for start in range(0, count, length or 1)]
 
     def _prepare(self, any_chunk: bool) -> None:
-        """Make the gradients: zeros where the chunks are summed, or where no chunk comes.
+        """Allocate the gradients: zeros if chunks are summed, and where no chunk may write.
 
-        The first chunk writes the gradients of weights: to fill them with zeros takes longer than it looks.
+        The first chunk writes the gradients of weights: filling them with zeros takes longer than it looks.
         """
         own = self.operands
         is_part = self.index is not None

@@ -1,11 +1,11 @@
-"""Rules of row-wise operators on logits: what an operator gives, and how a program of rows writes it.
+"""Rules of row-wise operators on logits: the form of an operator's result, and how a program of rows writes it.
 
     logits: "f32[8, 384, 32000]"                rows [8, 384], and 32,000 columns
     logits.view(-1, 32000)                      rows [3072], 32,000 columns
-    logits.tanh() * 30                          as they are
+    logits.tanh() * 30                          unchanged
     logits[:, :-1]                              chosen rows [8, 383]
     logits.log_softmax(-1).gather(-1, index)    1 column
-    cross_entropy(logits, target, "none")       rows alone
+    cross_entropy(logits, target, "none")       only rows
     logits.softmax(1)                           no rule: mixes rows
 
 In the program all rows are in one dimension: [n, 32000], [n, 1], [n].
@@ -30,7 +30,7 @@ from fxpasses.report import Reason
 from fxpasses.rows.nodes import first_of, is_tensor, shape_of, whole_index
 
 _RESHAPES = RESHAPES | SQUEEZES
-# Along the columns. Those that keep them, those that give one number, and those that give values and indices.
+# Operators along the columns: those that keep them, those that return one number, those that return values and indices.
 _REDUCING = frozenset(
     {"all", "amax", "amin", "any", "argmax", "argmin", "logsumexp", "mean", "norm", "prod", "std", "sum", "var"}
 )
@@ -64,8 +64,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Form:
-    """rows: the sizes of a value's first dimensions, which are rows. columns: its other dimension, if it has one more.
-    chosen: the selection of rows that it is of; None for all."""
+    """rows: the sizes of a value's first dimensions, which are rows. columns: the size of its last dimension, if it has
+    one more. chosen: the selection that its rows come from; None for all rows."""
 
     rows: tuple[Any, ...]
     columns: int | None
@@ -88,10 +88,10 @@ class Writer(Protocol):
     """Writes a program of rows."""
 
     def value(self, node: Node) -> Node:
-        """What stands for a value of some form."""
+        """The program's node for a value of some form."""
 
     def operand(self, node: Node, form: Form) -> Node:
-        """What stands for another operand of an operator that gives `form`."""
+        """The program's node for another operand of an operator whose result has `form`."""
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node: ...
 
@@ -101,7 +101,7 @@ Write = Callable[[Writer], Node]
 
 @dataclass(frozen=True)
 class Rule:
-    """forms: of the node's result, or of each of its results. write: how the program has it."""
+    """forms: that of the node's result, or of each of its results. write: writes the node into the program."""
 
     forms: Form | tuple[Form, ...]
     write: Write
@@ -150,7 +150,7 @@ def rule(node: Node, forms: Mapping[Node, Any]) -> Rule:
 
 
 def _is_of_two(node: Node, name: str) -> bool:
-    """Whether `max` or `min` is of two tensors."""
+    """Whether `max` or `min` compares two tensors."""
     return name in ("max", "min") and len(node.args) == 2 and is_tensor(node.args[1]) and not node.kwargs
 
 
@@ -189,7 +189,7 @@ def _pointwise(node: Node, own: list[Node], forms: Mapping[Node, Any]) -> Rule:
 
 
 def _expanded(node: Node, call: OperatorCall, forms: Mapping[Node, Any]) -> Rule:
-    """`weights.expand_as(logits)`."""
+    """The rule of `weights.expand_as(logits)`."""
     x, other = call.argument("input"), call.argument("other")
     if x in forms or not isinstance(forms.get(other), Form) or not is_tensor(x):
         raise refused(node, "is not known to work row by row")
@@ -221,7 +221,7 @@ def _loss(node: Node, call: OperatorCall, first: Node, form: Form, forms: Mappin
 
 
 def _chosen(first: Node, form: Form) -> Rule:
-    """A selection of rows, which the program is given already."""
+    """The rule of a selection of rows: the program's operands already have only these."""
     return Rule(form, lambda to: to.value(first))
 
 
@@ -234,7 +234,7 @@ def _indexed(node: Node, first: Node, form: Form) -> Rule:
 
         def write(to: Writer) -> Node:
             columns = to.emit("remainder", (to.operand(index, replace(form, columns=None)), form.columns))
-            found = to.emit("unsqueeze", (columns, 1))  # of an index, -1 is the last
+            found = to.emit("unsqueeze", (columns, 1))  # an index of -1 means the last column
             return to.emit("squeeze", (to.emit("gather", (to.value(first), 1, found)), 1))
 
         return Rule(replace(form, columns=None), write)
@@ -273,7 +273,7 @@ def _takes_each_rows_own(parts: tuple[Any, ...], form: Form, shape: tuple[Any, .
 
 
 def _selected(node: Node, form: Form, rows: tuple[Any, ...]) -> Form:
-    """The form of `x[rows]`: of slices by numbers, or of one tensor of positions."""
+    """The form of `x[rows]`, where `rows` are slices by numbers, or one tensor of positions."""
     after = shape_of(node)[: form.lead]
     if form.lead == 1 and is_tensor(rows[0]):
         example = rows[0].meta["example_value"]
@@ -321,7 +321,7 @@ def _gathered(node: Node, call: OperatorCall, first: Node, form: Form, forms: Ma
 
 
 def _have_same_rows(one: Node, other: Node, lead: int) -> bool:
-    """Whether two values have as many rows: by a guard where two inputs of the batch have sizes of their own."""
+    """Whether two values have equally many rows; adds a guard if two inputs of the batch have separate sizes."""
     pairs = zip(one.meta["example_value"].shape[:lead], other.meta["example_value"].shape[:lead], strict=True)
     for own, its in pairs:
         if expression(own) != expression(its):

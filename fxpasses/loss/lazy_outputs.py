@@ -1,11 +1,11 @@
-"""`fastpack.outputs="lazy"`: logits that are returned beside a loss are computed if something reads them.
+"""`fastpack.outputs="lazy"`: logits that are returned beside a loss are computed only if something reads them.
 
-Before, a causal model's graph returns its logits, so that they stand in full, and every row is needed:
+Before, a causal model's graph returns its logits, so they exist in full, and every row is needed:
 
     return loss, logits
 
-After, it returns the loss alone, and the caller gets a `LazyTensor` in place of the logits. Where the graph cannot be
-run twice with the same result, outputs stay: it draws random numbers, writes to its inputs, or communicates. Once
+After, it returns only the loss, and the caller gets a `LazyTensor` in place of the logits. If the graph cannot be run
+twice with the same result, because it draws random numbers, writes to its inputs, or communicates, outputs stay. Once
 something has read a lazy output, the frame is compiled again, with all of its outputs.
 """
 
@@ -44,16 +44,17 @@ from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.report import Reason, Refusal, Report
 from fxpasses.rows.nodes import shape_of
 
-# Frames of which something has read a lazy output. Dynamo's guards ask for a frame's code alone.
+# Frames that had a lazy output read. Dynamo's guards know a frame only by its code.
 _read: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
 class LeftOut:
-    """A graph without some outputs. gm: the graph. captured: runs it with all. positions: of the outputs left out.
+    """A graph without some outputs. gm: the graph. captured: runs it with all outputs. positions: those of the outputs
+    left out.
 
-    examples: of these. sizes: compute theirs from the inputs. code: of the frame. report: what was done. may_draw:
-    whether the graph has operators of which it is not known that they draw no random numbers.
+    examples: theirs. sizes: compute their sizes from the inputs. code: the frame's. report: what was done. may_draw:
+    whether the graph has operators that may draw random numbers.
     """
 
     gm: GraphModule
@@ -66,7 +67,7 @@ class LeftOut:
     may_draw: bool
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, with lazy tensors in place of what it does not compute."""
+        """`compiled`, with lazy tensors in place of the outputs that it does not compute."""
         sizes, may_draw = self.sizes, self.may_draw
         kept: Any = self.gm.graph.output_node().args[0]
         count = len(kept) + len(self.positions)
@@ -74,7 +75,7 @@ class LeftOut:
         positions, examples, captured = self.positions, self.examples, self.captured
 
         def run(*inputs: Any) -> Any:
-            if any(isinstance(value, FakeTensor) for value in inputs):  # DDPOptimizer asks for the form of results
+            if any(isinstance(value, FakeTensor) for value in inputs):  # DDPOptimizer wants the sizes of results
                 return captured(*inputs)
             before = _random_state(inputs) if may_draw else ()
             found = iter(compiled(*inputs))
@@ -121,9 +122,9 @@ class LeftOut:
 
 
 def leave_out(gm: GraphModule, code: CodeType | None, is_whole: bool) -> LeftOut | Report | None:
-    """The graph without its logits, or a report of why they stay, or None where there are none to speak of.
+    """The graph without its logits; a report of why they stay; or None if it does not return any beside a loss.
 
-    code: of the frame. is_whole: whether the graph is all of the program. Called while Dynamo compiles the graph.
+    code: the frame's. is_whole: whether the graph is the whole program. Called while Dynamo compiles the graph.
     """
     if not torch.is_grad_enabled():
         return None
@@ -184,7 +185,7 @@ def _is_loss(node: Any) -> bool:
 
 
 def _refusal(gm: GraphModule, logits: Sequence[Node], is_whole: bool) -> Refusal | None:
-    """Why outputs cannot be computed later, if they cannot."""
+    """Why outputs cannot be computed later; None if they can."""
     first = logits[0].name
     if not is_whole:
         return Refusal(first, Reason.READ_IN_FULL, "the program goes on after the graph")
@@ -220,7 +221,7 @@ def _draws(node: Node, fake_mode: Any) -> bool:
     if call.argument("dropout_p") not in (None, 0, 0.0):
         return True
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if packet is None and isinstance(node.target, FunctionType):  # of Python, which may call anything
+    if packet is None and isinstance(node.target, FunctionType):  # a Python function, which may call anything
         return draws(node, fake_mode)
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
@@ -231,7 +232,7 @@ def _draws(node: Node, fake_mode: Any) -> bool:
 
 
 def _stays(node: Node) -> bool:
-    """Whether a node without users is needed: all but calls that only make a value."""
+    """Whether a node is needed even without users: any node except a call that only makes a value."""
     if node.op in ("placeholder", "output"):
         return True
     example = node.meta.get("example_value")
@@ -240,7 +241,7 @@ def _stays(node: Node) -> bool:
 
 
 def _guard(code: CodeType) -> bool:
-    """Guard the graph that Dynamo compiles by that nothing has read a lazy output of its frame."""
+    """Add a guard to the graph that Dynamo compiles: nothing has read a lazy output of its frame."""
     if not can_guard():
         return False
     check = Check(lambda: code not in _read, None, code, "outputs that are read")
@@ -257,7 +258,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _sizes(gm: GraphModule, examples: Sequence[Any]) -> list[Callable[..., Any]] | None:
-    """For each example, what computes its sizes from the inputs of the graph; None where the inputs do not tell."""
+    """For each example, a function from the graph's inputs to its sizes; None if the inputs do not determine them."""
     places: dict[Any, Callable[..., Any]] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         given = node.meta.get("example_value")

@@ -5,18 +5,19 @@
     out.logits.shape, out.logits.float()        nor does this
     out.logits.argmax(-1)                       runs the captured graph, as eager mode would have
 
-Its form (sizes, dtype, device) is known, and a cast or `detach` gives another such tensor. Anything else reads it, be
-it an operator, an index, a print, NumPy or pickle, and gets what eager mode would have returned. Where parameters or
-inputs have changed since, that is no more to be had, and reading raises.
+Its form (sizes, dtype, device) is known, and a cast or `detach` gives another such tensor. Anything else, such as an
+operator, an index, a print, NumPy or pickle, reads it, and gets what eager mode would have returned. If parameters or
+inputs have changed since, that value can no longer be computed, and reading raises.
 
 Autograd sees it as an ordinary result of the call's inputs:
 
     inputs ◀── _FromInputs ── lazy ◀── _Cast ── lazy.float()
                                ▲
-                               └── _Value ── what is read of it
+                               └── _Value ── the value that was read
 
-Gradients that reach it, by what was read or by code that does not ask `__torch_function__` (functions of autograd,
-vmap, TorchScript), go through the captured graph. So its hooks run, and its gradient can be kept, as of any tensor.
+Gradients that reach it, through the value that was read or through code that ignores `__torch_function__` (autograd's
+functions, vmap, TorchScript), go through the captured graph. So its hooks run, and its gradient can be retained, as for
+any tensor.
 
 Private names, checked on torch 2.13: `DisableTorchFunctionSubclass`, the stack of hooks on saved tensors,
 `temporarily_clear_interpreter_stack` and `_set_throw_on_mutable_data_ptr`, without which `torch.utils.dlpack.to_dlpack`
@@ -41,7 +42,7 @@ from torch.utils import _pytree as pytree
 from fxpasses.base.containment import contained
 
 _CASTS = ("bfloat16", "detach", "double", "float", "half", "to", "type")
-# Attributes and methods that ask for the form of a tensor.
+# Attributes and methods that only ask for the form of a tensor.
 _FORM = frozenset(
     {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
      "is_mkldnn", "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes"}
@@ -50,7 +51,7 @@ _FORM_METHODS = frozenset(
     {"dim", "size", "numel", "nelement", "ndimension", "is_floating_point", "is_complex", "is_signed", "element_size",
      "get_device", "__len__", "is_inference", "is_same_size"}
 )  # fmt: skip
-# What autograd knows of the tensor, and needs no value.
+# Attributes of autograd, which need no value.
 _OF_AUTOGRAD = frozenset(
     {"requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "output_nr", "_backward_hooks"}
 )
@@ -62,8 +63,8 @@ _OF_AUTOGRAD_METHODS = frozenset(
 class Source:
     """Computes the values that one call of a graph left out, once, when the first of them is read.
 
-    compute: gives all of them for inputs. inputs: of the call; when one of its tensors has changed, nothing can be
-    computed any more. on_read: called before.
+    compute: returns all of them for inputs. inputs: those of the call; once one of its tensors has changed, nothing can
+    be computed any more. on_read: called before.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Source:
         self._inputs = inputs
         self.tensors = [x for x in inputs if isinstance(x, Tensor)]
         self.needing = [x for x in self.tensors if x.requires_grad]
-        self._aliases: list[Tensor] = []  # of these, for the hooks on them to run once
+        self._aliases: list[Tensor] = []  # aliases of `needing`, so that the hooks on these run once
         self._before = [(x, _state_of(x)) for x in self.tensors]
         self._on_read = on_read
         self._values: Sequence[Tensor] = ()
@@ -103,7 +104,7 @@ class Source:
             return self._values[at]
 
     def gradients(self, at: int, gradient: Tensor) -> Sequence[Tensor | None]:
-        """Of the inputs that need one, for a gradient of a value."""
+        """The gradients of the inputs that need one, for a gradient of the value `at`."""
         value = self.value(at)
         create = torch.is_grad_enabled()
         return torch.autograd.grad(
@@ -114,11 +115,11 @@ class Source:
 def _state_of(tensor: Tensor) -> tuple[int, int]:
     try:
         return (-1 if tensor.is_inference() else tensor._version), tensor.data_ptr()
-    except RuntimeError:  # it has no data of its own
+    except RuntimeError:  # the tensor has no data of its own
         return -1, 0
 
 
-# Fused optimizers write to parameters without a change of their version.
+# The sources that were not computed: fused optimizers write to parameters without changing their version.
 _pending: weakref.WeakSet[Source] = weakref.WeakSet()
 _hook: Any = None
 
@@ -141,12 +142,12 @@ def _note_step(optimizer: Any, *_: Any) -> None:
 
 
 class LazyTensor(Tensor):
-    """A tensor whose value `compute` gives; see `lazy_output`."""
+    """A tensor whose value `compute` returns; see `lazy_output`."""
 
     _compute: Callable[[], Tensor] | None
     _data: Tensor | None  # the value, without gradients
     _value: Tensor | None  # the value, whose gradients flow to this tensor
-    _read_version: int  # of that value, when it was read
+    _read_version: int  # the version of that value when it was read
     _casts: list[weakref.ref[LazyTensor]]
 
     @staticmethod
@@ -163,24 +164,24 @@ class LazyTensor(Tensor):
         return made
 
     def read(self) -> Tensor:
-        """The tensor; raises `RuntimeError` if it cannot be computed any more."""
+        """The ordinary tensor with the value; raises `RuntimeError` if it can no longer be computed."""
         if self._value is not None:
             return self._value
         data = self.data_of()
         with _outside():
             value: Tensor = _Value.apply(self, data)
-        if not self._is_trained_leaf():  # which its gradient's accumulator holds, and so would its value hold it
+        if not self._is_trained_leaf():  # its value would keep such a leaf alive, through its gradient's accumulator
             self._value, self._read_version = value, value._version
         return value
 
     def data_of(self) -> Tensor:
-        """The value without gradients, in the memory of the tensor that is read."""
+        """The value without gradients, in the same memory as the result of `read`."""
         if self._data is None:
             assert self._compute is not None
             with _outside():
                 self._data = self._compute().detach()
             self._compute = None
-            for made in self._casts:  # of the value as it is now: it may be written to
+            for made in self._casts:  # compute casts from the present value, which may be written to later
                 if (cast := made()) is not None:
                     cast.data_of()
         return self._data
@@ -226,7 +227,7 @@ class LazyTensor(Tensor):
         return func(*args, **kwargs)
 
     def _is_rewritten(self) -> bool:
-        """Whether what was read was written to, so that autograd knows more of it than of this tensor."""
+        """Whether the value that was read has been written to, so that autograd's state is with it, and not here."""
         return self._value is not None and self._value._version != self._read_version
 
     def _is_trained_leaf(self) -> bool:
@@ -234,11 +235,11 @@ class LazyTensor(Tensor):
             return self.is_leaf and self.requires_grad
 
     def _set_data(self, data: Tensor) -> None:
-        self.data_of()  # also of its casts
+        self.data_of()  # computes its casts too
         self._data, self._value = data.detach(), None
 
     def _forget_value(self) -> None:
-        """What was read before the tensor required gradients has none."""
+        """Forget a value that was read before the tensor required gradients: it has none."""
         self._value = None
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -257,7 +258,7 @@ class LazyTensor(Tensor):
 def lazy_output(
     sizes: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, source: Source, at: int
 ) -> LazyTensor:
-    """The value `at` of a source, of known sizes, dtype and device."""
+    """A lazy tensor of known sizes, dtype and device for the value `at` of a source."""
 
     def make() -> LazyTensor:
         return LazyTensor(sizes, dtype, device, lambda: source.value(at))
@@ -283,7 +284,7 @@ class _FromInputs(torch.autograd.Function):
 
 
 class _Alias(torch.autograd.Function):
-    """The same values in the same memory. A view would lose its place in the graph when its base is written to."""
+    """The same values in the same memory. A view would lose its place in autograd's graph if its base is written to."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -298,7 +299,7 @@ def _alias(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         made: Tensor = _Alias.apply(tensor)
         return made
-    return tensor.detach().requires_grad_()  # it was frozen since
+    return tensor.detach().requires_grad_()  # it has been frozen since
 
 
 class _Cast(torch.autograd.Function):
@@ -324,10 +325,10 @@ class _Value(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _outside() -> Iterator[None]:
-    """Out of modes, transforms and checkpoints in which a tensor happens to be read first."""
+    """Run outside of the modes, transforms and checkpoints in which a tensor happens to be read first."""
     hooks: Any = torch._C._autograd
     with torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack():
-        # Taken away, and not covered by others: autograd checks no versions of what hooks have packed.
+        # Hooks are removed, not covered by others: autograd checks no versions of tensors that hooks have packed.
         packing = []
         while hooks._saved_tensors_hooks_is_enabled() and (top := hooks._top_saved_tensors_default_hooks(False)):
             packing.append(top)
@@ -345,7 +346,7 @@ def _without_reading(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cast(tensor: LazyTensor, name: str, args: Any, kwargs: Any) -> Any:
-    """A tensor that is cast when one of the two is read."""
+    """A lazy tensor that is cast when it or the original is read."""
     with torch._C.DisableTorchFunctionSubclass():
         example = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         sizes = tuple(tensor.shape)

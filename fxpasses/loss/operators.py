@@ -7,7 +7,7 @@
 
 xs: rows [N, H], ws: weights [V, H] of the products; rows: operands [N, ...]; shared: operands without rows.
 `loss_of_rows` becomes `loss_in_chunks`, which computes the gradients that will be wanted, and backward multiplies them by
-the gradient of its result. Gradients of gradients are those of the program as it is written, on all rows at once.
+the gradient of its result. Gradients of gradients are those of the program as written, on all rows at once.
 """  # noqa: E501 - a table row is one line
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def loss_in_chunks(
     values: bool,
 ) -> list[Tensor]:
     """The sum of trained results times cotangents, [], float32 or wider; with `values` the results [N, ...]; and the
-    gradients of the sum, of those of xs, ws, rows and shared for which `needs` is True.
+    gradients of the sum with respect to those of xs, ws, rows and shared for which `needs` is True.
 
     Without `values`, rows whose cotangents are all 0 are not computed, on the CPU.
     """
@@ -65,7 +65,7 @@ def gradients_of_rows(
 def loss_of_rows(
     program: str, xs: Tensors, ws: Tensors, rows: Tensors, shared: Tensors, cotangents: Tensors, values: bool
 ) -> list[Tensor]:
-    """The sum of trained results times cotangents, and with `values` the results, through which no gradient flows."""
+    """The sum of trained results times cotangents; with `values` also the results, through which no gradient flows."""
     operands = [*xs, *ws, *rows, *shared]
     needs = [torch.is_grad_enabled() and x.requires_grad for x in operands]
     found = loss_in_chunks(program, xs, ws, rows, shared, cotangents, needs, values)
@@ -125,7 +125,7 @@ def _(
 
 
 def _operands(ctx: Any) -> list[list[Tensor]]:
-    """xs, ws, rows, shared and, of `loss_in_chunks`, cotangents."""
+    """xs, ws, rows, shared and, for `loss_in_chunks`, cotangents."""
     saved = iter(ctx.saved_tensors)
     return [[next(saved) for _ in range(count)] for count in ctx.counts]
 
@@ -142,7 +142,7 @@ def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.first = len(output) - sum(ctx.needs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    # Operands are there for gradients of gradients alone, for which it would be no error that they were written since.
+    # Operands are kept only for gradients of gradients; without these, a later write to them must not be an error.
     ctx.operands = [(x, None if x.is_inference() else x._version) for each in operands for x in each]
     ctx.save_for_backward(*output[ctx.first :])
 
@@ -154,7 +154,7 @@ def _loss_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if torch.is_grad_enabled():  # backward of backward may follow
         gradients = _as_written(ctx, grad)
     else:
-        # By a number, which keeps their dtype. Rows that count nothing have no gradient, also of a loss that is NaN.
+        # `grad` is a number, which keeps their dtype. Rows of weight 0 get no gradient, even from a loss that is NaN.
         gradients = [torch.where(gradient == 0, gradient, gradient * grad) for gradient in ctx.saved_tensors]
     return (None, *_spread(ctx, gradients, ctx.needs), [None] * ctx.counts[4], None, None)
 

@@ -1,12 +1,12 @@
-"""Finds logits, what is computed of them row by row, and the few numbers of each row that leave.
+"""Finds logits, the operators that read them row by row, and the few numbers of each row that leave the region.
 
     logits = linear(h, weight)              a product                        [8, 384, 32000]
     capped = (logits / 30).tanh() * 30      inside
     losses = cross_entropy(capped.view(-1, 32000), target, reduction="none")
     total = losses.sum()                    reads `losses`, which leaves the region
 
-A region is of one product or of several, where their rows meet (two heads, an adapter's), and may hold any operators
-that have a rule (`forms.py`). Logits that anything else reads stay as they are.
+A region has one product, or several if their rows meet (two heads, an adapter), and may contain any operators that have
+a rule (`forms.py`). Logits that anything else reads stay unchanged.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from fxpasses.loss.tail import is_linear
 from fxpasses.report import Reason
 from fxpasses.rows.nodes import is_tensor, shape_of
 
-# Narrower products are no logits of a language model, and shorter ones gain nothing: their chunk is the whole.
+# Narrower products are not a language model's logits, and smaller ones gain nothing: one chunk holds all rows.
 LEAST_COLUMNS, LEAST_BYTES = 2048, 32 << 20
-_MOST_LEFT = 8  # numbers of a row that may leave, as a part of the columns: an eighth
+_MOST_LEFT = 8  # at most an eighth of the columns of a row may leave
 
 _Results = Form | tuple[Form, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """`x @ weight`, with a bias or without. transposed: whether the weight is [V, H], as that of `linear`."""
+    """`x @ weight`, with or without a bias. transposed: whether the weight is [V, H], as in `linear`."""
 
     node: Node
     x: Node
@@ -48,7 +48,7 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A node inside, with its rule and the autocast regions around it."""
+    """A node inside a region, with its rule and the autocast regions around it."""
 
     node: Node
     rule: Rule
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a value along an axis; of all axes, if it is None. product: one whose rows have the same sizes."""
+    """The size of a value along an axis; None for all axes. product: one whose rows have the same sizes."""
 
     form: Form
     axis: int | None
@@ -66,8 +66,8 @@ class Size:
 
 @dataclass(eq=False)
 class LossRegion:
-    """products, steps: in program order. forms: of all values. sizes: calls that read sizes of a value, and what they
-    read. trouble: why the region stays as it is."""
+    """products, steps: in program order. forms: those of all values. sizes: calls that read sizes of a value, and which
+    size they read. trouble: why the region stays unchanged."""
 
     products: list[Product] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -81,7 +81,7 @@ class LossRegion:
 
     @property
     def leaving(self) -> list[Node]:
-        """The values that something outside reads."""
+        """The values that nodes outside read."""
         inside = {*self.nodes, *self.sizes}
         return [node for node in self.nodes if any(user not in inside for user in node.users)]
 
@@ -111,7 +111,7 @@ def transformed(graph: torch.fx.Graph) -> set[Node]:
 
 
 def find_regions(main: Graph, products: Mapping[Node, Product]) -> list[LossRegion]:
-    """The regions of the given products, those that stay as they are included."""
+    """The regions of the given products, including those that stay unchanged."""
     around = autocast_regions(main.gm.graph)
     of: dict[Node, LossRegion] = {}
     regions: list[LossRegion] = []
@@ -136,7 +136,7 @@ def find_regions(main: Graph, products: Mapping[Node, Product]) -> list[LossRegi
 
 
 def _leave_out_last(region: LossRegion) -> None:
-    """Leave outside what is linear in the losses of rows, as `losses * mask`: it says how much each row counts."""
+    """Leave nodes outside that are linear in the losses of rows, as `losses * mask`: they give each row its weight."""
     inside = {*region.nodes}
     for step in reversed(region.steps):
         form, operands = region.forms[step.node], [x for x in step.node.all_input_nodes if x in region.forms]
@@ -196,7 +196,7 @@ def _is_of_tensors(node: Node) -> bool:
 
 
 def _size_of(node: Node, name: str, region: LossRegion) -> Size | None:
-    """The size that a node asks a value of the region for; None where it is not known before the value is."""
+    """The size of a value of the region that a node asks for; None if it is not known before the value."""
     call = OperatorCall.of(node)
     source: Any = node.args[0] if node.args else None
     if name == "getitem" and source in region.sizes:
@@ -220,7 +220,7 @@ def _is_wide(form: Any, region: LossRegion) -> bool:
 
 
 def _trouble(region: LossRegion) -> Refused | None:
-    """Why a region without a wrong operator stays as it is."""
+    """Why a region stays unchanged although all its operators have rules; None if it does not."""
     leaving = region.leaving
     for node in leaving:
         if isinstance(region.forms[node], tuple):
@@ -277,7 +277,7 @@ def _by_letters(node: Node) -> Product | None:
 
 
 def _is_large(node: Node) -> bool:
-    """Whether a product has the size of logits, in the batch at hand; where that is unknown, it may have."""
+    """Whether a product has the size of logits in the batch at hand, or may have it because its size is unknown."""
     columns = shape_of(node)[-1]
     example = node.meta["example_value"]
     if not columns.is_Integer or columns < LEAST_COLUMNS or not example.is_floating_point():

@@ -38,7 +38,7 @@ _PURE = frozenset({"all", "any", "flatten", "gather", "index_select", "mean", "p
 
 
 class Rewrite:
-    """Of one region. inductor: see `RowProgram`."""
+    """The rewrite of one region. inductor: see `RowProgram`."""
 
     def __init__(self, main: MainGraph, region: LossRegion, fake_mode: Any, inductor: Mapping[str, Any] | None) -> None:
         self.main, self.region, self.fake_mode, self.inductor = main, region, fake_mode, inductor
@@ -55,18 +55,18 @@ class Rewrite:
             self.tail = None  # gradients in forward are not scaled yet, and vanish or overflow in float16
 
     def requires_grad(self, node: Node) -> bool:
-        """Whether a gradient may flow through a node; through the output, and what has no known result, it may."""
+        """Whether a gradient may flow through a node; true for the output, and for nodes without a known result."""
         if node.op == "output" or (node.op.startswith("call") and node.meta.get("example_value") is None):
             return True
         return node in self.requiring if node in self.order else _any_tensor(node, lambda tensor: tensor.requires_grad)
 
     @property
     def makes_logits_twice(self) -> bool:
-        """Whether what the losses of rows count is known in backward alone."""
+        """Whether the weights of the rows' losses are known only in backward."""
         return self.tail is None and self.is_trained
 
     def run(self) -> None:
-        """Rewrite the graph; raises `Refused` where an operand is not there in time."""
+        """Rewrite the graph; raises `Refused` if an operand is computed too late."""
         tail = self.tail
         self._replace_sizes()
         inside = {*self.region.nodes, *self.region.sizes, *(tail.nodes if tail else ())}
@@ -87,7 +87,7 @@ class Rewrite:
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
-        """At a place where the program switches gradients off, switch them on for what is written there."""
+        """If the program has switched gradients off at the place, switch them on for the nodes written there."""
         mode = modes(self.graph).get(self.place)
         if mode is None or not mode.changed or not self.is_trained:
             yield
@@ -125,11 +125,11 @@ class Rewrite:
         for at, node in zip(values, self.leaving, strict=True):
             if node in read:
                 replaced[node] = self._as_before(emit(operator.getitem, (results, at)), node)
-        for node, value in replaced.items():  # nothing is refused any more
+        for node, value in replaced.items():  # from here on nothing is refused
             self._replace(node, value)
 
     def _of_no_rows(self, tail: Tail) -> Node:
-        """What the tail gives for losses that are 0: NaN for a mean over no rows."""
+        """The tail's result for losses of 0: NaN for a mean over no rows."""
         made: dict[Node, Node] = {}
         for node in self.trained:
             form = self.region.forms[node]
@@ -185,7 +185,7 @@ class Rewrite:
     # Operands
 
     def there(self, node: Node) -> Node:
-        """A node of the graph, which comes before the program's place: it is moved there, if it may be."""
+        """A node of the graph, computed before the program's place: it is moved there if necessary and allowed."""
         if node in self.dependent and node not in self.inside:
             raise refused(node, "is computed from the losses for which it is read")
         if node in self.order and self.order[node] >= self.order[self.place]:
@@ -193,7 +193,7 @@ class Rewrite:
         return node
 
     def _move(self, node: Node) -> None:
-        """Compute a node, and what it needs, at the program's place already."""
+        """Move a node, and the nodes that it needs, up to the program's place."""
         first = self.order[self.place]
         needed = reached([node], lambda each: [x for x in each.all_input_nodes if self.order.get(x, -1) >= first])
         between = [each for each in self.graph.nodes if first <= self.order.get(each, -1) <= self.order[node]]
@@ -207,7 +207,7 @@ class Rewrite:
             self.order[each] = first - 1
 
     def size(self, size: Any) -> int | Node:
-        """A size, read from a value that has it."""
+        """A size, as a number or read from a value that has it."""
         if getattr(size, "is_Integer", False):
             return int(size)
         place = self.order[self.place]
@@ -219,7 +219,7 @@ class Rewrite:
         raise Refused(Reason.UNKNOWN_SIZE, f"{size}")
 
     def sizes(self, node: Node, form: Form) -> tuple[int | Node, ...]:
-        """The sizes of a value. One number may have several names, as long as nobody has compared them."""
+        """The sizes of a value. One number may have several symbols, if nothing has compared them yet."""
         x = self.region.products[0].x
         if form.lead == 1:
             rows = [self.emit.size(self.xs[0], 0)]
@@ -230,7 +230,7 @@ class Rewrite:
         return (*rows, *form.sizes)
 
     def _rows_of(self, product: Product) -> Node:
-        """x [N, H] of a product, of the chosen rows."""
+        """x [N, H] of a product, for the chosen rows."""
         x, emit = self._cast(self.there(product.x), product), self.emit
         form = self.region.forms[self.leaving[0]]
         chosen = form.chosen if isinstance(form, Form) else None
@@ -248,7 +248,7 @@ class Rewrite:
         return self._flat(x, len(shape_of(x)) - 1)
 
     def _flat(self, x: Node, lead: int) -> Node:
-        """A value whose rows are in `lead` dimensions, with them in one."""
+        """A value whose rows are in `lead` dimensions, with these flattened into one."""
         return x if lead == 1 else self.emit("flatten", (x, 0, lead - 1))
 
     def _weight_of(self, product: Product) -> Node:
@@ -256,7 +256,7 @@ class Rewrite:
         return weight if product.transposed else self.emit("t", (weight,))
 
     def _cast(self, x: Node, product: Product) -> Node:
-        """As autocast does; and without a gradient where the product has none."""
+        """Cast an operand as autocast does, and detach it if the product has no gradient."""
         dtype = product.node.meta["example_value"].dtype
         if self.requires_grad(x) and not self.requires_grad(product.node):
             x = self.emit("detach", (x,))
@@ -279,7 +279,7 @@ class Rewrite:
         return self._flat(node, form.lead), True
 
     def _cotangents(self, tail: Tail) -> list[Node]:
-        """What each row of the trained results counts, [N] or [N, k]."""
+        """The weight of each row of the trained results in the loss, [N] or [N, k]."""
         for node in tail.nodes:
             for operand in node.all_input_nodes:
                 if operand not in tail.nodes and operand not in self.trained:

@@ -1,10 +1,10 @@
-"""What a step computes of each row of its logits: a program of rows, as data.
+"""The program that a step runs on each row of its logits, as data: a program of rows.
 
     def body(logits, target):                     logits: [n, V], target: [n]
         return cross_entropy(logits.float(), target, reduction="none"), logits.argmax(-1)
 
-Each row of the results depends on the same row of the operands alone, so the program may run on any rows at a time.
-With its gradients it is one function, in which the gradient of the logits overwrites them:
+Each row of the results depends only on the same row of the operands, so the program may run on any rows at a time.
+Together with its gradients it is one function, in which the gradient of the logits overwrites them:
 
     def step(logits, target, cotangent):
         losses, best = body(logits, target)
@@ -39,7 +39,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fxpasses.base.containment import say
 from fxpasses.runtime.dispatch_modes import unseen, with_autograd
 
-_ROWS = 48  # while tracing: any number that is no usual size
+_ROWS = 48  # the number of rows while tracing: any number that is not a usual size
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one run computes. values: whether it returns the results; else it returns only their weighted sum.
+    """What one run computes. values: whether it returns the results, and not only their weighted sum.
 
     gradients: for each operand of the body, whether its gradient is computed.
     """
@@ -67,8 +67,8 @@ class RowProgram:
     """body: a graph that takes products [n, V], operands with rows [n, ...] and operands without, in this order, and
     returns a tuple of results [n, ...].
 
-    products, rows, shared: how many operands of each kind. results: what it returns. inductor: the options for Inductor
-    that compiles it, or None to run it operator by operator.
+    products, rows, shared: how many operands of each kind. results: what it returns. inductor: the options with which
+    Inductor compiles it, or None to run it operator by operator.
     """
 
     body: GraphModule
@@ -94,7 +94,7 @@ class RowProgram:
 
     @property
     def wide(self) -> torch.dtype:
-        """In which trained results are added: float32 or wider."""
+        """The dtype in which trained results are added: float32 or wider."""
         wide = torch.float32
         for at in self.trained:
             wide = torch.promote_types(wide, self.results[at].dtype)
@@ -103,10 +103,10 @@ class RowProgram:
     def __call__(self, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wanted: Wanted) -> list[Tensor]:
         """Run on some rows.
 
-        operands: the body's. cotangents: for each trained result, what it is multiplied by, of its size; none for the
-        results alone. All are contiguous. Returns the sum of trained results times cotangents, in float32 or wider, if
-        there are cotangents; the results, if wanted; and the wanted gradients of that sum but those of products, which
-        overwrite the products.
+        operands: the body's. cotangents: for each trained result, a factor of the same size; none if only the results
+        are wanted. All are contiguous. Returns the sum of trained results times cotangents, in float32 or wider, if
+        there are cotangents; the results, if wanted; and the wanted gradients of that sum, except those of products,
+        which overwrite the products.
         """
         inputs = [*operands, *cotangents]
         key = (
@@ -149,7 +149,7 @@ class RowProgram:
         return not self.products + self.rows <= at < self.products + self.rows + self.shared
 
     def _compile(self, inputs: Sequence[Tensor], wanted: Wanted) -> Callable[..., Any]:
-        """Under Dynamo's lock: tracing changes what Dynamo's guards look at, in other threads as well."""
+        """Compile under Dynamo's lock: tracing changes state that Dynamo's guards check, in other threads as well."""
         step: Callable[..., Any] = self._step(wanted)
         with compile_lock, unseen(), with_autograd(), torch.inference_mode(False), torch.no_grad():
             try:
@@ -165,11 +165,11 @@ class RowProgram:
         return step if isinstance(step, GraphModule) else _with_autograd(step)
 
     def _traced(self, step: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Any], Any]:
-        """The step as a graph of ATen's operators, for any number of rows; its fake inputs and their mode."""
+        """The step as a graph of ATen operators for any number of rows, its fake inputs, and their mode."""
         shape_env = ShapeEnv()
         fake_mode = FakeTensorMode(shape_env=shape_env)
         fakes = self._fakes(inputs, fake_mode)
-        with fake_mode, enable_python_dispatcher():  # as well for numbers in the program, of which some become tensors
+        with fake_mode, enable_python_dispatcher():  # also for numbers in the program, some of which become tensors
             traced = make_fx(step, tracing_mode="real")(*fakes)
         if shape_env.replacements:
             raise RuntimeError(f"a program of rows is traced for {_ROWS} rows alone")
@@ -185,7 +185,7 @@ class RowProgram:
             return self._like(inputs, count)
 
     def _like(self, inputs: Sequence[Tensor], count: Any) -> list[Tensor]:
-        """Inputs with that many rows, of any values."""
+        """Inputs with `count` rows, of arbitrary values."""
         found = []
         for at, x in enumerate(inputs):
             rows = [count] if self._has_rows(at) else []
@@ -227,7 +227,7 @@ class RowProgram:
 
 
 def _with_autograd(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step as it is written, inside of an operator."""
+    """A step that uses autograd, made to run inside of an operator."""
 
     def run(*inputs: Tensor) -> Any:
         with unseen(), with_autograd():
@@ -245,12 +245,12 @@ def _in_inference(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers of a dtype are added: float32 or wider."""
+    """The dtype in which numbers of a dtype are added: float32 or wider."""
     return torch.promote_types(torch.float32, dtype)
 
 
 def weighted_sum(results: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensor:
-    """The sum of results times cotangents, in float32 or wider; what is not finite counts nothing times 0."""
+    """The sum of results times cotangents, in float32 or wider; times 0, even a result that is not finite counts 0."""
     sums = []
     for result, cotangent in zip(results, cotangents, strict=True):
         wide = widened(result.dtype)
@@ -259,10 +259,10 @@ def weighted_sum(results: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Ten
     return functools.reduce(torch.add, sums)
 
 
-# Inside a step whose own graph may be recorded, or frozen.
+# Off inside a step, whose own graph may be recorded or frozen.
 _FIXED = {"triton.cudagraphs": False, "freezing": False}
 
-# Operators of a graph take plain data alone, so they find the programs of this process here, by key.
+# A graph's operators take only plain data, so they find the programs of this process here, by key.
 _programs: dict[str, RowProgram] = {}
 
 

@@ -1,4 +1,4 @@
-"""Spells out losses of all rows as the losses of each row, and what becomes of them.
+"""Spells out the loss of all rows as the losses of each row, followed by their reduction.
 
 cross_entropy(logits, target)               losses = cross_entropy(logits, target, reduction="none")
                                             losses.sum() / (target != -100).sum()
@@ -56,7 +56,7 @@ def spell_out(main: Region, fake_mode: Any, reached: Set[Node], least: int) -> N
 
 
 def _out_of_place(node: Node, name: str, emit: NodeBuilder) -> Node | None:
-    """What an operator writes to new logits, `logits /= 2`, in memory of its own, for all that read them later."""
+    """The result of an operator that writes to new logits, `logits /= 2`, in separate memory, for all later readers."""
     written = node.args[0]
     if not is_pointwise(name[:-1]) or not isinstance(written, Node) or len(storages(written)) != 1:
         return None
@@ -66,7 +66,7 @@ def _out_of_place(node: Node, name: str, emit: NodeBuilder) -> Node | None:
         if follows and other is not node:
             later += [operand for operand in other.all_input_nodes if storages(operand) == memory]
     if any(operand not in (written, node) and comes_before(operand, node) for operand in later):
-        return None  # read by another name, whose memory is written as well
+        return None  # they are read by another name, whose memory is written as well
     plain = name[:-1]
     target = plain if hasattr(torch.Tensor, plain) else getattr(torch, plain)
     found = emit(target, node.args, dict(node.kwargs))
@@ -108,14 +108,14 @@ def _of_classes(node: Node, name: str, emit: NodeBuilder) -> Node | None:
     if how == "none":
         return emit("view_as", (losses, own))
     ignored = emit(operator.eq, (target, kwargs["ignore_index"])) if is_index else None
-    if ignored is not None:  # 0 already: said once more, so that these rows count nothing
+    if ignored is not None:  # these are 0 already; the fill shows that these rows have the weight 0
         losses = emit("masked_fill", (losses, ignored, 0))
     total = emit("sum", (losses,))
     return total if how == "sum" else emit("div", (total, _weight(losses, target, weight, ignored, emit)))
 
 
 def _columns_last(x: Node) -> Node | None:
-    """y [B, T, V] where x is `y.transpose(1, 2)`, in whatever spelling."""
+    """y [B, T, V] if x is `y.transpose(1, 2)`, in any spelling."""
     name, call = operator_of(x), OperatorCall.of(x)
     dims = (call.argument("dim0"), call.argument("dim1"))
     swaps = name == "transpose" and {dim % 3 for dim in dims if isinstance(dim, int)} == {1, 2}
@@ -126,7 +126,7 @@ def _columns_last(x: Node) -> Node | None:
 
 
 def _weight(losses: Node, target: Node, weight: Node | None, ignored: Node | None, emit: NodeBuilder) -> int | Node:
-    """What a mean over losses is divided by. ignored: which targets are; None for probabilities."""
+    """The divisor of a mean over losses. ignored: which targets are ignored; None for probabilities."""
     if ignored is None:
         return emit.size(losses, 0)
     if weight is None:

@@ -1,11 +1,11 @@
-"""What becomes of the losses of rows, backwards: by how much each row counts in the loss.
+"""The weight of each row's loss in the program's loss, computed backwards.
 
-    losses [N]                            N losses, each counts mask / count / 2
-    total = (losses * mask).sum()         each counts 1 / count / 2
-    loss = total / count / 2              counts 1
+    losses [N]                            N losses, each of weight mask / count / 2
+    total = (losses * mask).sum()         of weight 1 / count / 2
+    loss = total / count / 2              of weight 1
 
-Where the way from the losses to one number is linear, that is known in forward. Then gradients can be computed there,
-and the number is the sum of the losses times what they count. A `tail` is such a way.
+If the path from the losses to one number is linear, the weights are known in forward. Then gradients can be computed
+there, and the number is the sum of the losses times their weights. A `tail` is such a path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RESHAPES = RESHAPES | SQUEEZES
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """nodes: from the losses to `loss`, a number, which is the last, in program order."""
+    """nodes: those from the losses to `loss`, the last one, which is a number; in program order."""
 
     nodes: list[Node]
 
@@ -39,10 +39,10 @@ class Tail:
 
 
 def find_tail(sources: Sequence[Node], carries: Callable[[Node], bool], dependent: Collection[Node]) -> Tail | None:
-    """The longest tail of some results; None if they reach no number in a linear way, or something else as well.
+    """The longest tail of some results; None if no linear path leads to a number, or if something else reads them.
 
-    carries: whether a gradient may flow through a node, or through what it does to its operands. dependent: what is
-    computed from the rows, or logits, and so is no factor that is known before.
+    carries: whether a gradient may flow through a node, or through its writes to operands. dependent: the values that
+    are computed from the rows, or logits, and so cannot be factors that are known before.
     """
     if not sources:
         return None
@@ -62,7 +62,7 @@ def find_tail(sources: Sequence[Node], carries: Callable[[Node], bool], dependen
 
 
 def _ancestors(end: Node, inside: Collection[Node], sources: Collection[Node]) -> set[Node]:
-    """What a node is computed from, up to the sources."""
+    """The nodes inside that a node is computed from, up to the sources."""
 
     def operands(node: Node) -> list[Node]:
         return [] if node in sources else [operand for operand in node.all_input_nodes if operand in inside]
@@ -71,7 +71,7 @@ def _ancestors(end: Node, inside: Collection[Node], sources: Collection[Node]) -
 
 
 def is_linear(node: Node, inside: Collection[Node]) -> bool:
-    """Whether a node is a linear function of its operands inside, with factors that need no gradient."""
+    """Whether a node is a linear function of those of its operands that are inside, by factors without a gradient."""
     name, call = operator_of(node), OperatorCall.of(node)
     own = [operand for operand in node.all_input_nodes if operand in inside]
     if any(_needs_gradient(operand) for operand in node.all_input_nodes if operand not in inside):
@@ -119,10 +119,10 @@ def _dims(call: OperatorCall, ndim: int) -> tuple[int, ...] | None:
 
 
 class Weights:
-    """Writes what each result counts, going backwards through a tail.
+    """Writes the weight of each result, going backwards through a tail.
 
-    A weight is a number, or a tensor that is broadcast to the value that it belongs to. size: writes a size, given as
-    an expression, as a number or a node. like: a tensor of the device.
+    A weight is a number, or a tensor that is broadcast to the value that it belongs to. size: gives a number or a node
+    for a size that is an expression. like: a tensor on the device.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Weights:
         return [self.weights[source] for source in self.sources]
 
     def _call(self, name: str, one: Any, other: Any) -> Any:
-        """`one + other`, `one * other` or `one / other`, of numbers and nodes."""
+        """`one + other`, `one * other` or `one / other`, for numbers and nodes."""
         if isinstance(one, Node):
             return self.emit(name, (one, other))
         if not isinstance(other, Node):
@@ -157,14 +157,14 @@ class Weights:
         return self.emit(name, (other, one))
 
     def _factor(self, factor: Any, operand: Node) -> Any:
-        """A factor of an operand, in its dtype: the reciprocal of an integer would be of the default dtype."""
+        """A factor of an operand, in the operand's dtype: the reciprocal of an integer would have the default dtype."""
         dtype = operand.meta["example_value"].dtype
         if not is_tensor(factor) or factor.meta["example_value"].dtype == dtype:
             return factor
         return self.emit("to", (factor, dtype))
 
     def _through(self, node: Node, operand: Node, weight: Any) -> Any:
-        """What an operand counts, where the node's result counts `weight`."""
+        """The weight of an operand through a node whose result has the weight `weight`."""
         name, call = operator_of(node), OperatorCall.of(node)
         if name in ("add", "sub") and call.argument("other") is call.argument("input"):
             return self._call("mul", weight, 2.0 if name == "add" else 0.0)
