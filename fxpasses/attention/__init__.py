@@ -1,1 +1,1 @@
-"""The parts of `sparsify_attention`: what attention looks like in a graph, and what takes its place."""
+"""The parts of `sparsify_attention`: the spellings of attention in a graph, and the operators that replace them."""

@@ -27,7 +27,7 @@ class AttentionBuilder(NodeBuilder):
         return node if len(operand.order) == 4 else self("unsqueeze", (node, 0))
 
     def length(self, operand: Operand) -> int | Node:
-        """The number of tokens of an operand: an integer, or a node where it is symbolic."""
+        """The number of tokens of an operand: an integer, or a node if it is symbolic."""
         return self.size(operand.node, operand.order[-2])
 
     def as_before(self, result: Node, attention: Attention) -> Node:
@@ -39,9 +39,9 @@ class AttentionBuilder(NodeBuilder):
         return self._as_laid_out(result, attention)
 
     def _as_laid_out(self, result: Node, attention: Attention) -> Node:
-        """The result with the strides of the attention before, if any user may depend on them.
+        """The result with the strides of the replaced attention, if any user may depend on them.
 
-        SDPA's result has the layout of the new operator's, whatever Dynamo's example of it says.
+        SDPA's result has the same layout as the new operator's, whatever Dynamo's example says.
         """
         before = attention.node
         found, expected = result.meta["example_value"], before.meta["example_value"]
@@ -56,7 +56,7 @@ class AttentionBuilder(NodeBuilder):
         return self("contiguous", (result,))
 
 
-# The values of these results do not depend on the strides of the operands; at most whether they are copies does.
+# Operators whose results have the same values for any strides of the operands; at most they copy or not.
 _OF_ANY_STRIDES = frozenset({"contiguous", "reshape", "linear", "matmul", "clone", "flatten"})
 _MOVES_AXES = frozenset({"transpose", "permute"})
 

@@ -3,10 +3,10 @@
     same = document[:, None] == document                same = document[:, None].narrow(-2, start, length) == document
     mask = same & (position[:, None] >= position)       mask = same & (position[:, None].narrow(...) >= position)
 
-The program is traversed from its result to its operands. A small operand, an input and a view of either is computed as
+The program is traversed from its result to its operands. A small operand, an input, or a view of either is computed as
 a whole and cut, which needs no proof. A large one must be elementwise along the rows: pointwise operators, out of place
 and in place, views that preserve the axis, factories, triangles, and lookups in a table at indices that are elementwise
-themselves. Values are numbered with the version of their memory (`graph/values.py`), so that an in-place write is an
+themselves. Values are numbered with the version of their memory (`graph/values.py`), so an in-place write is an
 operator like any other, and the order of reads and writes is preserved.
 """
 
@@ -125,7 +125,7 @@ class _Restriction:
         return self._made_by(content, name, content.node.target, axis)
 
     def _written(self, write: Entry, owner: Entry, name: str, axis: int) -> Node:
-        """The contents after a write to a whole tensor; of bools, because a dtype that differs would be promoted."""
+        """The contents after a write to a whole tensor. Both must be bools: another dtype would be promoted."""
         fakes = [owner.fake, *(self.table.entries[ref.number].fake for ref in write.operands)]
         dtypes = {fake.dtype for fake in fakes if isinstance(fake, torch.Tensor)}
         if name not in _IN_PLACE or write.target != owner.number or dtypes != {torch.bool}:
@@ -173,7 +173,7 @@ class _Restriction:
         return made
 
     def _triangle(self, entry: Entry, target: Any, axis: int) -> Node:
-        """The diagonal of rows from `start` lies `start` further to the right; that of columns, to the left."""
+        """A triangle from row `start` on, whose diagonal is `start` further to the right; for columns, to the left."""
         source = entry.args[0]
         call = OperatorCall(entry.node.target, entry.args, entry.kwargs)
         if axis not in (-1, -2) or not isinstance(source, Ref) or not call.has_only("input", "diagonal"):
@@ -184,7 +184,7 @@ class _Restriction:
         return self._create(target, (self.rows(source, axis), moved), {})
 
     def _read(self, entry: Entry, fake: torch.Tensor, axis: int) -> Node:
-        """`table[i, j]`, a number for each pair of indices."""
+        """The rows of `table[i, j]`, a number for each pair of indices."""
         source, index = entry.args
         indices = index if isinstance(index, tuple) else (index,)
         if not isinstance(source, Ref) or len(indices) != self.table.entries[source.number].fake.dim():
@@ -290,7 +290,7 @@ _VIEWS: dict[str, Callable[[OperatorCall, int, int], int | None]] = {
 
 
 def _picked(index: Any, dimensions: int, axis: int) -> tuple[int | None, Any]:
-    """The same for `x[index]`, and the index that selects all remaining rows."""
+    """The axis (as in the table above) for `x[index]`, and the index that selects all remaining rows."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(not (part is None or part is Ellipsis or type(part) in (int, slice)) for part in parts):
         return None, index
@@ -308,7 +308,7 @@ def _picked(index: Any, dimensions: int, axis: int) -> tuple[int | None, Any]:
             continue
         if isinstance(part, slice):
             if result == axis:
-                whole = part.start in (None, 0) and part.step in (None, 1)  # else the rows are shifted
+                whole = part.start in (None, 0) and part.step in (None, 1)  # otherwise the rows are shifted
                 whole = whole and (part.stop is None or (type(part.stop) is int and part.stop > 0))
                 parts[position] = slice(None)
                 return (own if whole else None), tuple(parts)

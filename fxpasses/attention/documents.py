@@ -1,10 +1,10 @@
-"""Tells the user of packed texts that see each other, because nothing separates them in attention.
+"""Warns the user about packed texts that see each other, because nothing separates them in attention.
 
     position_ids = [[0, 1, 2, 0, 1]]                         # two texts in a row
     out = scaled_dot_product_attention(q, k, v, is_causal=True)     # the second text attends to the first
 
-A program may mean that, but nearly always something was forgotten: transformers makes the mask from such positions only
-if `use_cache=False` is passed, and mixes the texts in silence otherwise, in eager mode too (seen in 5.23).
+A program may intend that, but nearly always something was forgotten: transformers makes the mask from such positions
+only if `use_cache=False` is passed, and silently mixes the texts otherwise, in eager mode too (seen in 5.23).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fxpasses.report import Reason, Refusal, Report
 
 
 def report(gm: GraphModule, inputs: Callable[[Sequence[int]], Sequence[Any]]) -> Report | None:
-    """A report, beside one warning, if positions restart in the batch at hand and all attention is causal, no more.
+    """A report, besides one warning, if positions restart in the batch at hand and all attention is just causal.
 
-    inputs: gives the batch's tensors at some positions of the graph's inputs.
+    inputs: returns the batch's tensors at some positions of the graph's inputs.
     """
     attentions = [node for node in nodes_in(gm) if is_fused_attention(node)]
     if not attentions or not all(map(_is_causal_alone, attentions)):
@@ -48,7 +48,7 @@ def report(gm: GraphModule, inputs: Callable[[Sequence[int]], Sequence[Any]]) ->
 
 
 def restarts(positions: torch.Tensor) -> bool:
-    """Whether each row [..., T] counts from 0 or goes on, and some row has two texts of two tokens or more."""
+    """Whether each row [..., T] only counts on or restarts at 0, and some row has two texts of two tokens or more."""
     if type(positions) is not torch.Tensor or positions.ndim == 0 or positions.shape[-1] < 4:
         return False  # a fake tensor has no values
     before, after = positions[..., :-1], positions[..., 1:]

@@ -19,7 +19,7 @@ _MERGES = frozenset({"reshape", "view", "flatten"})
 
 
 def unrepeated(node: Node, axis: int) -> Node | None:
-    """The tensor whose heads, along `axis`, a tensor of four dimensions repeats for each group; None for no repeat."""
+    """The tensor whose heads, along `axis`, a tensor of four dimensions repeats for each group; None without repeat."""
     *_, last = _without_copies(node)
     if operator_of(last) == "repeat_interleave":
         return _repeated_at_once(last, axis)

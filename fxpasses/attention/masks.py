@@ -1,9 +1,9 @@
 """The mask of an attention, as an operand of `sparse_attention` and of `attention_plan`.
 
-In a row whose mask hides all keys, `sparse_attention` computes what `scaled_dot_product_attention` does: zeros where
-the mask is -inf or False, and the mean of all values where it is the dtype's least value, which absorbs every score
-added to it in float32 and bfloat16. Unfused attention gives the same mean, but NaN where the row is -inf throughout. So
-its mask gets NaN in such rows, by which a plan tells them. The least float16 does not absorb scores.
+In a row whose mask hides all keys, `sparse_attention` computes what `scaled_dot_product_attention` does: zeros if the
+mask is -inf or False, and the mean of all values if it is the dtype's least value, which absorbs every score added to
+it in float32 and bfloat16. Unfused attention gives the same mean, but NaN if the row is -inf throughout. So its mask
+gets NaN in such rows, by which a plan recognises them. The least float16 does not absorb scores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_mask(attention: Attention) -> None:
             raise Refused(Reason.NOT_BY_HEADS, f"its mask is of {mask.dtype}", attention.mask.node)
         return
     fill = attention.mask.fill
-    if out.device.type != "cpu":  # only its operator computes rows that see nothing as the unfused program does
+    if out.device.type != "cpu":  # only the CPU's operator computes blind rows as the unfused program does
         raise Refused(Reason.SCORES_CHANGED, f"the mask may hide a whole row, on {out.device.type}", attention.node)
     if fill is None:
         if out.dtype is torch.float16 or mask.dtype is torch.float16:
@@ -91,7 +91,7 @@ def _of_all_keys(emit: AttentionBuilder, attention: Attention, mask: Node) -> No
 
 
 def _is_finite(mask: Mask, source: Callable[[Node], Any]) -> bool:
-    """Whether a mask is known not to hold -inf: `where(allowed, 0, least)`, `zeros.masked_fill(hidden, least)`."""
+    """Whether a mask is known not to contain -inf: `where(allowed, 0, least)`, `zeros.masked_fill(hidden, least)`."""
     if mask.fill is not None:
         return math.isfinite(mask.fill)
     node: Any = mask.node

@@ -1,4 +1,4 @@
-"""What the matchers of attention find, whatever its spelling: softmax(query · keyᵀ · scale, masked) · value."""
+"""The result of the matchers of attention, whatever its spelling: softmax(query · keyᵀ · scale, masked) · value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Mask:
     """The mask of an attention.
 
     node: an additive or bool operand; with `fill`, a condition. fill: the number that replaces scores where the
-    condition equals `hides`; None where the mask is an operand of its own.
+    condition equals `hides`; None if the mask is an operand of the attention.
     """
 
     node: Node
@@ -32,8 +32,8 @@ class Operand:
 class Attention:
     """One attention. query, key: [batch, heads, tokens, width]; value: [batch, heads, tokens, any width].
 
-    node: the result, whose axes are those of [batch, heads, tokens, width] in `order`. scale: of the scores; None for
-    the usual one. started: the node that reads query and key first. inside: nodes that become unused when `node` is
+    node: the result, whose axes are those of [batch, heads, tokens, width] in `order`. scale: that of the scores; None
+    for the usual one. started: the node that reads query and key first. inside: nodes that become unused when `node` is
     replaced. fused: whether it is one operator, which defines the result of rows whose mask hides all keys. grouped:
     whether that operator repeats the heads of keys and values.
     """

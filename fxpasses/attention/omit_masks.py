@@ -39,14 +39,14 @@ from fxpasses.metadata.emission import slice_of
 from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 
-# 2048 × 2048 pairs take 4 MiB, and 16 MiB more where attention runs dense. Smaller masks save little, and dense plans,
-# which compute bit for bit what ran before, are worth more.
+# 2048 × 2048 pairs take 4 MiB, and 16 MiB more if attention runs dense. Omitting smaller masks saves little, and dense
+# plans, which compute bit for bit what ran before, are worth more.
 LARGE = 1 << 22
 _SMALL = 64  # an operand that is computed as a whole has at most 1/64 of the mask's elements
 
 _PLAN = torch.ops.fxpasses.attention_plan.default
 _ATTENTION = torch.ops.fxpasses.sparse_attention.default
-_MASK, _PLANNED, _FORM = 3, 4, 6  # positions of its arguments
+_MASK, _PLANNED, _FORM = 3, 4, 6  # positions of the operator's arguments
 _FORMS = ("fused", "repeated")  # other forms may need the mask for rows in which it hides all keys
 
 
@@ -89,7 +89,7 @@ class OmitMasks:
 
 @dataclass(frozen=True)
 class _Use:
-    """A node that uses an input of the main graph; `value` is its operand, the input, a view or a placeholder."""
+    """A node that uses an input of the main graph; `value` is its operand: the input, a view or a placeholder."""
 
     region: Region
     node: Node
@@ -98,7 +98,7 @@ class _Use:
 
 @dataclass(eq=False)
 class _Plan:
-    """position: among the main graph's inputs from the prologue. extra: the plan computed by rows, once proved."""
+    """position: the plan's, among the main graph's inputs from the prologue. extra: the plan by rows, once proved."""
 
     position: int
     entry: Entry
@@ -112,7 +112,7 @@ class _Plan:
 
 @dataclass(eq=False)
 class _Mask:
-    """A large mask: the memory `owner` at `version`, an input of the main graph, and the plans that are built of it."""
+    """A large mask: the memory `owner` at `version`, an input of the main graph, and the plans that are made of it."""
 
     position: int
     owner: Entry
@@ -166,7 +166,7 @@ class _Mask:
 
 
 def _follows(use: _Use, plan: _Plan, table: ValueTable) -> bool:
-    """Whether a use is an attention by the plan of the mask; it reads the mask only where the plan is dense."""
+    """Whether a use is an attention by the mask's plan; such an attention reads the mask only if the plan is dense."""
     node, mask = use.node, use.value
     if node.target is not _ATTENTION or node.kwargs or len(node.args) <= _FORM:
         return False

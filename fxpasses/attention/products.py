@@ -1,4 +1,4 @@
-"""Matches products of two batches of matrices (`matmul`, `@`, `bmm`, `einsum`), with axes as letters of `einsum`.
+"""Matches products of two batches of matrices (`matmul`, `@`, `bmm`, `einsum`), with axes as `einsum`'s letters.
 
 scores = torch.matmul(query, key.transpose(2, 3))        "abij,abjk->abik", the key's axes swapped
 scores = torch.einsum("bqhd,bkhd->bhqk", query, key)     "bqhd,bkhd->bhqk"
@@ -29,13 +29,13 @@ class Product:
     axes: str
 
     def sides(self, first_is_left: bool) -> tuple[tuple[Node, str], tuple[Node, str]]:
-        """Both operands with their axes, the left one first or last."""
+        """Both operands with their axes; the left one first, or last."""
         left, right = (self.left, self.left_axes), (self.right, self.right_axes)
         return (left, right) if first_is_left else (right, left)
 
 
 def product_of(node: Any) -> Product | None:
-    """The product, of two tensors of three or four dimensions, that a node computes; None if it computes none."""
+    """The product of two tensors of three or four dimensions that a node computes; None if it does not."""
     if not isinstance(node, Node) or operator_of(node) not in BATCHED_PRODUCTS:
         return None
     if operator_of(node) == "einsum":
@@ -65,7 +65,7 @@ def _einsum(node: Node) -> Product | None:
 
 
 def as_scores(product: Product) -> tuple[Operand, Operand] | None:
-    """Query and key of a product of scores [..., queries, keys]; None where the product gives no scores."""
+    """Query and key of a product of scores [..., queries, keys]; None if the product does not give scores."""
     *batch, queries, keys = list(product.axes)
     (query, query_axes), (key, key_axes) = product.sides(first_is_left=queries in product.left_axes)
     shared = [axis for axis in query_axes if axis in key_axes and axis not in product.axes]
@@ -102,7 +102,7 @@ def without_permutations(operand: Operand) -> Operand:
 
 
 def _permutation(node: Node) -> tuple[int, ...] | None:
-    """For a view that only permutes axes: the source's axis of each of its own; None for any other node."""
+    """For a view that only permutes axes, the source's axis of each of its axes; None for any other node."""
     name, rank, call = operator_of(node), len(shape_of(node)), OperatorCall.of(node)
     if not rank or not node.args or len(shape_of(node.args[0])) != rank:
         return None

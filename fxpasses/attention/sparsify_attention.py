@@ -11,8 +11,8 @@ After, with a plan that `hoist_metadata` computes once per batch, because it dep
     out = fxpasses.sparse_attention(q, k, v, mask, plan, scale)
 
 *Find* attention in every spelling (`attention/fused.py`, `attention/unfused.py`), *ask* the metadata analysis
-(`metadata/closure.py`) whether its mask is the batch's, *check* legality, and *replace*. The savings of a plan are
-known when the batch is: where they are small, the operator runs `scaled_dot_product_attention`.
+(`metadata/closure.py`) whether its mask is the batch's, *check* legality, and *replace*. Only the batch determines how
+much a plan saves: if it is little, the operator runs `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class SparsifyAttention:
 class _Site:
     """A node that may be an attention, or the softmax of one. autocast: the regions around it.
 
-    transformed: whether it lies in a function transform such as vmap. selective: whether it lies in a checkpoint that
-    keeps operators' results by a policy of the user.
+    transformed: whether it is inside a function transform such as vmap. selective: whether it is inside a checkpoint
+    that keeps operators' results by a policy of the user.
     """
 
     region: Region
@@ -188,14 +188,14 @@ class _Rewrite:
             raise Refused(Reason.SMALL, f"{queries} × {keys} pairs", attention.node)
 
     def _check_writes(self, attention: Attention) -> None:
-        """Raise `Refused` if query or key is written to between its first read and the output, where it is read now."""
+        """Raise `Refused` if query or key is written to between its first read and the output, where it is now read."""
         for read in (attention.query, attention.key):
             writer = self.memory.writer(read.node, attention.started, attention.node)
             if writer is not None and attention.started is not attention.node:
                 raise Refused(Reason.WRITTEN_BY_LAYER, f"by `{writer.name}`", writer)
 
     def _keys_and_values(self, attention: Attention) -> tuple[Operand, Operand]:
-        """Key and value; those before their heads were repeated, if both were."""
+        """Key and value; if both had their heads repeated, the operands before that."""
         found = []
         for repeated in map(without_permutations, (attention.key, attention.value)):
             source = unrepeated(repeated.node, repeated.order[1]) if len(repeated.order) == 4 else None
@@ -220,7 +220,7 @@ _ONLY_OPERANDS = VIEWS | COPIES | {"flatten", "getattr", "repeat_interleave"}
 
 
 def _form(attention: Attention, key: Operand) -> str:
-    """Which spelling the operator replaces: its argument `form`."""
+    """The spelling that the operator replaces: its argument `form`."""
     if attention.fused:
         return "fused" if key is attention.key else "repeated"
     return "written" if attention.mask.fill is None else "filled"

@@ -34,7 +34,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def is_cast(node: Node) -> bool:
-    """Whether a node has the values of its first argument, in a floating-point dtype, perhaps in other memory."""
+    """Whether a node has its first argument's values, in a floating-point dtype, perhaps in other memory."""
     found = tensor_of(node)
     return operator_of(node) in _CASTS and found is not None and found.dtype.is_floating_point
 

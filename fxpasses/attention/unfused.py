@@ -5,8 +5,8 @@
     weights = softmax(scores, -1, dtype=float32).to(query.dtype)
     output = dropout(weights, p=0.0) @ value
 
-The match starts at the softmax: upwards to the product of query and key, downwards to the product with the value. Every
-step between must be known, and its result may have no other user.
+The match starts at the softmax and goes upwards to the product of query and key, and downwards to the product with the
+value. Every step between must be known, and its result may have no other user.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxpasses.report import Reason
 _FILLS = frozenset({"masked_fill", "masked_fill_"})
 _SCALES = frozenset({"mul", "mul_"})
 _DIVISIONS = frozenset({"div", "div_"})
-_NEAR = 12  # the most steps from a softmax up to a product for a near miss to be reported
+_NEAR = 12  # a near miss is reported if at most so many steps lead from a softmax up to a product
 
 
 def is_softmax(node: Node) -> bool:
@@ -88,7 +88,7 @@ class Unfused:
         if is_cast(node):
             return node.args[0]
         scaled = _scaled(node, name)
-        if scaled is not None and self._mask is not None:  # after the mask, it would scale the mask as well
+        if scaled is not None and self._mask is not None:  # a scale after the mask would scale the mask as well
             self._scale *= scaled[1]
             return scaled[0]
         masked = self._masked(node, name)
@@ -110,7 +110,7 @@ class Unfused:
         elif name == "where" and len(node.args) == 3:
             condition, *sides = node.args
             fills = [constant_of(side) for side in sides]
-            hides = fills[1] is None  # the number is where the condition holds
+            hides = fills[1] is None  # the number replaces scores where the condition holds
             scores, fill = sides[hides], fills[not hides]
         else:
             return None
@@ -179,7 +179,7 @@ def _product_above(node: Node, steps: int = _NEAR) -> bool:
 
 
 def _is_near_miss(softmax: Node) -> bool:
-    """Whether a softmax looks like that of a masked attention, although the attention does not match."""
+    """Whether a softmax looks like a masked attention's, although the attention does not match."""
     waiting, masked = [(softmax.args[0], 0)], False
     while waiting:
         node, steps = waiting.pop()

@@ -1,9 +1,9 @@
 """The tiles of a plan, each one call of PyTorch's flash kernel; gradients of keys and values accumulate in place.
 
-Short tiles of bfloat16 and float16 are computed in float32: the kernel's products are small there, and one of low
-precision takes a fixed 13 microseconds (64 x 64 tokens, 8 heads, both ways: 1.5 ms in bfloat16, 0.4 in float32; 256 x
-767: 16.9 and 17.5; 768 x 1279: 77 and 92). With AMX's matrix units, which are not measured, bfloat16 tiles keep their
-dtype.
+Short tiles of bfloat16 and float16 are computed in float32: the kernel's products are small there, and a product of low
+precision takes a fixed 13 microseconds (64 x 64 tokens, 8 heads, forward and backward: 1.5 ms in bfloat16, 0.4 in
+float32; 256 x 767: 16.9 and 17.5; 768 x 1279: 77 and 92). With AMX's matrix units, which are not measured, bfloat16
+tiles keep their dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpasses.attention.runtime import dense, flash, masks, stats, written
 from fxpasses.attention.runtime.flash import Attention, Gradients
 from fxpasses.attention.runtime.plan import Kind, PlacedTile
 
-_LONG = 768  # rows from which the kernel takes 256 at a time, so that products of low precision are large
+_LONG = 768  # from this many rows on, the kernel takes 256 at a time, so that products of low precision are large
 
 
 class Planned(NamedTuple):
@@ -113,7 +113,7 @@ def backward(planned: Planned, grad: torch.Tensor, out: torch.Tensor, logsumexp:
 
 
 def _parts(planned: Planned, view: masks.PreparedPlan) -> Iterator[_Part]:
-    """The calls to make: one for a tile, or one for each head of keys where the tile's heads split a group."""
+    """The calls to make: one for a tile, or one for each head of keys if the tile's heads split a group."""
     query, key = planned.attention[:2]
     batch, heads = _broadcast(view, query.shape)
     group = query.shape[1] // key.shape[1]
@@ -156,7 +156,7 @@ def _tile_mask(planned: Planned, view: masks.PreparedPlan, tile: PlacedTile, dty
         return made if made.stride(-1) == 1 else made.contiguous()
 
     if mask is not None and mask.dtype == dtype and mask_dtype in (None, dtype) and mask.stride(-1) == 1:
-        return make()  # a view, so there is nothing to keep
+        return make()  # it is a view, so there is nothing to keep
     return view.keep((tile, dtype, None if mask is None else mask.dtype, mask_dtype), make)
 
 

@@ -29,13 +29,13 @@ _BITS = 32
 
 
 def table_size(rows: int, columns: int) -> int:
-    """Words of a plan without bits, for each element and head; takes symbolic sizes."""
+    """The words of a plan without bits, for each element and head; accepts symbolic sizes."""
     q, k = _blocks(rows), _blocks(columns)
     return 2 * (q + k) + 4 * q * k
 
 
 def plan_size_in_blocks(rows: int, columns: int) -> int:
-    """Words of a plan with bits, likewise."""
+    """The words of a plan with bits, likewise."""
     return table_size(rows, columns) + rows * _words(columns)
 
 
@@ -72,7 +72,7 @@ def block_mask(plan: torch.Tensor, rows: int, columns: int, mask_mod: Callable[.
 def attend(attention: Attention, plan: torch.Tensor) -> torch.Tensor:
     """`operators.sparse_attention` by FlexAttention's operator. The mask has 4 dimensions. Differentiable.
 
-    Raises `ValueError` for what Inductor has no kernel for: other dtypes than `DTYPES`, heads of less than 16 features.
+    Raises `ValueError` if Inductor has no kernel: for dtypes other than `DTYPES`, or heads of less than 16 features.
     """
     from torch._higher_order_ops.flex_attention import flex_attention
     from torch.nn.attention.flex_attention import _apply_kernel_options
@@ -108,7 +108,7 @@ def attend(attention: Attention, plan: torch.Tensor) -> torch.Tensor:
     options: Any = _apply_kernel_options(query, key, value, True, None, None)
     leaves = (query, key, value)
     is_traced = get_proxy_mode() is not None or any(type(leaf) is not FakeTensor for leaf in leaves)
-    # On fake tensors alone its gradients cannot be traced: a mask that is captured is of another fake mode.
+    # Its gradients cannot be traced on fake tensors alone: a captured mask belongs to another fake mode.
     with contextlib.nullcontext() if is_traced else torch.no_grad():
         out = flex_attention(query, key, value, score_mod, blocks, attention.factor, options, scored, (buffer,))[0]
     if is_traced:
@@ -117,7 +117,7 @@ def attend(attention: Attention, plan: torch.Tensor) -> torch.Tensor:
 
 
 def _place(b: bool, h: bool) -> Callable[..., tuple[Any, ...]]:
-    """An index into a mask without dimensions for batch or heads where these are broadcast."""
+    """An index into a mask that has no dimension for batch or heads if these are broadcast."""
 
     def place(element: Any, head: Any, row: Any) -> tuple[Any, ...]:
         return (*([element] if b else []), *([head] if h else []), row)

@@ -1,7 +1,7 @@
-"""Attention over all pairs of tokens, bit for bit as `scaled_dot_product_attention` computes it, both ways.
+"""Attention over all pairs of tokens, bit for bit as `scaled_dot_product_attention` computes it, with its backward.
 
 On the CPU, SDPA calls its flash kernel with the mask in the query's dtype, and composes attention from other operators
-where that kernel does not fit. This module calls the kernel directly, so that backward need not run forward again.
+if that kernel does not fit. This module calls the kernel directly, so that backward need not run forward again.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def added_up(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    """The gradient of the argument of `repeated`, which has `heads` heads, from that of its result."""
+    """The gradient of `repeated`'s argument, which has `heads` heads, from the gradient of its result."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)

@@ -1,4 +1,4 @@
-"""The columns that each row of a mask attends to: first, last, and whether the interval between describes the row.
+"""The columns that each row of a mask attends to: first, last, and whether the interval between them is exact.
 
 A mask is read once, in blocks of rows, so a mask that is computed block by block never exists as a whole. Eight columns
 are read at a time; `sum` and `argmax` over bool are 5 to 10 times slower on the CPU.
@@ -18,8 +18,8 @@ _CHUNK = 128 * _LANES  # columns whose bytes add up to at most 128 in each lane
 class Intervals(NamedTuple):
     """For rows [..., R] of a mask.
 
-    first, last: int32; the row attends to columns within [first, last), and to none where both are 0.
-    irregular: bool; the row has holes in that interval, or weights its columns by values other than 0.
+    first, last: int32; the row attends to columns within [first, last), and to none if both are 0.
+    irregular: bool; the row has holes in that interval, or adds values other than 0 to its columns.
     """
 
     first: torch.Tensor
@@ -30,8 +30,8 @@ class Intervals(NamedTuple):
 def ruled_out(dtype: torch.dtype) -> float:
     """The largest additive value that certainly gives a pair no weight if its row has a pair with value 0.
 
-    Attention weighs pairs by the exponential of their scores: a ruled-out pair has a weight only if two scores of its
-    row differ by more than this. -1e4, which old models use, is treated as a value.
+    Attention weighs pairs by the exponential of their scores: a ruled-out pair gets a weight only if two scores of its
+    row differ by more than this. -1e4, which old models use, counts as a value.
     """
     return max(-1e9, torch.finfo(dtype).min / 2)
 
@@ -40,12 +40,12 @@ def intervals_of(block: torch.Tensor) -> Intervals:
     """block: rows of a mask, bool (True: may attend) or additive, [..., R, K].
 
     A row of an additive mask that rules out everything by finite values attends to everything, as in PyTorch: its
-    weights depend on the scores alone. A row of -inf attends to nothing.
+    weights depend only on the scores. A row of -inf attends to nothing.
     """
     if block.dtype == torch.bool:
         first, last, count = _bounds(block)
         return Intervals(first, last, count != last - first)
-    allowed = ~(block <= ruled_out(block.dtype))  # NaN is a value like any other
+    allowed = ~(block <= ruled_out(block.dtype))  # NaN counts as a value
     first, last, count = _bounds(allowed)
     valued = ((block != 0) & allowed).any(-1)
     blind = count == 0
@@ -57,7 +57,7 @@ def intervals_of(block: torch.Tensor) -> Intervals:
 
 
 def has_blind_rows(rows: torch.Tensor) -> bool:
-    """Whether NaN, or finite values perhaps with -inf, rule out all of one of the rows [..., K] of an additive mask."""
+    """Whether NaN, or finite values perhaps with -inf, rule out a whole row among rows [..., K] of an additive mask."""
     if not rows.numel():
         return False
     most = rows.amax(-1)

@@ -1,7 +1,7 @@
 """The additive masks of a plan's partial tiles, made once and shared by all layers of a step.
 
 Masks live as long as the plan's tensor, and as long as no other plans are used; a copy of a plan makes its own. Tiles
-whose rows all begin at the left edge and have the same ends differ in width alone: they are views of one mask, so the
+whose rows all begin at the left edge and have the same ends differ only in width: they are views of one mask, so the
 bands of a causal document of T tokens hold rows x T values and not T x T.
 """
 
@@ -17,14 +17,14 @@ from fxpasses.attention.runtime import plan as plans
 from fxpasses.attention.runtime.plan import Kind, PlacedTile, Plan
 
 KEPT_BYTES = 64 << 20  # of one plan; masks beyond that are made in each call
-KEPT_PLANS = 4  # those used last: a step may have one of windows, one of whole documents, one of an encoder
+KEPT_PLANS = 4  # the last used: a step may have one for windows, one for whole documents, one for an encoder
 
 
 @dataclass(frozen=True)
 class _Edges:
     """Where a tile's rows begin and end, counted from its edges; tiles with equal edges share a mask.
 
-    columns: the tile's width; None where every row begins at the left edge, so that the mask serves any width.
+    columns: the tile's width; None if every row begins at the left edge, so that the mask serves any width.
     """
 
     begins: tuple[int, ...]
@@ -70,7 +70,7 @@ class PreparedPlan:
         return base[:, base.shape[-1] - columns :]
 
     def keep(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The mask that is kept as `key`, or else a new one from `make`."""
+        """The mask that is kept under `key`, or else a new one from `make`."""
         mask = self.kept.get(key)
         if mask is None:
             mask = make()
@@ -84,11 +84,11 @@ class PreparedPlan:
         self.bytes_kept -= 0 if mask is None else mask.nbytes
 
 
-_prepared = WeakTensorKeyDictionary()  # plan's tensor -> PreparedPlan; the one used last is last
+_prepared = WeakTensorKeyDictionary()  # plan's tensor -> PreparedPlan; the last used is last
 
 
 def prepared(tensor: torch.Tensor) -> PreparedPlan:
-    """A plan's numbers, with the masks that other layers made."""
+    """A plan's numbers, with the masks that other layers have made."""
     found = _prepared.pop(tensor, None)
     if found is None or found.version != _version(tensor):
         found = _prepare(tensor)
@@ -115,7 +115,7 @@ def _prepare(tensor: torch.Tensor) -> PreparedPlan:
 
 
 def values(tensor: torch.Tensor, tile: PlacedTile, mask: torch.Tensor | None) -> torch.Tensor:
-    """The part of the mask in a tile, bool or additive; where `mask` is None, from the plan's bits."""
+    """The part of the mask in a tile, bool or additive; from the plan's bits if `mask` is None."""
     if mask is None:
         plan = plans.read(tensor)
         if plan.bits is None:

@@ -6,10 +6,10 @@
 | `sparse_attention(query, key, value, mask, plan, scale)` | attention, as a graph calls it |
 | `sparse_attention_forward`, `sparse_attention_backward` | its parts on the CPU |
 
-On the CPU, `sparse_attention` is `scaled_dot_product_attention(query, key, value, mask)` within rounding, and bit for
-bit where the plan is dense. Forward also returns the log-sum-exp of each row, so that what backward needs is saved,
-recomputed in checkpoints, and moved like any activation. Backward of backward raises. On CUDA devices the operator
-becomes FlexAttention while a graph is traced; elsewhere it is SDPA.
+On the CPU, `sparse_attention` is `scaled_dot_product_attention(query, key, value, mask)` up to rounding, and bit for
+bit if the plan is dense. Forward also returns the log-sum-exp of each row, so that the tensors that backward needs are
+saved, recomputed in checkpoints, and moved like any activation. Backward of backward raises. On CUDA devices the
+operator becomes FlexAttention while a graph is traced; elsewhere it is SDPA.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NO_PLAN = 8  # words of a plan on devices where nothing reads it
 
 @custom_op("fxpasses::attention_plan", mutates_args=())
 def attention_plan(mask: Tensor, heads: int = 8, rows: int | None = None) -> Tensor:
-    """The plan of a mask, int32, on the mask's device; its size depends on the mask's alone. No gradients.
+    """The plan of a mask, int32, on the mask's device; its size depends only on the mask's. No gradients.
 
     mask: bool (True: may attend) or additive, [..., Tq, Tk] of 2 to 4 dimensions, as in `scaled_dot_product_attention`.
-    heads: the number of heads of queries that share one head of the mask, to weigh costs. rows: Tq, where one row of
-    the mask stands for all. The host reads the mask if it lies on the CPU, and never from a device.
+    heads: the number of heads of queries that share one head of the mask, to weigh costs. rows: Tq, if one row of the
+    mask stands for all. The host reads the mask only if it is on the CPU, and never from a device.
     """
     mask = four_dimensional(mask, rows)
     if mask.device.type == "cpu":
@@ -48,7 +48,7 @@ def attention_plan(mask: Tensor, heads: int = 8, rows: int | None = None) -> Ten
 def plan_in_blocks(
     rows: plans.Rows, shape: tuple[int, int, int, int], heads: int = 8, device: str | torch.device = "cpu"
 ) -> Tensor:
-    """The plan of a mask that never exists as a whole; with it, `sparse_attention` takes None for the mask.
+    """The plan of a mask that never exists as a whole; `sparse_attention` then takes None for the mask.
 
     rows: `rows(start, stop)` returns bool [B, H, stop - start, Tk] on the device. shape: [B, H, Tq, Tk] of the mask.
     Raises `ValueError` for devices that have no attention by plans.
@@ -74,8 +74,8 @@ def sparse_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """`sparse_attention` on the CPU, and the log-sum-exp of each row, float32 [B, H, Tq] (float64 for float64).
 
-    mask_dtype: the dtype of autocast, to which parts of an additive mask are cast where they are used; the mask as a
-    whole is never copied.
+    mask_dtype: autocast's dtype, to which parts of an additive mask are cast when they are used; the mask as a whole is
+    never copied.
     """
     planned = cpu.Planned(Attention(query, key, value, mask, scale), plan, mask_dtype, form)
     out, logsumexp = cpu.forward(planned)
@@ -96,7 +96,7 @@ def sparse_attention_backward(
     mask_dtype: torch.dtype | None = None,
     form: str = "fused",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, from those of the output."""
+    """Gradients of query, key and value, from the gradient of the output."""
     planned = cpu.Planned(Attention(query, key, value, mask, scale), plan, mask_dtype, form)
     first, second, third = (_heads_together(part) for part in cpu.backward(planned, grad, out, logsumexp))
     return first, second, third
@@ -118,10 +118,10 @@ def sparse_attention(
     `plan_in_blocks` made the plan; it gets no gradient. scale: 1 / sqrt(D) by default. Returns [B, H, Tq, Dv], in
     memory [B, Tq, H, Dv]. A row that may attend to nothing is 0. Raises `ValueError` if the plan is for other sizes.
 
-    form: the program that the operator replaces, which is what a dense plan runs. "fused": SDPA of these operands.
-    "repeated": SDPA of keys and values copied for each head of queries. "written": matmul, the mask added, softmax,
-    matmul; "filled": the same with the mask's values in place of scores. The last two are SDPA up to rounding, unless
-    finite values or NaN hide a whole row of the mask: then the attention is computed as written, whatever the plan.
+    form: the program that the operator replaces, which a dense plan runs. "fused": SDPA of these operands. "repeated":
+    SDPA of keys and values copied for each head of queries. "written": matmul, the mask added, softmax, matmul;
+    "filled": the same with the mask's values in place of scores. The last two are SDPA up to rounding, unless finite
+    values or NaN hide a whole row of the mask: then the attention is computed as written, whatever the plan.
     """
     if mask is not None and mask.requires_grad:
         raise ValueError("attention by a plan gives its mask no gradient, but the mask requires one")

@@ -1,4 +1,4 @@
-"""A plan: one int32 tensor on the CPU that describes in tiles what a mask allows. It refers to nothing else.
+"""A plan: one int32 tensor on the CPU that describes in tiles which pairs a mask allows. It refers to nothing else.
 
 | words | content |
 |---|---|
@@ -7,7 +7,7 @@
 | B x H x rows x 2 | the interval of columns that each row attends to |
 | B x H x rows x columns / 32 | only in a plan made in blocks: the bits of irregular rows |
 
-Its size depends on the mask's alone, so no batch recompiles. The system allocates the memory of the bits when it is
+Its size depends only on the mask's, so no batch recompiles. The system allocates the memory of the bits when it is
 written to: documents and windows never touch it.
 """
 
@@ -108,8 +108,7 @@ def four_dimensional(mask: torch.Tensor, rows: int | None = None) -> torch.Tenso
 def plan_of(mask: torch.Tensor, heads: int) -> torch.Tensor:
     """The plan of a mask [B, H, rows, columns]: bool (True: may attend) or additive, on the CPU; any strides.
 
-    heads: the number of heads that share one head of the mask. The plan is dense where tiles would save less than a
-    tenth.
+    heads: the number of heads that share one head of the mask. The plan is dense if tiles would save less than a tenth.
     """
     # An expanded dimension is read once; the plan holds for all of it.
     batch, mask_heads, rows, columns = mask.shape
@@ -241,7 +240,7 @@ class _Rows(NamedTuple):
 
 
 def _equal_ranges(rows: list[list[_Rows]]) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of equal neighbours: ranges of elements, or else of the heads within each element."""
+    """Runs of equal neighbours: ranges of elements, or of the heads within each element."""
     heads = len(rows[0]) if rows else 0
     if heads == 1 or all(head.equals(element[0]) for element in rows for head in element):
         for b0, b1 in _runs([element[0] for element in rows]):

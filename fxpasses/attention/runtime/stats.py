@@ -1,4 +1,4 @@
-"""How much of attention was computed: `fxpasses.attention_stats()`."""
+"""How much of attention is computed: `fxpasses.attention_stats()`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def attention_stats(reset: bool = False) -> AttentionStats:
 
 
 def count(computed: int, pairs: int, flops: int, tiled: bool) -> None:
-    """flops: per pair."""
+    """Count one attention. flops: per pair."""
     _now.calls += 1
     _now.tiled += tiled
     _now.pairs += pairs

@@ -1,10 +1,10 @@
 """Cuts the rows of one mask into tiles, each with the columns that any of its rows attends to.
 
-Every row lies in one tile, so that one call computes its softmax; rows that attend to nothing may lie in none.
-Documents with a causal mask give a staircase of bands, windows a band of parallelograms, padding one rectangle, a
-prefix a rectangle and a staircase; a long causal document stays whole.
+Every row is in one tile, so that one call computes its softmax; rows that attend to nothing may be in none. Documents
+with a causal mask give a staircase of bands, windows a band of parallelograms, padding one rectangle, a prefix a
+rectangle and a staircase; a long causal document stays whole.
 
-Rows are lists: each element read from a tensor would be a host read.
+Rows are lists: reading each element from a tensor would be a host read.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from fxpasses.attention.runtime import cost
 
-SHORTEST = 16  # rows between two cuts, at least; it bounds the number of tiles, for which a plan has room
+SHORTEST = 16  # the least number of rows between two cuts; it bounds the number of tiles that a plan has room for
 _STEP = 64  # rows between regular cuts
-_LONGEST = 256  # rows of a tile that is no rectangle; longer tiles compute more ruled-out pairs
+_LONGEST = 256  # rows of a tile that is not a rectangle; longer tiles compute more ruled-out pairs
 
 
 class Tile(NamedTuple):
@@ -34,7 +34,7 @@ def most_tiles(rows: int) -> int:
 
 
 def cut(first: list[int], last: list[int], heads: float) -> list[Tile]:
-    """The tiles of least cost, in order. first, last: of each row, as in `Intervals`. heads: how many share a tile."""
+    """The tiles of least cost, in order. first, last: each row's, as in `Intervals`. heads: how many share a tile."""
     cuts = _candidates(first, last)
     whole = {begin for begin, end in itertools.pairwise(cuts) if _is_long_document(begin, end, first, last)}
     spans = _spans(first, last, cuts)
@@ -110,7 +110,7 @@ def _candidates(first: list[int], last: list[int]) -> list[int]:
 
 
 def _spans(first: list[int], last: list[int], cuts: list[int]) -> list[tuple[int, int]]:
-    """The columns that any row between two cuts attends to; an empty interval at infinity where there are none."""
+    """The columns that any row between two cuts attends to; an empty interval at infinity if there are none."""
     spans = []
     for begin, end in itertools.pairwise(cuts):
         seen = [row for row in range(begin, end) if last[row] > first[row]]

@@ -1,10 +1,10 @@
 """Attention over all pairs in PyTorch's operators, for rows in which the mask hides every column.
 
-A score plus the least float32 is the least float32, so a row that finite values hide weighs all values alike. The flash
-kernel gives the same output, but on the CPU its gradients are too large by a factor of the number of columns (torch
-2.11 to 2.15): it recomputes weights from the log-sum-exp, where the logarithm of that number is rounded away for the
-same reason. A row of -inf, which the mask holds as NaN, has weights of NaN; its scores get no gradient where -inf took
-their place.
+A score plus the least float32 is the least float32, so a row that finite values hide weighs all values equally. The
+flash kernel gives the same output, but on the CPU its gradients are too large by a factor of the number of columns
+(torch 2.11 to 2.15): it recomputes weights from the log-sum-exp, where the logarithm of that number is rounded away for
+the same reason. A row of -inf, which is NaN in the mask, has weights of NaN; its scores get no gradient if -inf has
+replaced them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def forward(attention: Attention) -> torch.Tensor:
 
 
 def backward(attention: Attention, grad: torch.Tensor, filled: bool) -> Gradients:
-    """What autograd makes of `forward`; an operator's own implementation runs below autograd.
+    """The gradients that autograd computes for `forward`; an operator's own implementation runs below autograd.
 
     filled: whether the mask's values replace scores, which then get no gradient, instead of being added to them.
     """
