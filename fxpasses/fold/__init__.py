@@ -1,1 +1,1 @@
-"""Equal layers are compiled once (pass `fold_layers`): segments of a graph, which of them repeat, and their bodies."""
+"""Equal layers are compiled once (pass `fold_layers`): a graph's segments, their repetition, and their bodies."""

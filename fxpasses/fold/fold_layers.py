@@ -1,4 +1,4 @@
-"""Compile a layer that stands L times once.
+"""Compile a layer that occurs L times only once.
 
 Before, with the weights of each layer:
 
@@ -13,8 +13,8 @@ After, with the body `layer_0(h, w): return (gelu(linear(h, w)),)`:
     ...
 
 *Find* the kinds of equal segments (`fold/repetition.py`), *check* that each can be compiled by itself, and *outline*
-them. The lowering compiles each body once, and what lies between the calls (`compiler/lowering_segments.py`). This pass
-is the last one: other passes take away the differences between layers, and do not look into the bodies.
+them. The lowering compiles each body once, and the nodes between the calls (`compiler/lowering_segments.py`). This pass
+is the last one: other passes remove differences between layers, and do not look into the bodies.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 
 _CALLS = ("call_function", "call_method", "call_module")
-# A body that is one product, such as a projection to queries or keys, has no kernel to compile: the nine of a BERT of
-# three layers made its step 1.2 times as long (bench case `mlperf`). A residual MLP has six calls.
+# A body that is one product, such as a projection to queries or keys, has no kernel to compile: nine such bodies made
+# the step of a BERT of three layers 1.2 times as long (bench case `mlperf`). A residual MLP has six calls.
 _LEAST_COMPUTED = 5
 # A call of a body costs 0.1 to 0.5 ms, forward and backward, on the CPU that was measured, and host time on any. Steps
 # took 1.12 times as long with residual blocks of 5e7 operations (a small MiniGo), 1.03 to 1.08 with layers of 2e8 (a
 # mixture of hidden size 128), and 1.00 to 1.04 with layers of 4e8 (Llama and Qwen3 of hidden size 128). For devices the
-# limit is what one of 100 Tflop/s does in 0.1 ms; it was not measured.
+# limit is the work of 0.1 ms at 100 Tflop/s; it was not measured.
 _LEAST_FLOPS, _LEAST_FLOPS_ON_DEVICES = 700_000_000, 10_000_000_000
 
 
 @dataclass(frozen=True)
 class Body:
-    """What is compiled once: a kind of segments, and of how many layers each segment consists."""
+    """A body to compile once: a kind of segments, and the number of layers in each segment."""
 
     kind: Kind
     layers: int
@@ -108,7 +108,7 @@ class FoldLayers:
 
 
 def _refuse_the_only_one(gm: GraphModule, options: Options, report: Report) -> None:
-    """Say why nothing is folded to those who asked for it, as where each layer is compiled by itself (FSDP2)."""
+    """Report why nothing is folded if the user asked for folding: each layer may be compiled by itself (FSDP2)."""
     heavy = next((node for node in calls(gm) if has_formula(node)), None)
     if options.fold == "on" and heavy is not None and not report.refusals:
         text = "no layers are equal; those that are compiled one by one have a graph each"
@@ -116,7 +116,7 @@ def _refuse_the_only_one(gm: GraphModule, options: Options, report: Report) -> N
 
 
 def _legal(gm: GraphModule, found: list[Kind], legality: Legality, context: Context, report: Report) -> list[Body]:
-    """What may be folded, without the segments that may not; `report` gets the reasons."""
+    """The bodies that may be folded; `report` gets the reasons against other segments."""
     folded = []
     members = {node: kind for kind in found for segment in kind for node in segment.nodes}
     for kind in found:
@@ -133,9 +133,9 @@ def _legal(gm: GraphModule, found: list[Kind], legality: Legality, context: Cont
 
 
 def _large_enough(gm: GraphModule, kind: Kind, options: Options, others: Collection[Node]) -> tuple[Kind, int]:
-    """Under "auto", segments of so many layers, and how many, that a call from Python costs little beside them.
+    """A kind, and the number of layers per segment: under "auto", enough for a call from Python to cost little.
 
-    Raises `Refused` where there are too few for that, or folding saves next to nothing to compile.
+    Raises `Refused` if there are too few layers for that, or if folding saves next to no compilation.
     """
     if options.fold != "auto":
         return kind, 1
@@ -157,7 +157,7 @@ def _large_enough(gm: GraphModule, kind: Kind, options: Options, others: Collect
 
 
 def _least_flops(devices: Collection[str]) -> int:
-    """Those of a body's forward, of which a call from Python, forward and backward, takes 2 % of the time."""
+    """The operations of a body's forward at which a call from Python, with its backward, takes 2 % of the time."""
     return _LEAST_FLOPS if devices == {"cpu"} else _LEAST_FLOPS_ON_DEVICES
 
 
@@ -166,7 +166,7 @@ def _results(node: Node) -> list[Any]:
 
 
 def _check_options(options: Options) -> None:
-    """Raise `Refused` where "auto" does not fold on this torch, or other options need the graph of all layers."""
+    """Raise `Refused` if "auto" does not fold on this torch, or if other options need the graph of all layers."""
     if options.fold == "auto" and not checked_here():
         raise Refused(Reason.UNCHECKED_TORCH, f'{torch.__version__}; fastpack.fold "on" folds nevertheless')
     moves = options.offloads
@@ -177,7 +177,7 @@ def _check_options(options: Options) -> None:
 
 
 def _is_heavy(gm: GraphModule, segment: Segment) -> bool:
-    """Whether a segment has products of matrices, or the like, beside which a call from Python does not count."""
+    """Whether a segment has matrix products or the like, compared with which a call from Python may be cheap."""
     nodes = with_bodies(gm, segment.nodes)
     return any(has_formula(node) or "fxpasses" in str(node.target) for node in nodes)
 

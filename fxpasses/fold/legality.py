@@ -1,8 +1,8 @@
 """Whether segments of a graph may be compiled by themselves.
 
-Autograd calls each piece as a function of its own. So whatever a graph does across pieces other than pass tensors on is
-a reason to leave it alone: writes to memory of another piece, a mode that begins in one and ends in another, a size
-that one determines and others have.
+Autograd calls each piece as a separate function. So a graph is left alone if its pieces do more than pass tensors on:
+if one writes to another's memory, if a mode begins in one and ends in another, or if one determines a size that another
+has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Legality:
         self.exact = context.options.lowering != "inductor"
 
     def legal(self, kind: Kind, report: Report) -> Kind:
-        """The segments of a kind that may be outlined; raises `Refused` for what excludes all of them.
+        """The segments of a kind that may be outlined; raises `Refused` if something excludes all of them.
 
         report: gets the reasons against the others.
         """
@@ -77,9 +77,9 @@ class Legality:
                 raise Refused(Reason.UNKNOWN_SIZE, f"`{node.name}` leaves it", node)
 
     def _check_sums(self, nodes: Collection[Node], operands: Iterable[Node]) -> None:
-        """A piece returns one gradient for a value, the sum over its uses there.
+        """Raise `Refused` if a piece uses a value several times, and it is used elsewhere too.
 
-        Where the value has a use elsewhere too, eager mode adds the parts in another order.
+        The piece returns one gradient for the value, the sum over its uses there; eager mode adds in another order.
         """
         for operand in operands:
             value = operand.meta.get("example_value")
@@ -89,7 +89,7 @@ class Legality:
                     raise Refused(Reason.SUMS_REORDERED, text, operand)
 
     def _check_writes(self, kind: Kind) -> None:
-        """Segments of one form have the same effects, so one is examined, and its operands are found in all."""
+        """Check the writes of a kind. Segments of one form have the same effects, so only one is examined."""
         first = kind[0]
         own = set(first.nodes)
         for node in first.nodes:
@@ -104,7 +104,7 @@ class Legality:
                     self._check_written(segment.operands[places[0]], segment.nodes, node)
 
     def _check_written(self, operand: Node, inside: Iterable[Node], writer: Node) -> None:
-        """An input without gradient that nothing outside uses, such as a buffer, may be written."""
+        """Raise `Refused` unless a written operand is an input without gradient that nothing else uses: a buffer."""
         example = operand.meta.get("example_value")
         allowed = operand.op == "placeholder" and isinstance(example, torch.Tensor) and not example.requires_grad
         owners = {owner for number in self.memory.sets.of(operand) for owner in self.memory.sets.owners[number]}
@@ -113,8 +113,8 @@ class Legality:
             raise Refused(Reason.WRITTEN_ACROSS, f"`{writer.name}` writes to `{operand.name}`", writer)
 
     def check_rest(self, folded: Iterable[Kind]) -> None:
-        """Raise `Refused` where what lies between the segments writes to memory of another piece, binds its sizes, or
-        has a part in its gradients."""
+        """Raise `Refused` if the nodes between the segments write to another piece's memory, determine its sizes, or
+        contribute to its gradients."""
         pieces = self._pieces(folded)
         members: dict[int, set[Node]] = {}
         for node, piece in pieces.items():
@@ -138,7 +138,7 @@ class Legality:
                     self._check_written(owner, members[piece], node)
 
     def _reached_by_gradients(self) -> set[Node]:
-        """The nodes whose values have gradients; too many where a value is written."""
+        """The nodes whose values have gradients; a superset if a value is written."""
         reached: set[Node] = set()
         for node in reversed(self.gm.graph.nodes):
             if node.op == "output" or node in reached or self.memory.written_by(node):
@@ -146,7 +146,7 @@ class Legality:
         return reached
 
     def _pieces(self, folded: Iterable[Kind]) -> dict[Node, int]:
-        """The piece of each call: a positive number for a segment, a negative one for what lies between."""
+        """The piece of each call: a positive number for a segment, a negative one for the nodes between segments."""
         segments = (segment for kind in folded for segment in kind)
         pieces = {node: number for number, segment in enumerate(segments, 1) for node in segment.nodes}
         rest, in_rest = 0, False
@@ -170,7 +170,7 @@ def _check_crosses(node: Node) -> None:
 
 
 def _uses(gm: GraphModule, user: Node, operand: Node) -> int:
-    """How often a call uses an operand, also in its bodies."""
+    """How often a call uses an operand, including uses in its bodies."""
     bodies = [getattr(gm, str(node.target)) for node in user.all_input_nodes if is_reference(gm, node)]
     if not bodies:
         return sum(leaf is operand for leaf in leaves((user.args, user.kwargs)))

@@ -1,4 +1,4 @@
-"""Outlining: a segment of a graph becomes a graph of its own.
+"""Outlining: a segment of a graph becomes a separate graph.
 
 before                       after                                the new graph
 y = f(x, w)                  a, b = call_layer(layer, x, w)       def layer(x, w):
@@ -19,14 +19,14 @@ from fxpasses.fold.segments import is_reference
 from fxpasses.graph import modes
 from fxpasses.graph.modes import Mode
 
-# The versions of torch on which graphs were compiled in pieces, layer by layer (`compiler/lowering_segments.py`).
+# The versions of torch on which compiling graphs layer by layer was tested (`compiler/lowering_segments.py`).
 CHECKED = ("2.11", "2.13", "2.15")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Of a graph in its step. calls: how often a step runs it, if it is a piece of a graph; 0 if it is whole.
-    last: whether none of the other pieces runs after it, so that backward begins with it."""
+    """A graph's place in its step. calls: how often a step runs it, if it is a piece of a graph; 0 if it is whole.
+    last: whether no other piece runs after it, so that backward begins with it."""
 
     calls: int = 0
     last: bool = True
@@ -36,7 +36,7 @@ WHOLE = Place()
 
 
 def checked_here() -> bool:
-    """Whether the running torch is one of them."""
+    """Whether the running torch is one of the checked versions."""
     return ".".join(torch.__version__.split(".")[:2]) in CHECKED
 
 
@@ -69,7 +69,7 @@ def outline(
 
     for node in nodes:
         for operand in node.all_input_nodes:
-            copy_of(operand)  # a reference precedes its call
+            copy_of(operand)  # a body's reference must precede its call
         copies[node] = graph.node_copy(node, copy_of)
         if modes.enters_autocast(node):
             opened.append(copies[node])
@@ -85,7 +85,7 @@ def _meta(operand: Node) -> dict[str, Any]:
 
 
 def call_layer(body: GraphModule, *operands: Any) -> tuple[Any, ...]:
-    """Run an outlined graph; in a graph, where a compiler calls what it has made of `body`."""
+    """Run an outlined graph. In a graph, it marks where a compiler calls its code for `body`."""
     results: tuple[Any, ...] = body(*operands)
     return results
 

@@ -1,9 +1,9 @@
-"""Checkpoints that would be equal layers, but select different results to save.
+"""Checkpoints that would be equal layers if they did not select different results to save.
 
     checkpoint(layer_0, h, context_fn=partial(create_selective_checkpoint_contexts, partial(policy, 0)))
     checkpoint(layer_1, h, context_fn=partial(create_selective_checkpoint_contexts, partial(policy, 1)))
 
-One body has one policy, so these are different programs. Without a reason in the report, nobody would see why.
+One body has one policy, so these are different programs. Without a reason in the report, nobody would know why.
 """
 
 from __future__ import annotations

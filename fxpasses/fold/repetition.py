@@ -2,10 +2,10 @@
 
 Two ways to cut a graph into candidates are tried, and the one that leaves least to compile is taken:
 
-- *by modules*: a segment is a stay in one element of a list of modules (`layers.3`). Kinds of layers may alternate in
+- *by modules*: a segment is one stay in an element of a list of modules (`layers.3`). Kinds of layers may alternate in
   any order.
 - *by period*: the longest runs in which the calls repeat with some period, for programs whose layers are not modules,
-  or share one. Of the places where a period may begin, the one is taken that the fewest values cross.
+  or share one. Among the places where a period may begin, the one that the fewest values cross is taken.
 
 Both are hints: `Segment.form` decides what is equal.
 """
@@ -26,9 +26,9 @@ from fxpasses.graph.provenance import module_of
 
 Kind: TypeAlias = list[Segment]  # of one form, in program order
 
-_MOST_PERIODS = 12  # candidates that are tried, the most frequent distances first
+_MOST_PERIODS = 12  # how many periods are tried, the most frequent distances first
 _NO_BORDER = 1000
-_MOST_LEVELS = 3  # of lists of modules inside lists of modules
+_MOST_LEVELS = 3  # levels of lists of modules inside lists of modules
 
 
 def calls(gm: GraphModule) -> list[Node]:
@@ -37,7 +37,7 @@ def calls(gm: GraphModule) -> list[Node]:
 
 
 def kinds(gm: GraphModule, least: int) -> list[Kind]:
-    """The kinds of segments of which there are at least `least`, disjoint, those first that save most nodes."""
+    """The disjoint kinds of at least `least` segments; kinds that save more nodes come first."""
     nodes = calls(gm)
     best: list[Kind] = []
     most = 0
@@ -54,7 +54,7 @@ def kinds(gm: GraphModule, least: int) -> list[Kind]:
 
 
 def _saved(gm: GraphModule, kind: Kind) -> int:
-    """The number of nodes that need no compilation, with those of checkpoints' bodies."""
+    """The number of nodes that need no compilation, including those of checkpoints' bodies."""
     return (len(kind) - 1) * sum(1 for _ in with_bodies(gm, kind[0].nodes))
 
 
@@ -114,7 +114,7 @@ def _by_period(signatures: Sequence[object], crossings: list[int]) -> Iterable[l
 
 
 def _crossings(nodes: list[Node]) -> list[int]:
-    """How many values cross each place, from earlier nodes to that one or later ones; other than tensors better not."""
+    """How many values cross each place, from earlier nodes to that one or later ones; non-tensors weigh more."""
     positions = {node: position for position, node in enumerate(nodes)}
     changes = [0] * (len(nodes) + 2)
     for node, position in positions.items():

@@ -1,4 +1,4 @@
-"""Segments: consecutive calls of a graph, and the form by which equal ones are recognised.
+"""Segments: consecutive calls of a graph, and the form by which equal segments are recognised.
 
 Two segments have one form if they apply the same operators with the same arguments to operands of the same kind:
 
@@ -6,7 +6,7 @@ Two segments have one form if they apply the same operators with the same argume
     y_1 = h_1 * cos             y_2 = h_2 * cos             and the shape, strides, dtype, ... of each value
 
 Unlike anti-unification, which follows operands and leaves holes for constants, this compares positions: it takes time
-linear in the number of nodes, and nothing may differ but the operands.
+linear in the number of nodes, and only the operands may differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxpasses.graph.checkpoints import policy_of
 from fxpasses.graph.modes import enters_autocast
 from fxpasses.graph.symbols import expression, free_symbols, is_symbolic, symbol
 
-# Entries of a node's meta that compilers act upon.
+# Entries of a node's meta that compilers act on.
 _ANNOTATIONS = ("custom", "recompute", "compile_with_inductor")
 
 
@@ -35,9 +35,9 @@ _ANNOTATIONS = ("custom", "recompute", "compile_with_inductor")
 class Segment:
     """Consecutive calls of a graph.
 
-    operands: the nodes outside that it uses, in order of first use, and the inputs for its symbols. live_outs: its
-    nodes that are used outside, in program order. symbols: the names of those in its values that it does not bind.
-    form: equal for segments that are one program.
+    operands: the outer nodes that it uses, in order of first use, and the inputs for its symbols. live_outs: its nodes
+    that are used outside, in program order. symbols: the names of symbols in its values that it does not bind. form:
+    equal for segments that are one program.
     """
 
     nodes: tuple[Node, ...]
@@ -63,14 +63,14 @@ def segment(gm: GraphModule, nodes: Sequence[Node]) -> Segment:
         node for node in nodes if not enters_autocast(node) and any(user not in inside for user in node.users)
     )
     operands = dict.fromkeys((*form.operands, *_numbers(gm, form.symbols)))
-    # Backward takes a gradient for each, and has zeros for those that nothing uses: 0 * inf is NaN.
+    # Backward takes a gradient for each, which is zeros if nothing uses the value; and 0 * inf is NaN.
     differentiable = tuple(form.number_of(node) for node in live_outs if requires_grad(node))
     description = (tuple(form.parts), form.alias_pattern(), differentiable)
     return Segment(tuple(nodes), tuple(operands), live_outs, frozenset(map(str, form.symbols)), description)
 
 
 def _numbers(gm: GraphModule, symbols: set[sympy.Symbol]) -> list[Node]:
-    """The inputs of a graph that are the given symbols, from which a compiler learns them."""
+    """The inputs of a graph that are the given symbols; a compiler learns the symbols from them."""
     if not symbols:
         return []
     inputs = ((symbol(node.meta.get("example_value")), node) for node in gm.graph.find_nodes(op="placeholder"))
@@ -88,7 +88,7 @@ def local_signature(gm: GraphModule, node: Node, policies: bool = True) -> Any:
 
 
 def requires_grad(node: Node) -> bool:
-    """Whether a node's tensor, or one of several, has a gradient."""
+    """Whether a node's tensor, or one of its tensors, has a gradient."""
     values = pytree.tree_leaves(node.meta.get("example_value"))
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
@@ -99,7 +99,7 @@ def is_reference(gm: GraphModule, node: Node) -> bool:
 
 
 def with_bodies(gm: GraphModule, nodes: Iterable[Node]) -> Iterator[Node]:
-    """The nodes, each followed by those of the bodies that it refers to."""
+    """The nodes, each followed by the nodes of the bodies that it refers to."""
     for node in nodes:
         yield node
         for operand in node.all_input_nodes:
@@ -130,7 +130,7 @@ class _Form:
             self.parts.append((node.op, _target(node), arguments, self._value(node), annotations, self._region(node)))
 
     def _region(self, node: Node) -> int | None:
-        """The number of a node's checkpoint, which differs from one to the next once their bodies have run."""
+        """A number for a node's checkpoint, in order of occurrence: the ids in `meta` differ between equal layers."""
         found = node.meta.get("ac_graph_id")
         return None if found is None else self._regions.setdefault(found, len(self._regions))
 
@@ -158,7 +158,7 @@ class _Form:
         if node in self._numbers:
             return _Local(self._numbers[node])
         if enters_autocast(node):
-            return "autocast"  # part of the mode around the segment, which is compared as such
+            return "autocast"  # part of the mode around the segment, which is compared separately
         if is_reference(self.gm, node):
             return self._body(getattr(self.gm, str(node.target)))
         new = node not in self.operands
@@ -195,7 +195,7 @@ class _Form:
         return self._number(value) if is_symbolic(value) else _constant(value)
 
     def _subclass(self, value: torch.Tensor) -> Any:
-        """The class of a tensor subclass, and what it wraps."""
+        """The class of a tensor subclass, and the form of the tensors that it wraps."""
         if not is_traceable_wrapper_subclass(value):
             return None
         names, context = value.__tensor_flatten__()
@@ -247,7 +247,7 @@ def _constant(value: Any) -> Any:
 
 
 def _context(value: Any) -> Any:
-    """A hashable stand-in for what a tensor subclass keeps besides its tensors, which may be of any class."""
+    """A hashable stand-in for the objects, of any class, that a tensor subclass keeps besides its tensors."""
     if isinstance(value, torch.Tensor):
         return id(value)
     if isinstance(value, dict):

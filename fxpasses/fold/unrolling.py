@@ -1,4 +1,4 @@
-"""Several small layers in one body, so that a call costs little beside what the body computes.
+"""Several small layers in one body, so that a call costs little compared with the body's work.
 
 Before:                        After unrolling by 2:
 
@@ -7,7 +7,7 @@ Before:                        After unrolling by 2:
     h_3 = layer(h_2, w_2)
     h_4 = layer(h_3, w_3)
 
-What lies between two layers of a body belongs to it. Layers that are left over are compiled with what lies between the
+Nodes between two layers of a body belong to the body. Layers that are left over are compiled with the nodes between the
 calls.
 """
 
@@ -27,8 +27,8 @@ Run = list[tuple[int, int]]  # the first position of each layer, and the one aft
 def unrolled(gm: GraphModule, kind: Kind, factor: int, least: int, others: Collection[Node]) -> tuple[Kind, int]:
     """A kind of segments of `factor` layers or more, and how many layers; [] if there are fewer than `least` of them.
 
-    others: nodes that no segment may have, those of other kinds. Of the factors up to twice the given one, that which
-    leaves least to compile is taken, and of such the largest.
+    others: nodes that no segment may contain, those of other kinds. Among the factors from the given one up to twice
+    that, the one that leaves least to compile is taken, and the largest of these.
     """
     nodes = calls(gm)
     runs = list(_runs(nodes, kind, others))
@@ -47,7 +47,7 @@ def unrolled(gm: GraphModule, kind: Kind, factor: int, least: int, others: Colle
 
 
 def _runs(nodes: list[Node], kind: Kind, others: Collection[Node]) -> Iterator[Run]:
-    """The layers of a kind, cut where something else's nodes lie between."""
+    """The layers of a kind, cut wherever nodes of another kind lie between them."""
     positions = {node: position for position, node in enumerate(nodes)}
     run: Run = []
     for layer in kind:

@@ -1,4 +1,4 @@
-"""Extract the plain data that `choose` decides on from the partitioned graphs."""
+"""Extract from the partitioned graphs the plain data that `choose` decides on."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def is_given(node: Node, memory: AliasSets) -> bool:
 
 
 def departure(node: Node, memory: AliasSets, positions: dict[Node, int]) -> Node:
-    """The node after which a tensor's copy may start: the last one that uses its memory, except to return it.
+    """The node after which a tensor's copy may start: the last one that uses its memory, other than to return it.
 
-    After that node the memory may be reused. An input's memory is the caller's, so its copy starts at once.
+    After that node the memory may be reused. An input's memory belongs to the caller, so its copy starts at once.
     """
     if is_given(node, memory):
         return max((node, *node.graph.find_nodes(op="placeholder")), key=lambda n: positions[n])
@@ -63,7 +63,7 @@ def departure(node: Node, memory: AliasSets, positions: dict[Node, int]) -> Node
 
 
 def moved_bytes(node: Node) -> int | None:
-    """Bytes from the first to the last element, for the traced sizes."""
+    """The bytes from the first to the last element, at the traced sizes."""
     value = node.meta["val"]
     total = bytes_of(value)
     if total and all(type(number) is int for number in (*value.shape, *value.stride())):
@@ -72,14 +72,14 @@ def moved_bytes(node: Node) -> int | None:
 
 
 def _begins_checkpoint(node: Node, memory: AliasSets) -> bool:
-    """Whether a node outside a checkpoint, perhaps in another one, is read inside it, where nodes are recomputed."""
+    """Whether a checkpoint that a node is not in, where nodes are recomputed, reads it; it may be in another one."""
     own = node.meta.get("ac_graph_id")
     users = {user for alias in memory.sharing(node) for user in alias.users}
     return any(user.meta.get("ac_graph_id") not in (None, own) for user in users)
 
 
 def layer(node: Node, memory: AliasSets) -> str:
-    """The module that computes a tensor, or else one that uses it: `layers.3`."""
+    """The module that computes a tensor, `layers.3`, or else one that uses it."""
     for near in (node, *(user for alias in memory.sharing(node) for user in alias.users)):
         stack = near.meta.get("nn_module_stack") or near.meta.get("fwd_nn_module_stack")
         if stack:
@@ -111,7 +111,7 @@ def step_of(partition: Partition, moved: list[Group], rates: Rates) -> Step:
             begin = positions[nodes[0]]
             end = max(positions[user] for node in nodes for user in (node, *node.users))
             if nodes[0].op == "placeholder" and first == 0:
-                begin, end = 0, total - 1  # parameters and inputs, which their owner keeps
+                begin, end = 0, total - 1  # a parameter or input, which its owner keeps
                 inputs.add(storage)
             elif nodes[0].op == "placeholder":
                 begin = first  # an incoming gradient, or a saved tensor

@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Move a tensor or keep it. reason: why it is kept; None where it moves. text: details of the reason."""
+    """Move a tensor or keep it. reason: why it is kept; None if it moves. text: details of the reason."""
 
     candidate: Candidate
     move: bool
@@ -45,7 +45,7 @@ class Decision:
 class Limits:
     """Limits as in `fxpasses.options.Offload`, in bytes; None means no limit.
 
-    keeps_given: whether `keep_last` counts inputs of the graph as well, as no graph follows it.
+    keeps_given: whether `keep_last` also counts inputs of the graph, because no graph follows it.
     """
 
     min_bytes: int = 0
@@ -60,7 +60,7 @@ class Limits:
 class Step:
     """The step around the candidates. seconds[m]: compute time of moment m. forward: the number of forward's moments.
 
-    fixed: memory that is live besides the candidates. out_rate, in_rate: of copies, in bytes per second.
+    fixed: memory that is live besides the candidates. out_rate, in_rate: the rates of copies, in bytes per second.
     """
 
     seconds: Sequence[float]
@@ -82,7 +82,7 @@ class Choice:
 
 
 def choose(candidates: Sequence[Candidate], limits: Limits, step: Step) -> Choice:
-    """Decide. Without a device budget, all candidates move that may; with one, those that meet it at least cost."""
+    """Decide. Without a device budget, all candidates that may move do; with one, those that meet it at least cost."""
     kept: dict[str, tuple[Reason, str]] = {}
     for candidate in candidates:
         if candidate.bytes < limits.min_bytes:
@@ -112,7 +112,7 @@ def _by_need(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _within(candidates: Sequence[Candidate], budget: int) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that fit, taken in order, and the rest."""
+    """The candidates that fit into a budget, taken in order, and the rest."""
     fits: list[Candidate] = []
     for candidate in candidates:
         if candidate.bytes <= budget - sum(other.bytes for other in fits):
@@ -154,7 +154,7 @@ class _Model:
         ahead = self.buffers - 1
         forward = sorted(moved, key=lambda c: c.released)
         for number, candidate in enumerate(forward):
-            waits = number + ahead  # this copy starts after the candidate's has ended
+            waits = number + ahead  # the copy with this number starts after the candidate's has ended
             freed = self.step.forward - 1
             if waits < len(forward) and not candidate.given:
                 freed = forward[waits].released
@@ -168,8 +168,8 @@ class _Model:
     def cheapest(self, free: Sequence[Candidate], budget: int) -> list[Candidate]:
         """The candidates to move for a peak of at most `budget`, at the least exposed time found; else all of them.
 
-        Greedy: at each step, choose the candidate with the least exposed time per byte of peak saved. At the end, drop
-        those that are not needed.
+        Greedy: each step chooses the candidate with the least exposed time per byte of peak saved. At the end,
+        candidates that are not needed are dropped.
         """
         moved: list[Candidate] = []
         rest = list(free)

@@ -1,7 +1,7 @@
 """Inputs of a graph that are activations: another graph computes them, and only autograd keeps them for backward.
 
-Where blocks are compiled one by one, each with a checkpoint inside, a block saves nothing but its input. The input
-moves like an activation of the block, and its memory is free as soon as the caller releases it:
+If blocks are compiled one by one, each with a checkpoint inside, a block saves only its input. The input moves like an
+activation of the block, and its memory is free as soon as the caller releases it:
 
     before    y = block(x);                                                return y, x
     after     h = offload(x); y = block(x); settle(h, x, after=y);         return y, h

@@ -14,7 +14,7 @@ from fxpasses.offload.runtime import layout, operators
 from fxpasses.offload.saved import Group, Partition, whence
 from fxpasses.options import Offload
 
-MARK = "fxpasses_offload"  # in `node.meta` of the tensors that are chosen to move
+MARK = "fxpasses_offload"  # in `node.meta` of the tensors that were chosen to move
 
 # Entries that AOTAutograd and Inductor read later. The last one is private, checked on torch 2.13: saved tensors that
 # carry it come last, and are counted.
@@ -38,7 +38,7 @@ def insert(partition: Partition, groups: list[Group], options: Offload, onward: 
 
 
 def _insert_offloads(partition: Partition, groups: list[Group], options: Offload) -> dict[str, Node]:
-    """`offload` where each lead's copy may start; returns the handles by the lead's name."""
+    """Insert `offload` where each lead's copy may start; returns the handles by the lead's name."""
     graph = partition.forward.graph
     memory = AliasSets(graph.nodes)
     positions = {node: number for number, node in enumerate(graph.nodes)}
@@ -92,8 +92,8 @@ def _insert_reloads(
     for group in order:
         entry = placeholders[group.saved[0].name]
         with graph.inserting_before(entry):
-            # It has the name of its handle: PyTorch matches a saved tensor's output and placeholder by position and,
-            # in places, by name.
+            # The placeholder gets the name of its handle: PyTorch matches a saved tensor's output and placeholder by
+            # position and, in places, by name.
             new = graph.placeholder(handles[group.lead.name].name)
         new.meta = _carried(entry) | {"val": handles[group.lead.name].meta["val"]}
         entries.append(new)
@@ -118,7 +118,7 @@ def _insert_reloads(
 
 
 def _rebuild(partition: Partition, lead: Node, back: Node, view: Node, offset: int | torch.SymInt) -> Node:
-    """A view of the reloaded tensor, where the caller inserts."""
+    """A view of the reloaded tensor, at the caller's insertion point."""
     graph, seen = partition.backward.graph, view.meta["val"]
 
     def number(wanted: int | torch.SymInt) -> Any:
@@ -139,7 +139,7 @@ def _rebuild(partition: Partition, lead: Node, back: Node, view: Node, offset: i
 
 
 def _call(graph: Graph, operator: Any, arguments: tuple[Any, ...], like: Node, device: torch.device) -> Node:
-    """A call whose result is a tensor as that of `like`, on `device`."""
+    """A call whose result is a tensor like that of `like`, on `device`."""
     node = graph.call_function(operator._opoverload, arguments)
     node.meta = _carried(like)
     value = like.meta["val"]
@@ -153,7 +153,7 @@ def _carried(node: Node) -> dict[str, Any]:
 
 
 def _last_computed(partition: Partition) -> Node | None:
-    """The last tensor that forward computes; None if it computes none."""
+    """The last tensor that forward computes; None if there is none."""
     for node in reversed(partition.forward.graph.nodes):
         if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and storages(node):
             return node

@@ -46,7 +46,7 @@ class OffloadActivations:
         replayed: bool = False,
         place: Place = WHOLE,
     ) -> None:
-        # What backward needs first in a piece of a step, it needs first in the step only where no piece follows.
+        # The tensors that backward needs first in a piece are those of the step only if no other piece follows.
         self.options = options if place.last else replace(options, keep_last=0)
         self.measure, self.replayed, self.place = measure, replayed, place
 
@@ -136,7 +136,7 @@ def _place(c: Candidate) -> str:
 
 
 def _warn_of_devices(refused: list[tuple[Node, Reason, str]]) -> None:
-    """Warn once where nothing can leave the device; the report has the reason for each tensor."""
+    """Warn once if nothing can leave the device; the report has the reason for each tensor."""
     for reason, name in ((Reason.WRONG_DEVICE, "wrong_device"), (Reason.REPLAYED, "cuda_graphs")):
         texts = [text for _, given, text in refused if given is reason]
         if texts:

@@ -40,7 +40,7 @@ class Partition:
 @dataclass
 class Group:
     """Saved tensors that share memory. lead: the tensor to move, which spans the others and need not be saved itself.
-    views: those that backward rebuilds from it, each with its offset in elements from the lead's first one."""
+    views: the tensors that backward rebuilds from it, each with its offset, in elements, from the lead's first one."""
 
     lead: Node
     views: list[tuple[Node, int | torch.SymInt]] = field(default_factory=list)
@@ -63,7 +63,7 @@ def groups(
     leads: dict[int, list[Node]] = {}
     for node in partition.saved():
         if node.name not in used or not isinstance(node.meta.get("val"), torch.Tensor):
-            continue  # sizes, and tensors that backward does not use
+            continue  # a size, or a tensor that backward does not use
         if (reason := _unsupported(node, tier, replayed, convolves)) is not None:
             refused.append((node, *reason))
         elif (storage := storages(node)[0]) in given or storage in returned:
@@ -132,7 +132,7 @@ def _group(members: list[Node], memory: AliasSets, backward: GraphModule) -> Gro
 
 
 def _covers(lead: Node, members: list[Node], backward: GraphModule) -> bool:
-    """Whether a tensor is known to hold all elements of others, at offsets that backward can compute."""
+    """Whether a tensor is known to contain all elements of others, at offsets that backward can compute."""
     value = lead.meta.get("val")
     if type(value) is not torch._subclasses.FakeTensor or value.is_conj() or value.is_neg():
         return False

@@ -13,7 +13,7 @@ def backward_time(copies: Sequence[float], computes: Sequence[float], buffers: i
     """The time of a backward pass, in which copy i has to end before compute i.
 
     With one buffer, copy i starts when it is needed. With more, copy i + buffers - 1 starts when copy i has ended and
-    compute i begins. For L equal layers these take L·(c + g), and c + (L-1)·max(c, g) + g.
+    compute i begins. For L equal layers these take L·(c + g) and c + (L-1)·max(c, g) + g, respectively.
     """
     clock = channel = 0.0
     ready: list[float] = []
@@ -62,7 +62,7 @@ def exposed_time(
     """The time for which a step waits for copies, in forward and backward.
 
     out, back: times of the copies, in the order of each pass. between_out: compute before each copy, and after the
-    last. between_back: compute from each tensor's first use to that of the next, or to the end.
+    last. between_back: compute from each tensor's first use to the next tensor's, or to the end.
     """
     forward = forward_time(out, between_out, buffers) - sum(between_out)
     return forward + backward_time(back, between_back, buffers) - sum(between_back)

@@ -1,4 +1,4 @@
-"""When each tensor leaves and returns, by positions in the two graphs, read from the inserted operators."""
+"""When each tensor leaves and returns, as positions in the two graphs, read from the inserted operators."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Top-k over few of many columns, in blocks (pass `split_topk`)."""
+"""Top-k of long rows, in blocks of columns (pass `split_topk`)."""

@@ -4,9 +4,9 @@
     blocks = maxima.topk(k).indices                    # no other block has an element that k elements do not exceed
     values = x.unflatten(-1, (-1, 128))[blocks].topk(k)
 
-The two-stage top-k of NVIDIA's account of MLPerf Training v1.1 takes the top-k of each part of a row, then of these. On
-a CPU that gains less: PyTorch's kernel copies each row into pairs of value and index before it selects, which is most
-of its time, and does so for the parts as well; the maxima need no pairs.
+The two-stage top-k in NVIDIA's account of MLPerf Training v1.1 takes the top-k of each part of a row, then of these. On
+a CPU that gains less: PyTorch's kernel copies each row, or each part of one, into pairs of value and index before it
+selects, which takes most of its time; the maxima need no pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-DEVICES = frozenset({"cpu"})  # on which it was measured
+DEVICES = frozenset({"cpu"})  # the devices on which it was measured
 DTYPES = frozenset({
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
@@ -31,10 +31,10 @@ _LENGTHS = (128, 64, 32)  # longer blocks have fewer maxima, and more elements i
 
 
 def block_length(rows: int, columns: int, k: int, dtype: torch.dtype, largest: bool) -> int:
-    """Elements of a block, or 0 where one stage is as fast: for rows of `columns` elements, of which k are wanted."""
-    if dtype is torch.int64 and not largest:  # PyTorch has no vector instructions for the minimum of these
+    """The elements of a block, or 0 if one stage is as fast, for rows of `columns` elements of which k are wanted."""
+    if dtype is torch.int64 and not largest:  # PyTorch has no vectorised minimum of int64
         return 0
-    narrow = dtype in (torch.bfloat16, torch.float16)  # read through float32, and slowly in short blocks
+    narrow = dtype in (torch.bfloat16, torch.float16)  # these are converted to float32, slowly in short blocks
     lengths = _LENGTHS[: 1 if narrow else None]
     if columns < (_LEAST_NARROW_COLUMNS if narrow else _LEAST_COLUMNS) or rows * columns < _LEAST_ELEMENTS or k < 1:
         return 0
@@ -42,13 +42,13 @@ def block_length(rows: int, columns: int, k: int, dtype: torch.dtype, largest: b
 
 
 def lies_along(tensor: Tensor, dim: int) -> bool:
-    """Whether the elements along a dimension are neighbours in memory, without which blocks are slow to read."""
+    """Whether the elements along a dimension are neighbours in memory; otherwise blocks are slow to read."""
     return tensor.ndim > 0 and tensor.stride(dim) == 1
 
 
 @custom_op("fxpasses::split_topk", mutates_args=())
 def split_topk(tensor: Tensor, k: int, dim: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor]:
-    """`torch.topk`, with the same values and gradients; of equal values another may win.
+    """`torch.topk`, with the same values and gradients; among equal values another one may win.
 
     Returns values and int64 indices, contiguous, of the sizes of `tensor` with k along `dim`. NaN is the greatest.
     """
@@ -65,13 +65,13 @@ def split_topk(tensor: Tensor, k: int, dim: int, largest: bool, sorted: bool) ->
 
 
 def _by_blocks(rows: Tensor, k: int, length: int, largest: bool, sorted: bool) -> tuple[Tensor, Tensor] | None:
-    """Along the last dimension; None where the extremes of blocks do not tell their order."""
+    """The top-k along the last dimension; None if the extremes of blocks do not determine their order."""
     count = rows.shape[-1] // length
     whole = count * length
     blocks = rows[..., :whole].unflatten(-1, (count, length))
     extremes = blocks.amax(-1) if largest else blocks.amin(-1)
     if not largest and rows.is_floating_point() and extremes.isnan().any():
-        return None  # the least of a block with a NaN is not known
+        return None  # the least element of a block with a NaN is not known
     chosen = extremes.topk(k, -1, largest, sorted=False).indices
     candidates = blocks.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, length)).flatten(-2)
     if whole < rows.shape[-1]:

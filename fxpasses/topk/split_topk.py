@@ -8,9 +8,9 @@ After:
 
     values, indices = torch.ops.fxpasses.split_topk(scores, 100, -1, True, True)
 
-*Find* the calls of `topk`, *check* that the operator stands for the call, and that it would be faster for the sizes at
-hand (`topk/blocks.py`, which asks again for the sizes of each call), and *replace*. Which of equal values wins
-is not promised by PyTorch, and differs; hence the option `fastpack.topk`.
+*Find* the calls of `topk`, *check* that the operator computes the same, and that it would be faster for the sizes at
+hand (`topk/blocks.py` checks this again for the sizes of each call), and *replace*. PyTorch does not promise which of
+equal values wins, and here another may win; hence the option `fastpack.topk`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SplitTopk:
     """The pass."""
 
     name = "split_topk"
-    exact = False  # other indices, where values are equal
+    exact = False  # equal values may have other indices
 
     def __call__(self, gm: GraphModule, context: Context) -> Report:
         report = Report(self.name)
@@ -76,7 +76,7 @@ def _enters_transform(node: Node) -> bool:
 
 
 def _check(node: Node) -> list[int]:
-    """The operand's traced sizes; raises `Refused` where the operator is not known to do the same, or to be faster."""
+    """The operand's traced sizes; raises `Refused` if the operator is not known to do the same, or to be faster."""
     call = OperatorCall.of(node)
     if not call.has_only(*_PARAMETERS) or any(user.target is not operator.getitem for user in node.users):
         raise Refused(Reason.UNKNOWN_OPERATOR, "it has further arguments, or is used as a whole")

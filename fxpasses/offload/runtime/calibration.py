@@ -29,13 +29,13 @@ class Rates:
     memory: float
 
 
-# Where nothing can be measured: a slow disk beside a fast device, so that copies do not seem to be free.
+# Used if nothing can be measured: a slow disk and a fast device, so that copies do not seem to be free.
 _FALLBACK = Rates(1e9, 1e9, 1e11, 1e10)
 
 
 @functools.lru_cache
 def rates(tier: str, directory: str, device: torch.device) -> Rates:
-    """Measured in tens of milliseconds; a guess if the tier does not work, which its first use reports."""
+    """The rates, measured in tens of milliseconds; a guess if the tier does not work, which its first use reports."""
     try:
         # Called while a graph is compiled, when tensors are fake. Private name, checked on torch 2.11 and 2.13.
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad(), stats.uncounted():

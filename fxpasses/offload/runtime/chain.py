@@ -37,8 +37,8 @@ _leaving: dict[int, int] = {}  # by the same key: the address of a source whose 
 _sources: dict[int, tuple[Tensor, torch.device]] = {}  # by the same key: the layout, as a meta tensor, and the device
 _returned: set[int] = set()  # keys of tensors that backward has asked for
 _ahead: dict[int, Fetched] = {}  # tensors that were read ahead, the oldest first
-_tight: set[torch.device] = set()  # had no memory to read ahead: nothing is, until the next forward pass
-_full: set[torch.device] = set()  # had no memory for what backward needed at once: nothing leaves them any more
+_tight: set[torch.device] = set()  # had no memory to read ahead: nothing is read ahead until the next forward pass
+_full: set[torch.device] = set()  # had no memory for a tensor that backward needed: nothing leaves them any more
 
 # Only dictionaries and sets, each changed in one step: finalizers may run anywhere, even where a lock is held.
 
@@ -75,7 +75,7 @@ def _move(data: Tensor, tier: Tier) -> tuple[Tensor, Stored | Kept]:
 
 
 def _keep_where_full(data: Tensor) -> tuple[Tensor, Kept] | None:
-    """Keep a tensor on a device that was full in an earlier backward pass; None if it has no memory for a copy."""
+    """Keep a tensor on a device that was full in an earlier backward pass; None if there is no memory for a copy."""
     if data.device not in _full:
         return None
     try:
@@ -92,7 +92,7 @@ def _keep_where_full(data: Tensor) -> tuple[Tensor, Kept] | None:
 def settle(handle: Tensor, source: Tensor) -> None:
     """Free the source of a handle for reuse by the rest of the graph.
 
-    Raises `OffloadError` if a compiler passes a copy of the source: then nothing has kept the source's own memory.
+    Raises `OffloadError` if a compiler passes a copy of the source: then nothing kept the source's own memory alive.
     """
     stored = _stored.get(_key(handle))
     if stored is None:
@@ -111,8 +111,8 @@ def reload(
 ) -> Tensor:
     """The tensor behind a handle, on `device`; then start to read `upcoming` tensors ahead, in at most `slots` slots.
 
-    onward: whether to read on, where nothing is upcoming, with what was stored last before this tensor and is not back
-    yet: the backward graph is one of several, whose forward graphs ran in the opposite order.
+    onward: whether to read on if nothing is upcoming, with the last tensor that was stored before this one and is not
+    back yet: the backward graph is one of several, whose forward graphs ran in the opposite order.
 
     Raises `OffloadError` if the data does not come back.
     """
@@ -135,7 +135,7 @@ def reload(
 
 
 def _from_a_copy(handle: Tensor, device: torch.device) -> Tensor:
-    """The tensor of a handle without elements, or of one that hooks on saved tensors have replaced by a copy."""
+    """The tensor of a handle without elements, or of a handle that hooks on saved tensors have replaced by a copy."""
     if device.type != "cpu" and handle.numel():
         raise OffloadError(
             f"an activation of {layout.span(handle)} bytes does not come back to {device}: its handle was replaced by "
@@ -183,7 +183,7 @@ def _read_onward(key: int, device: torch.device, slots: int) -> None:
 
 
 def _read_ahead(key: int, like: Tensor, device: torch.device, slots: int) -> None:
-    """Start to read the tensor with a key. like: has its layout."""
+    """Start to read the tensor with a key. like: a tensor with its layout."""
     stored = _stored.get(key)
     if stored is None or isinstance(stored, Kept) or key in _ahead or slots < 1 or device in _tight:
         return
@@ -208,7 +208,7 @@ def _free_slots(keep: int, now: bool = False) -> None:
 
 
 def _forget(key: int, size: int) -> None:
-    """The handle's storage is gone."""
+    """Called when the handle's storage is gone."""
     fetched = _ahead.pop(key, None)
     if fetched is not None:
         fetched.incoming.abandon()
@@ -223,7 +223,7 @@ def _forget(key: int, size: int) -> None:
 
 
 def _key(handle: Tensor) -> int:
-    """The identity of a storage, unique while it lives; a kept tensor's memory may go earlier.
+    """The identity of a handle's storage, unique while it lives; a kept tensor's memory may be freed earlier.
 
     Private name, checked on torch 2.11 and 2.13: `UntypedStorage._cdata`.
     """

@@ -1,4 +1,4 @@
-"""Copies between an accelerator and the host on two streams of their own, one each way. The host never waits for them.
+"""Copies between an accelerator and the host on two separate streams, one each way. The host never waits for them.
 
 Order alone keeps memory safe, without `record_stream`: a copy starts after all work that was queued before it; its
 source is kept until the computing stream waits for the copy; its target is allocated on the computing stream and
@@ -26,7 +26,7 @@ class Ticket(Protocol):
         """Make the current stream wait for it."""
 
     def release(self) -> None:
-        """Make the stream that requested it wait for it; may be called anywhere, as in a finalizer.
+        """Make the stream that requested it wait for it; may be called anywhere, for example in a finalizer.
 
         Memory goes back to the stream that allocated it, so this frees the memory of a copy for reuse.
         """
@@ -44,7 +44,7 @@ class Copies(Protocol):
     def start(
         self, target: Tensor, source: Tensor, out: bool, after: Iterable[Ticket], at: Ticket | None = None
     ) -> Ticket:
-        """Queue a copy of bytes [n] behind the work up to `at` (None: all of the current stream's) and behind `after`.
+        """Queue a copy of bytes [n] after the work up to `at` (None: all of the current stream's) and after `after`.
 
         Each thread has its own current stream: a thread that copies for another needs the other's mark as `at`.
         """

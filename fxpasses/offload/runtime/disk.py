@@ -1,4 +1,4 @@
-"""The disk tier: each moved tensor in an unlinked file of its own, written and read by threads during compute.
+"""The disk tier: each moved tensor is in a separate unlinked file, written and read by threads during compute.
 
 The file has no name, or loses it before anything is written, so nothing is left behind however the process ends. The
 handle is a mapping of it, but the data goes through `pwrite` and `pread`: a full or broken disk is then an error to
@@ -31,8 +31,8 @@ _STAGED = 4  # tensors of an accelerator that may be in host memory on their way
 class UnlinkedFile:
     """A file without a name, mode 0600, with its space reserved. Raises `OSError` if the file system has no room.
 
-    The file is closed when nothing refers to it. A thread that still reads or writes does, so no thread ever uses the
-    descriptor of a closed file, which the system gives to the next file.
+    The file is closed when nothing refers to it. A thread that still reads or writes refers to it, so no thread ever
+    uses the descriptor of a closed file, which the system reuses for the next file.
     """
 
     def __init__(self, directory: str, size: int, number: int) -> None:
@@ -46,7 +46,7 @@ class UnlinkedFile:
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(number, 0, size)
-            else:  # macOS: a full disk shows at the first write
+            else:  # macOS: a full disk is noticed at the first write
                 os.ftruncate(number, size)
             return file, _mapped(name, size)
         finally:
@@ -89,7 +89,7 @@ def _open(directory: str) -> tuple[int, str]:
 def _mapped(name: str, size: int) -> Tensor:
     try:
         return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
-    except RuntimeError as error:  # PyTorch's error where no descriptor or no address space is left
+    except RuntimeError as error:  # PyTorch's error if no descriptor or no address space is left
         raise OSError(f"it cannot be mapped ({error})") from error
 
 
@@ -164,7 +164,7 @@ class OnDisk:
         return Reading(_thread("read").submit(self._read_staged, held, block, at), held, block)
 
     def _report_failure(self) -> None:
-        """Warn of a failed write; in the writing thread, a warning that is turned into an error would be lost."""
+        """Warn about a failed write; in the writing thread, a warning that is turned into an error would be lost."""
         if self._failure:
             stats.fell_back("disk", self._failure)
             self._failure = ""
@@ -218,7 +218,7 @@ class OnDisk:
 class Reading:
     """A read in flight into what `held` holds, through `block` if that is on an accelerator.
 
-    held: a list, emptied once the read has ended: a thread pool keeps its arguments for longer than that.
+    held: a list that is emptied once the read has ended: a thread pool keeps its arguments for longer than that.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Reading:
 
 
 def _release(future: Future[device_copies.Ticket | None], held: list[Tensor]) -> None:
-    """held: an argument, to keep the target's memory alive until here."""
+    """Release a ticket once its read has ended. held: an argument that keeps the target's memory alive until then."""
     if not future.cancelled() and future.exception() is None:
         ticket = future.result()
         if ticket is not None:
@@ -254,7 +254,7 @@ def _release(future: Future[device_copies.Ticket | None], held: list[Tensor]) ->
 
 
 def no_room(directory: str, size: int, error: Exception) -> str:
-    """The message for a tensor that a full or broken disk does not take."""
+    """The message for a tensor that a full or broken disk cannot store."""
     place = f"the file system {file_system(directory)} ({directory})"
     return f"an activation of {size} bytes is not written to {place}: {error}. It stays in memory"
 

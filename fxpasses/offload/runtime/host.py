@@ -62,5 +62,5 @@ class CopyIn:
         self._copied.wait()
 
     def abandon(self, now: bool = False) -> None:
-        """The target is no longer needed. May be called on any stream and thread, as by a finalizer."""
+        """The target is no longer needed. May be called on any stream and thread, for example by a finalizer."""
         self._copied.release()

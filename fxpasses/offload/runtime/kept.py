@@ -12,8 +12,8 @@ from fxpasses.offload.runtime import device_copies, layout
 class Kept:
     """A copy in the device's own memory: the graph reuses the memory of the tensor itself.
 
-    A backward pass that runs once gets the copy itself, so that a kept tensor takes no more memory than one that was
-    never meant to move, and backward allocates nothing.
+    A backward pass that runs once gets the copy itself, so a kept tensor takes no more memory than one that was never
+    meant to move, and backward allocates nothing.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -45,7 +45,7 @@ class Kept:
         return layout.shaped(found, handle)
 
     def _copy_elsewhere(self, source: Tensor) -> Tensor:
-        """A copy on the current stream; the stream that the memory goes back to waits for it."""
+        """A copy on the current stream; the stream that owns the memory waits for it."""
         copies, target = device_copies.of(self._device), torch.empty_like(source)
         ticket = copies.start(target, source, out=False, after=[copies.mark()], at=self._made)
         ticket.wait()
@@ -56,7 +56,7 @@ class Kept:
 
 
 def _runs_once() -> bool:
-    """Whether autograd runs a backward pass that frees what was saved: one without `retain_graph`.
+    """Whether autograd runs a backward pass that frees saved tensors: one without `retain_graph`.
 
     Private name, checked on torch 2.11 and 2.13: `torch._C._autograd._get_current_graph_task_keep_graph`, which is true
     outside of backward.

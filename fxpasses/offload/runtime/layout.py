@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def span(tensor: Tensor) -> int:
-    """Bytes from the first to the last element; 0 for a tensor without elements."""
+    """The bytes from the first to the last element; 0 for a tensor without elements."""
     if tensor.numel() == 0:
         return 0
     elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -32,5 +32,5 @@ def shaped(memory: Tensor, like: Tensor) -> Tensor:
 
 
 def alias(memory: Tensor) -> Tensor:
-    """CPU bytes [n] as a tensor with a storage of its own, which does not keep the memory."""
+    """CPU bytes [n] as a tensor with a separate storage that does not keep the memory alive."""
     return torch.frombuffer((ctypes.c_char * memory.numel()).from_address(memory.data_ptr()), dtype=torch.uint8)

@@ -7,7 +7,7 @@ user has run. So arguments express every order that matters:
     h2 = offload(x2, previous=x1, h1)        waits for x1's copy; as an argument, x1 keeps its memory until then
     settle(h2, x2, after=y)                  waits for x2's copy, after y; the schema says that it writes to h2
     x2 = reload(h2, [h1])                    waits for x2, then starts to read x1
-    x1 = reload(h1, [], after=g)             not before g, which the backward of x2's layer computes
+    x1 = reload(h1, [], after=g)             waits for g, which the backward of x2's layer computes
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.library import custom_op
 
 from fxpasses.offload.runtime import chain, layout, tiers
 
-# A compiler keeps the traced strides where it knows them; elsewhere a handle has its source's strides, and so has the
-# reloaded tensor. A replayed CUDA graph would not wait for a copy.
+# A compiler keeps the traced strides if it knows them; otherwise a handle, and so the reloaded tensor, has its source's
+# strides. A replayed CUDA graph would not wait for a copy.
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
 
@@ -38,8 +38,8 @@ def offload(
     """Start to move `source` away; returns its handle, a CPU tensor of the same size, strides and dtype.
 
     previous, previous_handle: an earlier source and its handle, whose copy this waits for. tier: "disk" or "host".
-    directory: of the disk tier; "" is the system's temporary directory. host_budget: bytes, or None. at_once: whether
-    to wait for this copy as well.
+    directory: the disk tier's; "" is the system's temporary directory. host_budget: bytes, or None. at_once: whether to
+    wait for this copy as well.
     """
     if previous is not None and previous_handle is not None:
         chain.settle(previous_handle, previous)

@@ -1,9 +1,8 @@
 """Pinned host memory in blocks of exact size, reused across steps.
 
-PyTorch's own allocator of pinned memory for CUDA rounds sizes up to a power of two, which would waste up to half of
-what is offloaded: there, blocks are ordinary host memory, registered with the driver. Other accelerators have no such
-call, and blocks are PyTorch's pinned memory. Where neither works they stay pageable: copies are slower and the results
-the same.
+PyTorch's own allocator of pinned memory for CUDA rounds sizes up to a power of two, which would waste up to half of the
+memory: there, blocks are ordinary host memory, registered with the driver. Other accelerators have no such call, and
+blocks are PyTorch's pinned memory. If neither works, blocks stay pageable: copies are slower, and the results the same.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fxpasses.runtime import cuda_extras
 
 
 class Block:
-    """Host bytes [size]. tickets: copies that read or write them, and may not have ended yet."""
+    """Host bytes [size]. tickets: the copies that read or write them, and may not have ended yet."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -51,7 +50,7 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[int, list[Block]] = {}
         self._lock = threading.Lock()
-        self._returned: list[Block] = []  # by finalizers, which may run while this thread holds the lock
+        self._returned: list[Block] = []  # returned by finalizers, which may run while this thread holds the lock
         self.used = self.free = self._most_used = 0
 
     def take(self, size: int, budget: int | None = None) -> Block:
@@ -73,7 +72,7 @@ class Pool:
         if found is None:
             try:
                 found = Block(size)
-            except RuntimeError as error:  # PyTorch's error where the host has no memory
+            except RuntimeError as error:  # PyTorch's error if the host has no memory
                 with self._lock:
                     self.used -= size
                 raise MemoryError(f"the host has no {size} bytes: {error}") from error
@@ -103,7 +102,7 @@ class Pool:
             self._free.setdefault(block.size, []).append(block)
 
     def _over(self) -> list[Block]:
-        """Unused blocks beyond the limit, of the sizes that were unused longest."""
+        """Unused blocks beyond the limit, from the sizes that were unused for longest."""
         dropped: list[Block] = []
         for size in list(self._free):
             while self.used + self.free > self._most_used and self._free[size]:
@@ -118,7 +117,7 @@ POOL = Pool()
 
 
 def pin(memory: Tensor) -> Tensor:
-    """`memory`, or in its place pinned memory of its size; raises `RuntimeError` where there is none to be had."""
+    """`memory`, or in its place pinned memory of its size; raises `RuntimeError` if there is none."""
     if not cuda_extras.is_used():
         return torch.empty_like(memory, pin_memory=True)
     cuda_extras.register(memory)
@@ -126,6 +125,6 @@ def pin(memory: Tensor) -> Tensor:
 
 
 def unpin(memory: Tensor) -> None:
-    """Undo what `pin` did; PyTorch's own pinned memory is freed as any tensor is."""
+    """Undo `pin`; PyTorch's own pinned memory is freed like any tensor."""
     if cuda_extras.is_used():
         cuda_extras.unregister(memory)

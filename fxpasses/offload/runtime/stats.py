@@ -115,7 +115,7 @@ def _collect(wait: bool) -> None:
 
 
 def fell_back(name: str, text: str) -> None:
-    """Count a fallback, and warn of it once per process."""
+    """Count a fallback, and warn about it once per process."""
     _now.fallbacks[name] = _now.fallbacks.get(name, 0) + 1
     log.debug("%s: %s", name, text)
     warn_once(("offload", name), f"offload_activations: {text}. Results do not change.")

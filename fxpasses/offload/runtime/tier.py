@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Incoming(Protocol):
-    """A copy into a device that was started."""
+    """A started copy into a device."""
 
     def wait(self) -> None:
         """Wait, on the device's stream or on the host, until the target holds the data; raises `OffloadError`."""
@@ -16,12 +16,12 @@ class Incoming(Protocol):
     def abandon(self, now: bool = False) -> None:
         """Keep the memory of a target that is no longer needed until the copy into it has ended, without waiting.
 
-        now: wait, if need be, so that its memory goes with the caller's last reference.
+        now: wait if necessary, so that its memory is freed with the caller's last reference.
         """
 
 
 class Stored(Protocol):
-    """A tensor in a tier. It lives as long as its handle, and does not refer to it."""
+    """A tensor in a tier. It lives as long as its handle, and does not refer to the handle."""
 
     def settle(self) -> None:
         """Wait until the source may be reused."""
@@ -30,7 +30,7 @@ class Stored(Protocol):
         """Start to copy into bytes [n] of any device."""
 
     def release(self) -> None:
-        """Free the tensor's resources; the handle is gone."""
+        """Free the tensor's resources, after the handle is gone."""
 
 
 class Tier(Protocol):
@@ -41,7 +41,7 @@ class Tier(Protocol):
     def store(self, source: Tensor) -> tuple[Tensor, Stored]:
         """Start to move bytes [n] of a device; returns the handle, bytes [n] of the CPU, and the tensor behind it.
 
-        Raises `OSError` or `MemoryError` if it has no room: then the tensor stays on its device.
+        Raises `OSError` or `MemoryError` if the tier has no room: then the tensor stays on its device.
         """
 
     def refusal(self, size: int, error: Exception) -> str:

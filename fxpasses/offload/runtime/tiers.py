@@ -15,5 +15,5 @@ TIERS: dict[str, Callable[[str, int | None], Tier]] = {
 
 
 def of(name: str, directory: str = "", host_budget: int | None = None) -> Tier:
-    """directory: of the disk tier; "" is the system's temporary one. host_budget: bytes."""
+    """The tier of a name. directory: the disk tier's; "" is the system's temporary one. host_budget: bytes."""
     return TIERS[name](directory, host_budget)
