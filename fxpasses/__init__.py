@@ -60,7 +60,7 @@ _HOMES = {
 }
 
 
-autoload()  # again, where PyTorch's own loading of entry points is off
+autoload()  # again, in case PyTorch's own loading of entry points is off
 
 
 def __getattr__(name: str) -> Any:

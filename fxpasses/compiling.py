@@ -27,8 +27,8 @@ def compile(
     """Compile a module or function with the passes of fxpasses.
 
     The arguments are those of `torch.compile`; `options` takes the keys `fastpack.*` (see `fxpasses.options.Options`)
-    and Inductor's, and what it leaves open comes from `fxpasses.set_default_options` and `FASTPACK_OPTIONS`. A copy of
-    the result (`copy.deepcopy`, `pickle`, `torch.save`) is compiled in the same way. Unlike
+    and Inductor's; keys that it lacks come from `fxpasses.set_default_options` and `FASTPACK_OPTIONS`. A copy of the
+    result (`copy.deepcopy`, `pickle`, `torch.save`) is compiled in the same way. Unlike
     `torch.compile(model, backend="fastpack")`, this raises `ValueError` for unknown options or wrong values before the
     first call.
     """

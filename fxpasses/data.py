@@ -1,4 +1,4 @@
-"""Batches: packed ones with a varying number of sequences, without a new graph for each; and one batch ahead.
+"""Batches: packed batches of varying numbers of sequences, without a new graph for each; and loading one batch ahead.
 
 Dynamo unrolls `.tolist()`: a model that reads all lengths is traced for one number of sequences. Lengths that are
 padded with zeros to one of a few sizes are traced once for each size; a sequence of length zero changes no mask.

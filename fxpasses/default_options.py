@@ -1,6 +1,6 @@
-"""The options of compilations that do not give them: from `set_default_options`, and from `FASTPACK_OPTIONS`.
+"""The options of compilations that give none: from `set_default_options`, and from `FASTPACK_OPTIONS`.
 
-Frameworks that call `torch.compile(model, backend="fastpack")` themselves pass on no options: Trainer, accelerate.
+Frameworks that call `torch.compile(model, backend="fastpack")` themselves, Trainer and accelerate, pass no options on.
 A call's own options come first, then those of `set_default_options`, then those of the environment, key by key.
 """
 
@@ -17,12 +17,12 @@ from fxpasses.options import PREFIX, Options
 VARIABLE = "FASTPACK_OPTIONS"
 _MODE = PREFIX + "mode"
 
-# Of the process: the caller of `torch.compile` is a framework that knows nothing of them.
+# State of the process: the caller of `torch.compile` is a framework that does not know these options.
 _set: dict[str, Any] = {}
 
 
 def set_default_options(options: Mapping[str, Any] | None = None) -> None:
-    """Use `options` for later compilations that do not give them; these replace those of an earlier call.
+    """Use `options` for later compilations that do not give them; they replace the options of an earlier call.
 
     options: as in `torch.compile(..., options=...)`: keys `fastpack.*`, and Inductor's; None or {} for none. They take
     precedence over `FASTPACK_OPTIONS`. Raises `ValueError` for unknown keys and wrong values.
@@ -41,7 +41,7 @@ def get(key: str) -> Any:
 
 
 def parse(given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-    """The options of a call over the defaults; raises `ValueError`, which says where a default comes from."""
+    """The options of a call, completed by the defaults; raises `ValueError`, which says where a default comes from."""
     given = dict(given or {})
     own = Options.parse(given, mode)
     defaults = _defaults()

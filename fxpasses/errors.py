@@ -16,7 +16,7 @@ class PassError(RuntimeError):
 
 
 class RecordingError(RuntimeError):
-    """A CUDA graph is recorded around a model that needs its batch on the host, which replays would not ask."""
+    """A CUDA graph is recorded around a model that needs its batch on the host, which replays would not run."""
 
 
 class OffloadError(RuntimeError):

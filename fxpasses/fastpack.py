@@ -1,8 +1,8 @@
 """The entry point of `torch.compile(model, backend="fastpack")`.
 
-Without Dynamo's two capture flags, `.item()` and `nonzero` break the graph before any backend sees it. They are on
-while a frame is traced for this backend (`dynamo/flags.py`), and importing this module changes nothing for the
-process. Only with a torch in which no trace can be intercepted, of which a warning tells, does it switch them on.
+Without Dynamo's two capture flags, `.item()` and `nonzero` break the graph before any backend sees it. The flags are on
+while a frame is traced for this backend (`dynamo/flags.py`), and importing this module changes nothing for the process.
+Only in a torch in which no trace can be intercepted does it switch them on; a warning says so.
 
 A wrong `FASTPACK_OPTIONS` is a `ValueError` here, in `torch.compile`, and not in the model's first call.
 """

@@ -36,10 +36,10 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 @dataclass(frozen=True)
 class Offload:
-    """Where activations wait for backward: `fastpack.offload` for the tier, `fastpack.offload.<name>` for the rest.
+    """Where activations wait for backward: `fastpack.offload` is the tier, `fastpack.offload.<name>` the rest.
 
-    tier: "off"; "host", the host's memory, from an accelerator; or "disk", unlinked files in `directory`, from the CPU
-    or an accelerator. directory: "" is the system's temporary directory. min_bytes: smaller tensors are kept.
+    tier: "off"; "host", the host's memory, for an accelerator; or "disk", unlinked files in `directory`, for the CPU or
+    an accelerator. directory: "" is the system's temporary directory. min_bytes: smaller tensors are kept.
     keep_last: the number of computed tensors to keep, those that backward needs first. buffers: the number of tensors
     that may be in flight or in use at a time; 1 waits for every copy. device_budget: bytes; the graph's predicted peak
     is brought below it, and no further. host_budget: the most bytes of host memory.
@@ -85,14 +85,14 @@ class Options:
     proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
     pairs that the batch's mask allows, "dense" leaves attention alone. rows: "auto" computes only the tokens that can
     reach the loss, on the CPU; "live" does so on CUDA devices as well, "all" computes all. loss: "auto" computes a loss
-    in chunks of rows, so that its logits never stand in full, on the CPU, where that takes no more time; "chunks" does
-    so on CUDA devices as well, and where backward has to make the logits again; "full" does not. outputs: "lazy"
-    returns logits beside a loss as tensors that are computed when something reads them; "exact" computes what is
-    returned. topk: "split" takes the top-k of long rows in two stages, where another one of equal values may win; "off"
-    does not. fold: "auto" compiles a layer that stands four times or more once, if Inductor compiles it; "on" already a
-    layer that stands twice, under any lowering; "off" does nothing. generation: "eager" runs transformers' `generate`
-    uncompiled in a model in training mode, and where its frame has 4 graphs, so that it does not use up Dynamo's
-    graphs; "compiled" treats it as any other call.
+    in chunks of rows, so that its logits never exist in full, on the CPU and if that takes no more time; "chunks" does
+    so on CUDA devices as well, and if backward has to compute the logits again; "full" does not. outputs: "lazy"
+    returns logits beside a loss as tensors that are computed when something reads them; "exact" computes all outputs.
+    topk: "split" takes the top-k of long rows in two stages, where another one of equal values may win; "off" does not.
+    fold: "auto" compiles a layer that occurs four times or more only once, if Inductor compiles it; "on" also a layer
+    that occurs twice, under any lowering; "off" does nothing. generation: "eager" runs transformers' `generate`
+    uncompiled if the model is in training mode, or if its frame has 4 graphs, so that it does not use up Dynamo's
+    graphs; "compiled" treats it like any other call.
     offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow; for
     debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
     Inductor; an option because `torch.compile` does not take `mode` and `options` together. inductor: every option

@@ -17,10 +17,10 @@ CAPTURED, FOLDING, PARTITIONED = "captured", "folding", "partitioned"
 class Entry:
     """A pass.
 
-    where: its class. graphs: those it works on. CAPTURED ones, as Dynamo gives them, in order; FOLDING comes after, and
-    its result is given up alone if it does not compile; PARTITIONED ones are AOTAutograd's, and the partitioner runs
-    the pass. requires: passes without which it is left out. options: those that no other pass reads. not_in_inductor:
-    why Inductor's own hooks cannot run it; "" if they can.
+    where: its class. graphs: the kind of graphs it works on. CAPTURED: Dynamo's graphs; these passes run in order.
+    FOLDING: runs after them, and only its result is given up if it does not compile. PARTITIONED: AOTAutograd's graphs;
+    the partitioner runs the pass. requires: passes without which it is left out. options: those that no other pass
+    reads. not_in_inductor: why Inductor's own hooks cannot run it; "" if they can.
     """
 
     where: str
@@ -87,7 +87,7 @@ def names() -> tuple[str, ...]:
 
 
 def selected(chosen: Iterable[str], graphs: str = CAPTURED) -> list[Entry]:
-    """The passes on some graphs among those chosen, without the ones that lack a pass which they require."""
+    """The chosen passes on one kind of graphs, without those that lack a pass which they require."""
     chosen = set(chosen)
     return [
         entry

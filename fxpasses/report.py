@@ -84,8 +84,8 @@ class Refusal:
 class Transfer:
     """A tensor that forward moves off the device and backward brings back.
 
-    name: of the node in backward; bytes: for the traced sizes. Positions are those of nodes: after `offloaded_at` in
-    forward the copy out starts, before `reloaded_at` in backward the copy back starts, and `needed_at` is the tensor's
+    name: the node's in backward; bytes: at the traced sizes. Positions are those of nodes: the copy out starts after
+    `offloaded_at` in forward, the copy back starts before `reloaded_at` in backward, and `needed_at` is the tensor's
     first user in backward. to: "host" or "disk".
     """
 
@@ -124,10 +124,10 @@ class Report:
 
 
 def in_each(report: Report, calls: int) -> Report:
-    """The report on a graph that a step runs several times: its figures are those of all runs."""
+    """The report on a graph that a step runs several times: its figures are the totals of all runs."""
     figures = {name: number if name.startswith("peak_") else number * calls for name, number in report.figures.items()}
     summary = f"in each of {calls} layers: {report.summary}" if report.summary else ""
     return replace(report, figures=figures, summary=summary, transfers=report.transfers * calls)
 
 
-OnReport = Callable[[Report], None]  # gets the reports of passes after those on the captured graph
+OnReport = Callable[[Report], None]  # called with the reports of passes that run after those on the captured graph

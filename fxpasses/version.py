@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 @functools.lru_cache
 def code_digest() -> str:
-    """A digest of the package's source. PyTorch's caches outlive a change of it, and know nothing of it."""
+    """A digest of the package's source: PyTorch's caches outlive a change of it, and do not notice the change."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):

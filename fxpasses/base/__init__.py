@@ -1,1 +1,1 @@
-"""Errors that are contained, what is said once, counts, units: what all parts of the package use."""
+"""Contained errors, warnings that are given once, counts and units: the parts that the whole package uses."""

@@ -1,6 +1,6 @@
-"""Pieces without which a step runs just as well: an error in one is said once, and does not reach the program.
+"""Containment of pieces that a step can do without: an error in one gives one warning, and never reaches the program.
 
-What is needed for right results is not such a piece: an error there falls back by one level (docs/containment.md).
+Code that right results depend on is not such a piece: an error there falls back by one level (docs/containment.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def contained(piece: str, instead: str = "Training goes on without it.", strict: bool = False) -> Iterator[None]:
-    """Run a piece of the package; an error ends the block, with one warning for the piece. strict: raise it instead."""
+    """Run a piece of the package; an error ends the block, with one warning for the piece. strict: raise the error."""
     try:
         yield
     except Exception as error:
@@ -35,7 +35,7 @@ def say(piece: str, error: BaseException, instead: str) -> None:
 
 
 def is_unsaid(error: BaseException, function: Hashable = None) -> bool:
-    """Whether nothing was said of an error, which may have come up in another piece before; of a function, if given."""
+    """Whether an error, of a function if one is given, was not reported yet by any piece; from now on it counts so."""
     return is_new(("error", type(error), str(error), function))
 
 

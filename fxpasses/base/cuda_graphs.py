@@ -49,7 +49,8 @@ class NumberInput:
     """A Python number that the graph takes, and that its nodes or their sizes use: each value is recorded separately.
 
     node: the placeholder. kind: "int", "float" or "bool". sizes: whether a tensor's size depends on it. source: the
-    program's expression for it, such as `batch['width']`; where: `file:line` of its first use that has one; or "".
+    program's expression for it, such as `batch['width']`, or ""; where: `file:line` of its first use that has one, or
+    "".
     """
 
     node: str
@@ -67,7 +68,7 @@ class NumberInput:
 class Capturability:
     """Whether a CUDA graph can record a graph whole.
 
-    obstacles: the nodes in the way, in graph order. numbers: the inputs for each value of which it is recorded again.
+    obstacles: the nodes in the way, in graph order. numbers: the inputs whose every new value is recorded again.
     """
 
     obstacles: list[Obstacle] = field(default_factory=list)

@@ -9,14 +9,14 @@ _given: set[Hashable] = set()
 
 
 def warn_once(key: Hashable, text: str, stacklevel: int = 2) -> None:
-    """Warn, unless there was a warning for `key` before. stacklevel: as in `warnings.warn`, counted from the caller."""
+    """Warn, unless `key` was used before. stacklevel: as in `warnings.warn`, counted from the caller."""
     if key not in _given:
         _given.add(key)
         warnings.warn(f"fxpasses: {text}", stacklevel=stacklevel + 1)
 
 
 def is_new(key: Hashable) -> bool:
-    """Whether nothing was said of `key` before; from now on, something was."""
+    """Whether `key` was never used before; from now on it counts as used."""
     seen = key in _given
     _given.add(key)
     return not seen

@@ -15,7 +15,7 @@ GRAPHS = "FXPASSES_GRAPHS"
 CHANGES = "FXPASSES_CHANGES"
 
 _compiled = 0  # graphs so far: Dynamo calls the backend once for each, and offers no other count
-_changes: dict[str, int] = {}  # by pass: the number of changes that it requested so far
+_changes: dict[str, int] = {}  # by pass: the number of changes that it has requested so far
 
 
 def passes(requested: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:

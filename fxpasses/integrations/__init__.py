@@ -1,1 +1,1 @@
-"""What other libraries need from us: Hugging Face's Trainer and accelerate, and users of Inductor's own hooks."""
+"""Integrations: Hugging Face's Trainer and accelerate, and programs that use Inductor's own hooks."""

@@ -1,4 +1,4 @@
-"""The names of accelerate that it keeps backends in, checked with accelerate 1.15.0 on Python 3.11.
+"""The objects in which accelerate keeps the names of backends, checked with accelerate 1.15.0 on Python 3.11.
 
 - `accelerate.utils.dataclasses.DynamoBackend`: a backend's name has to be a member of this enumeration, whose value is
   passed to `torch.compile` in lower case. `TrainingArguments.torch_compile_backend` ends there as well.
@@ -18,7 +18,7 @@ NAME = "FASTPACK"
 
 
 def add_to_enumeration(module: ModuleType) -> None:
-    """Make `FASTPACK` a member of `DynamoBackend`; raises an error if the enumeration is not as it was."""
+    """Make `FASTPACK` a member of `DynamoBackend`; raises an error if the enumeration is not as expected."""
     backends = module.DynamoBackend
     if NAME in backends.__members__:
         return

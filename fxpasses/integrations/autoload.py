@@ -1,10 +1,10 @@
 """Makes accelerate accept `fastpack` as the name of a backend, in programs that never import fxpasses.
 
-accelerate checks the names of backends against an enumeration of its own, and has no plug-in point. PyTorch has one:
-`import torch` calls the entry points of group `torch.backends`, which are meant for devices, and accelerate imports
-torch. So `autoload` runs in every process that imports torch where fxpasses is installed. It imports neither accelerate
-nor torch: it adds a finder to `sys.meta_path`, which compares a name for each module that is imported, and which leaves
-when accelerate's module has come. `import fxpasses` does the same, for `TORCH_DEVICE_BACKEND_AUTOLOAD=0`.
+accelerate checks the names of backends against its own enumeration, and has no plug-in point. PyTorch has one: `import
+torch` calls the entry points of group `torch.backends`, which are meant for devices, and accelerate imports torch. So
+if fxpasses is installed, `autoload` runs in every process that imports torch. It imports neither accelerate nor torch:
+it adds a finder to `sys.meta_path`, which compares the name of each module that is imported, and which is removed once
+accelerate's module has been found. `import fxpasses` does the same, for `TORCH_DEVICE_BACKEND_AUTOLOAD=0`.
 
 Nothing here may raise: an entry point that raises makes `import torch` fail.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from fxpasses.integrations import accelerate_names
 
-# By module, what is done once the module has been imported.
+# By module, the hook that runs once the module has been imported.
 HOOKS: dict[str, Callable[[ModuleType], None]] = {
     accelerate_names.ENUMERATION: accelerate_names.add_to_enumeration,
     accelerate_names.MENU: accelerate_names.add_to_menu,
@@ -26,7 +26,7 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
 
 
 def autoload() -> None:
-    """Run the hooks of modules that are there, and wait for the others."""
+    """Run the hooks of modules that are already imported, and wait for the others."""
     missing = []
     for name, hook in HOOKS.items():
         module = sys.modules.get(name)
@@ -52,7 +52,7 @@ def _run(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds the modules of `HOOKS` as the other finders do, and has their loaders run the hooks."""
+    """Finds the modules of `HOOKS` by the other finders, and has their loaders run the hooks."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = set(names)

@@ -2,12 +2,12 @@
 
     torch.compile(model, backend="inductor", options=fxpasses.inductor_options())
 
-A stack that calls the compiler itself (vLLM's, torchtitan's) leaves room for Inductor's hooks alone. They get a graph
-and return one: nothing runs once per batch, nothing intercepts the trace, and nothing is compiled apart. The table
-of passes (`registry.py`) says for each pass that needs one of these why it cannot be had.
+A stack that calls the compiler itself (vLLM's, torchtitan's) leaves room only for Inductor's hooks. They get a graph
+and return one: nothing runs once per batch, nothing intercepts the trace, and nothing is compiled separately. If a pass
+needs one of these, the table of passes (`registry.py`) says why the hooks cannot run it.
 
-Checked on torch 2.11, 2.13 and 2.15: `pre_grad_custom_pass`, which gets the graph that Dynamo captured, after those of
-its bodies, and `custom_partitioner_fn`; both have a `uuid` for PyTorch's caches.
+Checked on torch 2.11, 2.13 and 2.15: `pre_grad_custom_pass`, which gets the graph that Dynamo captured after the graphs
+of its bodies, and `custom_partitioner_fn`; both have a `uuid` for PyTorch's caches.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _WITHOUT_EFFECT = {
 def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Options for `torch.compile(model, backend="inductor", options=...)`: the passes that Inductor's hooks can run.
 
-    These are `group_experts` and `coalesce_reads`, and `split_topk` and `offload_activations` where they are asked for.
+    These are `group_experts` and `coalesce_reads`, and on request `split_topk` and `offload_activations`.
 
     options: `fastpack.passes`, `fastpack.experts`, `fastpack.topk`, `fastpack.verify`, `fastpack.strict` and
-    `fastpack.offload` with its own; other keys are Inductor's, and are in the result as they are. Defaults of the
-    process or the environment are not read. The passes see what Dynamo captures: loops over experts need its capture
-    flags. Raises `ValueError` for passes and options that the hooks have no place for, with the reason, and where an
-    option takes a hook already.
+    `fastpack.offload` with its own options; other keys are Inductor's, and are passed on unchanged. Defaults of the
+    process or the environment are not read. The passes see only what Dynamo captures: loops over experts need its
+    capture flags. Raises `ValueError`, with the reason, for passes and options that the hooks have no place for, and if
+    an option already takes a hook.
     """
     given = dict(options or {})
     for name, reason in _WITHOUT_EFFECT.items():
@@ -87,7 +87,7 @@ class PassesOnCapturedGraph(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         gm = graph.owning_module
         if gm is None or not any(input_sources(gm)):
-            return  # a checkpoint's body, which Inductor passes on its own: it is rewritten with the graph around it
+            return  # a checkpoint's body, which Inductor passes separately: it is rewritten with the graph around it
         examples = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
         observer = inspect.observe(gm, examples, self.settings)
         passes: list[Pass] = [entry.load()() for entry in self.passes]
@@ -97,14 +97,14 @@ class PassesOnCapturedGraph(CustomGraphPass):
         observer.finish("rewritten" if result.gm is not gm else "captured")
 
     def uuid(self) -> str:
-        """Of the package, the passes and the options: PyTorch's caches keep what these made."""
+        """A key of the package, the passes and the options: PyTorch's caches keep the graphs that these made."""
         names = [entry.name for entry in self.passes]
         options = json.dumps([names, self.settings.experts, self.settings.topk], default=str)
         return f"fxpasses:{code_digest()}:{options}"
 
 
 def _put(rewritten: GraphModule, gm: GraphModule) -> None:
-    """Give `gm` the graph and the bodies of `rewritten`, and keep it the object that Inductor goes on with."""
+    """Give `gm`, the object with which Inductor goes on, the graph and the bodies of `rewritten`."""
     for node in rewritten.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if "." not in name:

@@ -1,9 +1,9 @@
-"""`FastpackCallback`: compiles the model of a Hugging Face `Trainer`, TRL's included, when it is as it will be trained.
+"""`FastpackCallback`: compiles the model of a Hugging Face `Trainer`, TRL's included, in the form that is trained.
 
     SFTTrainer(model, args, train_dataset=texts, peft_config=lora, callbacks=[FastpackCallback()])
 
-`torch_compile_backend="fastpack"` compiles what accelerate has prepared, which is right as well. The callback takes
-options from the call, buckets lengths, and keeps what the host knows of a batch.
+`torch_compile_backend="fastpack"` compiles the model that accelerate has prepared, which also works. The callback also
+takes options, buckets lengths, and keeps the host's copies of a batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 class FastpackCallback(TrainerCallback):
     """Compiles `trainer.model` in place when training begins, after PEFT has wrapped it and accelerate prepared it.
 
-    options, mode, dynamic: as in `fxpasses.compile`, but that outputs are lazy unless they, or the defaults, say
+    options, mode, dynamic: as in `fxpasses.compile`, except that outputs are lazy unless options or defaults say
     otherwise: in training nothing reads the logits that models return beside their loss. buckets: pads the `lengths` of
     a batch with zeros, and its `cu_seq_lens_q` and `cu_seq_lens_k` with their last element, to one of these numbers of
     sequences: True for the powers of two (see `fxpasses.data.bucket_lengths`); a sequence of length zero has no tokens.
@@ -82,7 +82,7 @@ class FastpackCallback(TrainerCallback):
 
 
 def _to_compile(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model itself; of one that FSDP2 shards, the innermost sharded modules, around which it gathers parameters."""
+    """The model itself; if FSDP2 shards it, the innermost sharded modules, around which parameters are gathered."""
     sharded = [module for module in model.modules() if _is_sharded(module)]
     blocks = [module for module in sharded if not any(_is_sharded(part) for part in list(module.modules())[1:])]
     return blocks or [model]
@@ -95,7 +95,7 @@ def _is_sharded(module: torch.nn.Module) -> bool:
 
 
 class _Collate:
-    """A collator that buckets lengths, and whose batches tell the host's copies to their tensors on a device."""
+    """A collator that buckets lengths, and whose batches keep the host's copies of tensors that move to a device."""
 
     def __init__(self, collate: Callable[[Any], Any], buckets: bool | Sequence[int] | None, host_copies: bool) -> None:
         self.collate, self.buckets, self.host_copies = collate, buckets, host_copies
@@ -123,8 +123,8 @@ class _Collate:
 class Batch(dict[str, Any]):
     """A batch whose integer tensors, moved to a device by `to`, stay known to the host.
 
-    accelerate moves a batch that has a method `to` by it. Prologues then read the host's copies, and nothing is copied
-    back from the device.
+    accelerate moves a batch by its method `to`, if it has one. Prologues then read the host's copies, and nothing is
+    copied back from the device.
     """
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:

@@ -20,7 +20,7 @@ def is_castable(value: Any) -> bool:
 
 
 def cast(value: Any, device_type: str) -> Any:
-    """The castable tensors of `device_type` in autocast's dtype, also within lists; anything else as it is."""
+    """The castable tensors of `device_type` in autocast's dtype, also within lists; anything else is unchanged."""
     if isinstance(value, (list, tuple)):
         return [cast(item, device_type) for item in value]
     is_cast = is_castable(value) and value.device.type == device_type
@@ -28,7 +28,7 @@ def cast(value: Any, device_type: str) -> Any:
 
 
 def register(name: str, rule: Callable[[str], Callable[..., Any]]) -> None:
-    """Register `rule(device_type)` as what the operator `fxpasses::name` does under autocast."""
+    """Register `rule(device_type)` as the implementation of the operator `fxpasses::name` under autocast."""
     for device_type in DEVICES:
         library.impl(name, rule(device_type), f"Autocast{device_type.upper()}")
 

@@ -1,4 +1,4 @@
-"""What CUDA alone has, each an improvement on what `torch.accelerator`, `torch.Stream` and `torch.Event` do everywhere.
+"""Features that only CUDA has; each improves on what `torch.accelerator`, `torch.Stream` and `torch.Event` offer.
 
 Checked on torch 2.11 to 2.15: `torch.cuda.cudart`, `torch.cuda.check_error`, and `is_integrated` of the properties of a
 device, which is private.
@@ -16,12 +16,12 @@ def is_used() -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream's work is captured in a CUDA graph."""
+    """Whether the current stream's work is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_recording() -> bool:
-    """Whether this thread's work goes into a CUDA graph. Asks no driver that was not asked before."""
+    """Whether this thread's work goes into a CUDA graph. Never initialises CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -30,7 +30,7 @@ def shares_memory_with_host(device: torch.device) -> bool:
 
 
 def register(memory: Tensor) -> None:
-    """Pin host memory that is there already; raises `RuntimeError`."""
+    """Pin existing host memory; raises `RuntimeError`."""
     torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
 
 

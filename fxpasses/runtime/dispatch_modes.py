@@ -1,7 +1,7 @@
-"""Hides what is computed once per batch from the program's dispatch modes, as it is no part of the program.
+"""Hides computations that run once per batch from the program's dispatch modes: they are not part of the program.
 
-Selective checkpointing counts the operators of a layer's forward pass, and expects the same ones when it recomputes the
-layer. By then the batch's results exist, and fewer operators run.
+Selective checkpointing counts the operators of a layer's forward pass, and expects the same operators when it
+recomputes the layer. By then the batch's results exist, and fewer operators run.
 
 Private names, checked on torch 2.11 and 2.13: `torch._C._len_torch_dispatch_stack`, `torch._C._get_dispatch_mode`,
 `torch._C._TorchDispatchModeKey` and `torch.utils._python_dispatch._disable_current_modes`; and
@@ -29,7 +29,7 @@ def _a_compiler_traces() -> bool:
 
 
 def with_autograd() -> contextlib.AbstractContextManager[object]:
-    """Autograd as outside of operators, inside one, where PyTorch leaves it out."""
+    """Inside an operator, where PyTorch excludes autograd, make autograd work as outside."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
