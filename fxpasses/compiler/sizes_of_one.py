@@ -39,7 +39,7 @@ def make_exact(gm: GraphModule) -> None:
 
 
 def _made_in(graph: Graph, known: dict[Any, bool]) -> dict[Node, list[int]]:
-    """The dimensions that originate at each operator or input; those of its operands will have the size 1 by then.
+    """The dimensions that originate at each operator or input; its operands' will have been rewritten to size 1.
 
     known: for each size that was asked about, whether it is known to be 1.
     """

@@ -1,4 +1,4 @@
-"""The checks that Dynamo's guards call: a failure of the check itself neither stops the program nor retraces forever.
+"""The checks that Dynamo's guards call: if a check itself fails, the program neither stops nor is retraced forever.
 
 Dynamo treats an error in a guard as False and traces the frame once more, with the same guard. It also evaluates a new
 guard once, on the batch that was traced, and raises if the guard does not hold.

@@ -179,5 +179,5 @@ _switch_to = {
 }
 THREAD_LOCAL = _config_is_thread_local()
 _shared = _Shared()
-# Inside `held_at`: what the process has set.
+# Inside `held_at`: the values that the process has set.
 _outside: contextvars.ContextVar[Values | None] = contextvars.ContextVar("fxpasses_flags_outside", default=None)

@@ -299,7 +299,7 @@ class SizeDefaults:
             return own(*args)
         except Exception as error:
             self._trace.note_error(Feature.HINTS, error)
-            if self._trace.failure is None:  # it is none of ours
+            if self._trace.failure is None:  # the error is not ours
                 raise
             return None
 

@@ -277,7 +277,7 @@ class Trace:
             self._count(found, question, answer == sympy.true)
 
     def note_choice(self, question: Any, answer: bool, place: Place) -> None:
-        """Record a default answer at a place, of which the shape environment does not know."""
+        """Record a default answer at a place; the shape environment does not know of it."""
         condition = question if answer else sympy.Not(question)
         self.answers.append(Answer(condition, place, is_choice=True, is_tacit=True))
 

@@ -5,7 +5,7 @@
     tok_1, slot_1 = torch.where(idx == 1)      sizes = counts.to("cpu");  u0 = sizes[0].item();  u1 = ...
     ... (another program)                      tok_0, tok_1, _ = torch.split(order // k, [u0, u1, N - u0 - u1])
 
-The branches stay as they are, whatever they compute. Each slice holds the query's result in its order, because the sort
+The branches stay unchanged, whatever they compute. Each slice holds the query's result in its order, because the sort
 is stable. An `item` reads each size and binds the symbol that the query bound, so nothing else in the graph changes.
 Queries of one routing (`experts/selection.py`) belong together; they need no common end.
 """

@@ -188,7 +188,7 @@ class AliasAnalysis:
     inputs_in_one: inputs that may share memory. autocast: the autocast regions around the graph.
 
     A pass that replaces queries of `idx == e` by a sort of `idx` must know that nobody writes to the mask before its
-    query, nor to `idx` after the comparison.
+    query, or to `idx` after the comparison.
     """
 
     def __init__(
