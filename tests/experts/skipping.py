@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.experts.layer import source as defined
+
 EXPERTS, HIDDEN, TOKENS = 4, 8, 12
 
 
@@ -23,34 +25,6 @@ class State:
 
 
 Program = Callable[[Tensor, Tensor, Tensor, Tensor, State], Any]
-
-
-def same(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.numel() >= 1:
-            out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def functional(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if tok.shape[0] == 0:
-            continue
-        out = out.index_add(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def rebound(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if len(tok):
-            out = out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
 
 
 def temporaries(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
@@ -116,23 +90,6 @@ def hits_of_padding(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: S
     return out
 
 
-def hits_by_where(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    for e in torch.where(torch.bincount(idx.flatten(), minlength=EXPERTS) > 0)[0]:
-        tok, slot = torch.where(idx == e)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
-def hits_of_floats(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
-    out = torch.zeros_like(x)
-    mask = F.one_hot(idx, EXPERTS).float().permute(2, 1, 0)
-    for e in torch.histc(idx.float(), bins=EXPERTS, min=0, max=EXPERTS).nonzero().flatten().tolist():
-        slot, tok = torch.where(mask[e] > 0)
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-
-
 def searched_ends(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: State) -> Any:
     """Where each expert's rows end is looked up among the sorted ids."""
     in_order, order = torch.sort(idx.flatten(), stable=True)
@@ -146,10 +103,58 @@ def searched_ends(x: Tensor, idx: Tensor, weights: Tensor, w: Tensor, state: Sta
 
 def written(kind: str, text: str, source: str) -> Program:
     """The program that `source` defines as NAME; it is called after its kind and what sets it apart."""
-    name = kind + ("_" if text else "") + "".join(letter if letter.isalnum() else "_" for letter in text)
-    namespace: dict[str, Any] = {"torch": torch, "F": F, "random": random, "EXPERTS": EXPERTS, "TOKENS": TOKENS}
-    exec(compile(source.replace("NAME", name), f"<{name}>", "exec"), namespace)
-    return namespace[name]
+    name = "".join(letter if letter.isalnum() else "_" for letter in f"{kind} {text}".strip())
+    return defined(name, source, random=random, EXPERTS=EXPERTS, TOKENS=TOKENS)
+
+
+PAIRS = "out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])"
+COUNTS = "counts = torch.bincount(idx.flatten(), minlength=EXPERTS)"
+NUMBERS = f"{COUNTS}.tolist()"
+
+
+def left(
+    name: str,
+    body: str = "pass",
+    before: str = "pass",
+    result: str = "out",
+    *,
+    unless: str = "tok.numel() == 0",
+    passed: str = "continue",
+    only_if: str = "",
+    otherwise: str = "pass",
+    first: str = "",
+    experts: str = "e in range(EXPERTS)",
+    ask: str = "tok, slot = torch.where(idx == e)",
+    add: str = PAIRS,
+) -> Program:
+    """A loop over experts, given as source.
+
+    before: ahead of the loop. experts: what it loops over. first: a condition to pass over an expert, asked before its
+    tokens are. unless: one that is asked after that, and passed: what is done then. only_if: the same as a block around
+    the rest, and otherwise: its `else`. ask: for its tokens. body, add: what is done with an expert's tokens. result:
+    what is returned.
+    """
+    lines = [f"if {first}: continue"] if first else []
+    lines.append(ask)
+    if only_if:
+        lines += [f"if {only_if}:", f"    {body}", f"    {add}", "else:", f"    {otherwise}"]
+    else:
+        lines += [f"if {unless}:", f"    {passed}"] if unless and not first else []
+        lines += [body, add]
+    source = f"""
+def NAME(x, idx, weights, w, state):
+    out = torch.zeros_like(x)
+    {before}
+    for {experts}:
+        {(chr(10) + " " * 8).join(lines)}
+    return {result}
+"""
+    return written(name, "", source)
+
+
+def hits(name: str, experts: str, before: str = "pass", result: str = "out", **parts: str) -> Program:
+    """A loop over some experts alone, none of which is passed over."""
+    return left(name, before=before, result=result, unless="", experts=experts, **parts)
 
 
 def cutting(counts: str, loop: str) -> Program:
@@ -212,21 +217,6 @@ def joining(after: str, body: str = JOINED, before: str = "pass") -> Program:
     return cutting(SCATTERED, by_counts(body, before=before) + f"\n    {after}")
 
 
-def asking(condition: str) -> Program:
-    """A loop that passes over an expert on a condition, given as source."""
-    source = f"""
-def NAME(x, idx, weights, w, state):
-    out = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        tok, slot = torch.where(idx == e)
-        if {condition}:
-            continue
-        out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])
-    return out
-"""
-    return written("asks", condition, source)
-
-
 CONDITIONS = [
     "tok.nelement() == 0", "tok.size(0) == 0", "not tok.numel()", "len(tok) < 1", "0 >= tok.shape[0]",
     "(idx == e).sum().item() == 0", "int((idx == e).sum()) == 0", "not torch.any(idx == e)",
@@ -235,5 +225,24 @@ CONDITIONS = [
     "((idx == e).sum() == 0).any()", "not (idx == e).unsqueeze(-1).to(torch.uint8).sum()",
     "torch.histc(idx.float(), bins=EXPERTS, min=0, max=EXPERTS)[e] == 0",
 ]  # fmt: skip
-HITS = [padded_hits, hits_without_padding, hits_without_gradients, hits_of_padding, hits_by_where, hits_of_floats]
-GROUPED = [*CUT, same, functional, rebound, temporaries, *HITS, searched_ends, *map(asking, CONDITIONS)]
+SAME = [
+    left("same", only_if="tok.numel() >= 1"),
+    left("functional", unless="tok.shape[0] == 0", add=PAIRS.replace("out.index_add_", "out = out.index_add")),
+    left("rebound", only_if="len(tok)", add=f"out = {PAIRS}"),
+    temporaries,
+]
+HITS = [
+    padded_hits,
+    hits_without_padding,
+    hits_without_gradients,
+    hits_of_padding,
+    hits("hits_by_where", f"e in torch.where({COUNTS.partition(' = ')[2]} > 0)[0]"),
+    hits(
+        "hits_of_floats",
+        "e in torch.histc(idx.float(), bins=EXPERTS, min=0, max=EXPERTS).nonzero().flatten().tolist()",
+        "mask = F.one_hot(idx, EXPERTS).float().permute(2, 1, 0)",
+        ask="slot, tok = torch.where(mask[e] > 0)",
+    ),
+]
+ASKING = [left(f"asks {condition}", unless=condition) for condition in CONDITIONS]
+GROUPED = [*CUT, *SAME, *HITS, searched_ends, *ASKING]

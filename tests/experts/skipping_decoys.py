@@ -18,64 +18,23 @@ from torch import Tensor
 from tests.experts.skipping import (
     ADD,
     BINCOUNT,
+    COUNTS,
     EXPERTS,
     JOINED,
+    NUMBERS,
+    PAIRS,
     Program,
     State,
     by_counts,
     by_ends,
     cutting,
+    hits,
     joining,
+    left,
     written,
 )
 
-PAIRS = "out.index_add_(0, tok, x[tok] @ w[e] * weights[tok, slot, None])"
-COUNTS = "counts = torch.bincount(idx.flatten(), minlength=EXPERTS)"
-NUMBERS = f"{COUNTS}.tolist()"
 OTHER = "other = torch.topk(x[:, :EXPERTS], 2, dim=-1).indices"
-
-
-def left(
-    name: str,
-    body: str = "pass",
-    before: str = "pass",
-    result: str = "out",
-    *,
-    unless: str = "tok.numel() == 0",
-    passed: str = "continue",
-    only_if: str = "",
-    otherwise: str = "pass",
-    first: str = "",
-    experts: str = "e in range(EXPERTS)",
-    add: str = PAIRS,
-) -> Program:
-    """A loop over experts, given as source.
-
-    before: ahead of the loop. experts: what it loops over. first: a condition to pass over an expert, asked before its
-    tokens are. unless: one that is asked after that, and passed: what is done then. only_if: the same as a block around
-    the rest, and otherwise: its `else`. body, add: what is done with an expert's tokens. result: what is returned.
-    """
-    lines = [f"if {first}: continue"] if first else []
-    lines.append("tok, slot = torch.where(idx == e)")
-    if only_if:
-        lines += [f"if {only_if}:", f"    {body}", f"    {add}", "else:", f"    {otherwise}"]
-    else:
-        lines += [f"if {unless}:", f"    {passed}"] if unless and not first else []
-        lines += [body, add]
-    source = f"""
-def NAME(x, idx, weights, w, state):
-    out = torch.zeros_like(x)
-    {before}
-    for {experts}:
-        {(chr(10) + " " * 8).join(lines)}
-    return {result}
-"""
-    return written(name, "", source)
-
-
-def hits(name: str, experts: str, before: str = "pass", result: str = "out", add: str = PAIRS) -> Program:
-    """A loop over some experts alone, none of which is passed over."""
-    return left(name, before=before, result=result, unless="", experts=experts, add=add)
 
 
 def asking_masks(name: str, mask: str, before: str) -> Program:

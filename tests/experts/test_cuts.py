@@ -142,7 +142,9 @@ STAY = {
 
 @pytest.mark.parametrize("name", STAY)
 def test_what_stays(name: str) -> None:
-    assert level_of(check(STAY[name], tolerance=1e-6)) == 0
+    # Gradients of rows that are used twice are summed in another order.
+    tolerance = 1e-6 if name == "a slice that is used elsewhere" else 0.0
+    assert level_of(check(STAY[name], tolerance=tolerance)) == 0
 
 
 def test_a_value_that_is_broadcast_over_rows() -> None:
