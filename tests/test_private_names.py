@@ -14,8 +14,8 @@ ROOT = Path(fxpasses.__file__).parent
 MAY_NAME = {
     "_dynamo": {
         "collectives/ddp_buckets.py", "compiler/lowering.py", "compiler/lowering_backward.py",
-        "compiler/lowering_by_operator.py", "inspect/cli/doctor.py", "inspect/cli/trials.py",
-        "inspect/dynamo_history.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py", "loss/row_program.py",
+        "compiler/lowering_by_operator.py", "inspect/cli/doctor.py", "inspect/dynamo_history.py",
+        "inspect/minimise.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py", "loss/row_program.py",
     },
     "_guards": {
         "attention/runtime/operators.py", "collectives/ddp_buckets.py", "collectives/eager_sequences.py",
@@ -24,8 +24,8 @@ MAY_NAME = {
     },
     "_functorch": {
         "collectives/partitioner.py", "compiler/lowering.py", "compiler/lowering_backward.py",
-        "compiler/overwritten_inputs.py", "compiler/partitioner.py", "graph/effects.py", "inspect/partition.py",
-        "integrations/inductor_hooks.py", "loss/lazy_tensor.py",
+        "compiler/overwritten_inputs.py", "compiler/partitioner.py", "graph/effects.py", "inspect/minimise.py",
+        "inspect/partition.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py",
     },
     "_inductor": {
         "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/lowering.py",

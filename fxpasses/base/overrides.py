@@ -49,3 +49,10 @@ def allows_change(name: str) -> bool:
     if not limited or not limit.isdecimal():
         raise ValueError(f"{CHANGES} is {given!r}; it takes a pass and a whole number, as in hoist_metadata:3")
     return name != limited or _changes[name] <= int(limit)
+
+
+def count_anew() -> None:
+    """Count graphs and changes from 0 again, as a new process does."""
+    global _compiled
+    _compiled = 0
+    _changes.clear()

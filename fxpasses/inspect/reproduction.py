@@ -70,6 +70,16 @@ AGREE = "eager mode and the passes agree"
 DISAGREE = "eager mode and the passes disagree"
 
 
+def outcome(printed: str) -> str:
+    """The outcome of a reproduction by its output: "agree", "disagree", or the type of the error that ended it."""
+    if DISAGREE in printed:
+        return "disagree"
+    if AGREE in printed:
+        return "agree"
+    last = next((line for line in reversed(printed.splitlines()) if line and not line[0].isspace()), "no message")
+    return last.split(":", 1)[0]
+
+
 class CannotReproduce(ValueError):
     """A part of a graph that cannot be written as a program, which the message names."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpasses.inspect.model import MAIN
+from fxpasses.inspect.cli.reproducing import Reproduction
 
 if TYPE_CHECKING:
     from fxpasses.inspect.model import Graph
@@ -254,7 +254,7 @@ def _print_culprit(
             if after.name == culprit:
                 print(changes(before, after, f"what {culprit} changed in it", style))
     limits = {CHANGES: f"{culprit}:{found.number}"} if found is not None else {}
-    _Reproduction(graph, passes, limits, _suspects(culprit, graph, found), given).write()
+    print(Reproduction(graph, passes, limits, given.output, given.timeout, given.minimise).write())
 
 
 def _only_in(failing: Graph, passing: Graph, culprit: str) -> list[str]:
@@ -262,105 +262,3 @@ def _only_in(failing: Graph, passing: Graph, culprit: str) -> list[str]:
     reports = (_report(graph, culprit) for graph in (failing, passing))
     changed, unchanged = (Counter(report.changes if report is not None else []) for report in reports)
     return [f"  {change}" for change in changed - unchanged]
-
-
-def _suspects(culprit: str, graph: Graph, found: _Change | None) -> list[str]:
-    """Nodes of the captured main graph that the wrong change rewired, where it shows first."""
-    from fxpasses.inspect.changes import Kind, diff
-
-    if found is not None and found.failing is not None and found.passing is not None:
-        pairs = [(found.passing.final, found.failing.final)]
-    else:
-        pairs = [(before, after) for before, after in graph.steps() if after.name == culprit]
-    regions = {region.path: region for region in graph.captured.regions or ()}
-    names: dict[str, None] = {}
-    for before, after in pairs:
-        for change in diff(before, after).of(Kind.REWIRED):
-            path, name = change.before or ("", "")
-            while path != MAIN and path in regions:
-                path, name = regions[path].parent, regions[path].call
-            if path == MAIN and any(node.name == name and node.values for node in regions[MAIN].nodes):
-                names[name] = None
-    return list(names)[:_MOST_SUSPECTS]
-
-
-_MOST_SUSPECTS = 8
-
-
-@dataclass
-class _Reproduction:
-    """The program that reproduces the failure, with `environment` as its limits on passes."""
-
-    graph: Graph
-    passes: list[str]
-    environment: dict[str, str]
-    suspects: list[str]
-    given: argparse.Namespace
-
-    def write(self) -> None:
-        from fxpasses.inspect.cli.trials import outcome
-        from fxpasses.inspect.reproduction import CannotReproduce
-
-        try:
-            text = self._text(self.graph, self.environment)
-        except CannotReproduce as error:
-            print(f"no reproduction was written: it cannot hold {error}")
-            return
-        printed = self._run(text)
-        found = outcome(printed)
-        if not printed:
-            result = "does not end in time"
-        elif found == "agree":
-            result = "does not fail by itself: the failure needs more of the program"
-        elif not self._passes_without():
-            last = (printed.strip().splitlines() or ["no message"])[-1]
-            result = f"fails without the passes as well, and so shows something else: {last}"
-        else:
-            result = f"fails as well, and passes without the passes{self._minimise(text, found)}"
-        print(f"wrote {self.given.output}, which {result}")
-
-    def _text(self, graph: Graph, environment: Mapping[str, str]) -> str:
-        from fxpasses.inspect.reproduction import reproduction
-
-        return reproduction(graph, self.passes, Path(self.given.output).name, environment)
-
-    def _run(self, text: str) -> str:
-        """The output of the program; "" if it does not end in time."""
-        from fxpasses.inspect.cli.trials import alone
-
-        Path(self.given.output).write_text(text, encoding="utf-8")
-        return alone(self.given.output, self.given.timeout)
-
-    def _passes_without(self) -> bool:
-        from fxpasses.base.overrides import PASSES
-        from fxpasses.inspect.cli.trials import alone, outcome
-
-        return outcome(alone(self.given.output, self.given.timeout, {PASSES: ""})) == "agree"
-
-    def _minimise(self, text: str, wanted: str) -> str:
-        """Write a smaller program with the same failure, if there is one; returns a text that says so."""
-        from fxpasses.inspect.cli.trials import Trials, outcome
-        from fxpasses.inspect.minimise import minimise
-        from fxpasses.inspect.reproduction import CannotReproduce
-
-        if self.given.minimise <= 0:
-            return ""
-        environment = self.environment
-        with Trials(self.given.minimise) as trials:
-
-            def fails(smaller: Graph, limits: Mapping[str, str] = environment) -> bool:
-                if trials.over:
-                    return False
-                try:
-                    return outcome(trials.run(self._text(smaller, limits))) == wanted
-                except CannotReproduce:
-                    return False
-
-            smallest = minimise(self.graph, fails, self.suspects)
-            if environment and fails(smallest, {}):  # in a smaller graph the pass makes fewer changes
-                environment = {}
-            stopped = ", when time was up" if trials.over else ""
-        if outcome(self._run(self._text(smallest, environment))) != wanted or not self._passes_without():
-            Path(self.given.output).write_text(text, encoding="utf-8")
-            return f" (all {self.graph.nodes} nodes of the graph: no smaller one fails by itself)"
-        return f" ({smallest.nodes} of the graph's {self.graph.nodes} nodes, after {trials.count} trials{stopped})"
