@@ -14,29 +14,33 @@ _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
 @dataclass
-class Group:
-    """Changes that differ in their layer alone. module: the path, with the layer's number as `*`.
+class _Group:
+    """Changes that differ in their layer alone. module: the path, with the layer's number as `*`."""
 
-    results: for `Kind.PROLOGUE`, the number of the prologue's nodes that they became.
-    """
+    first: Change
+    module: str
+    layers: set[int] = field(default_factory=set)
+    changes: list[Change] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The changes of one kind, module and source line, which a report shows in one row."""
 
     kind: Kind
-    target: str
     source: str
+    code: str
     module: str
-    detail: str
-    layers: list[int]
-    changes: list[Change] = field(default_factory=list)
-    code: str = ""
-    results: int = 0
+    what: str
+    changes: tuple[Change, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Section:
-    """Groups in the same layers. layers: their numbers, empty outside layers."""
+    """The changes in the same layers, grouped by module. layers: their numbers, empty outside layers."""
 
     layers: list[int]
-    groups: list[Group] = field(default_factory=list)
+    lines: list[Line]
 
     @property
     def title(self) -> str:
@@ -49,7 +53,7 @@ class Section:
 def collapse(found: Diff, before: Stage, after: Stage) -> list[Section]:
     """The changes in sections of identical layers, in graph order, without those at the borders of bodies."""
     layers = [layers_of(before), layers_of(after)]
-    groups: dict[tuple[object, ...], Group] = {}
+    groups: dict[tuple[object, ...], _Group] = {}
     for change in found.changes:
         if is_border(change):
             continue
@@ -58,71 +62,53 @@ def collapse(found: Diff, before: Stage, after: Stage) -> list[Section]:
         layer = layer_of(change.module, place[0], layers[side])
         module = _INDEX.sub("*", change.module, count=1)
         key = (change.kind, change.op, change.target, change.source, module, _without_numbers(change.detail))
-        if key not in groups:
-            groups[key] = Group(
-                change.kind, short_name(change.target), change.source, module, change.detail, [], code=change.code
-            )
-        group = groups[key]
+        group = groups.setdefault(key, _Group(change, module))
         group.changes.append(change)
-        if layer is not None and layer not in group.layers:
-            group.layers.append(layer)
-    sections: dict[tuple[int, ...], Section] = {}
+        if layer is not None:
+            group.layers.add(layer)
+    sections: dict[tuple[int, ...], list[_Group]] = {}
     for group in groups.values():
-        group.layers.sort()
-        if group.kind is Kind.PROLOGUE:
-            went = {found.to_prologue[change.before] for change in group.changes if change.before}
-            group.results = len(went - {None})
-        sections.setdefault(tuple(group.layers), Section(group.layers)).groups.append(group)
-    return list(sections.values())
+        sections.setdefault(tuple(sorted(group.layers)), []).append(group)
+    return [Section(list(layers), _lines(groups, len(layers), found)) for layers, groups in sections.items()]
 
 
-@dataclass(frozen=True)
-class Line:
-    """The groups of one kind, module and source line, which a report shows in one row."""
-
-    kind: Kind
-    source: str
-    code: str
-    module: str
-    what: str
-    changes: tuple[Change, ...]
-
-
-def lines_of(section: Section) -> list[Line]:
-    """The rows of a section, grouped by module."""
-    merged: dict[tuple[object, ...], list[Group]] = {}
-    for group in section.groups:
-        own = group.detail if _tells_apart(group) else ""
-        merged.setdefault((group.module, group.kind, group.source, own), []).append(group)
-    layers = max(len(section.layers), 1)
+def _lines(groups: list[_Group], layers: int, found: Diff) -> list[Line]:
+    """A row for each module, kind and source line, and for each detail that a reader has to know."""
+    merged: dict[tuple[object, ...], list[_Group]] = {}
+    for group in groups:
+        first = group.first
+        merged.setdefault((group.module, first.kind, first.source, _own_detail(first)), []).append(group)
     lines = []
-    for groups in merged.values():
-        first = groups[0]
-        counts: Counter[str] = Counter()
-        for group in groups:
-            counts[group.target] += len(group.changes)
-        what = ", ".join(_times(target, count, layers) for target, count in counts.items())
-        results = sum(group.results for group in groups)
+    for (module, *_), alike in merged.items():
+        first = alike[0].first
+        changes = tuple(change for group in alike for change in group.changes)
+        counts = Counter(short_name(change.target) for change in changes)
+        what = ", ".join(_times(target, count, max(layers, 1)) for target, count in counts.items())
         if first.kind is Kind.PROLOGUE:
-            if results < counts.total():
+            results = sum(_results(group, found) for group in alike)
+            if results < len(changes):
                 what += f" → {results} once a batch" if results else " → asserted once a batch"
-        elif first.detail and _tells_apart(first):
-            what += f": {first.detail}"
-        changes = tuple(change for group in groups for change in group.changes)
-        lines.append(Line(first.kind, first.source, first.code, first.module, what, changes))
+        elif detail := _own_detail(first):
+            what += f": {detail}"
+        lines.append(Line(first.kind, first.source, first.code, str(module), what, changes))
     modules = list(dict.fromkeys(line.module for line in lines))
     return sorted(lines, key=lambda line: (modules.index(line.module), _ORDER.index(line.kind)))
+
+
+def _results(group: _Group, found: Diff) -> int:
+    """The number of the prologue's nodes that the changes of a group became."""
+    return len({found.to_prologue[change.before] for change in group.changes if change.before} - {None})
 
 
 # Within a module, improvements come first, and changed sizes, which follow from the rest, last.
 _ORDER = (Kind.PROLOGUE, Kind.ADDED, Kind.REMOVED, Kind.REWIRED, Kind.MOVED, Kind.METADATA)
 
 
-def _tells_apart(group: Group) -> bool:
-    """Whether the detail says more than the operators' names; an added operator's detail is only its type."""
-    if group.kind is Kind.ADDED:
-        return group.detail.endswith("from the prologue")
-    return group.kind is not Kind.PROLOGUE
+def _own_detail(change: Change) -> str:
+    """The detail where it says more than the operators' names; an added operator's detail is only its type."""
+    if change.kind is Kind.PROLOGUE or (change.kind is Kind.ADDED and not change.detail.endswith("from the prologue")):
+        return ""
+    return change.detail
 
 
 def _times(target: str, count: int, layers: int) -> str:

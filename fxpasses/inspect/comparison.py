@@ -1,37 +1,38 @@
-"""Compares two records: matches their graphs, and finds the differences of each pair."""
+"""Compares two records: pairs their graphs, and shows the differences of each pair on a terminal."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import textwrap
 
-from fxpasses.inspect.changes import diff
-from fxpasses.inspect.collapse import Section, collapse
-from fxpasses.inspect.figures import Figures, figures
+from tabulate import tabulate
+
+from fxpasses.base.units import duration, size
+from fxpasses.inspect.figures import figures, saved_before_and_after
 from fxpasses.inspect.model import Graph, Run, Stage
+from fxpasses.inspect.text import Style, changes, figure_rows, name
 from fxpasses.inspect.whynot import near_misses
 
 
-@dataclass
-class GraphComparison:
-    """One graph in both records, or in one. reasons_gone, reasons_new: near misses that only one record has."""
+def comparison(before: Run, after: Run, stage: str, style: Style) -> tuple[str, bool]:
+    """The differences between graphs with equal compile ids, at the stage named `stage` or at the last one for "".
 
-    before: Graph | None
-    after: Graph | None
-    figures: tuple[Figures, Figures]
-    sections: list[Section] = field(default_factory=list)
-    reasons_gone: list[str] = field(default_factory=list)
-    reasons_new: list[str] = field(default_factory=list)
-
-    @property
-    def differs(self) -> bool:
-        one_sided = self.before is None or self.after is None
-        return one_sided or bool(self.sections or self.reasons_gone or self.reasons_new)
-
-
-def compare(before: Run, after: Run, stage: str = "") -> list[GraphComparison]:
-    """Compare the graphs with equal compile ids, at the stage named `stage`, or at the last one."""
+    Also returns whether a graph differs; another version, option or compile time alone is no difference.
+    """
     earlier, later = _by_key(before), _by_key(after)
-    return [_compare(earlier.get(key), later.get(key), stage) for key in dict.fromkeys([*earlier, *later])]
+    parts, same = [_run_differences(before, after)], 0
+    for key in dict.fromkeys([*earlier, *later]):
+        first, second = earlier.get(key), later.get(key)
+        if first is None or second is None:
+            other = "the second" if first is None else "the first"
+            parts.append(f"{_title(first or second, style)}  only in {other} record")
+        elif different := _differences(first, second, stage, style):
+            parts.append("\n".join([_title(first, style), *_figures(first, second, stage), *different]))
+        else:
+            same += 1
+    if same:
+        parts.append(f"{same} graph{'s are' if same > 1 else ' is'} the same in both")
+    text = "\n\n".join(part for part in parts if part)
+    return text or "neither record holds a graph", same < len({*earlier, *later})
 
 
 def _by_key(run: Run) -> dict[str, Graph]:
@@ -39,16 +40,44 @@ def _by_key(run: Run) -> dict[str, Graph]:
     return {graph.compile_id or f"#{number}": graph for number, graph in enumerate(run.graphs)}
 
 
-def _compare(before: Graph | None, after: Graph | None, stage: str) -> GraphComparison:
-    stages = [_stage(graph, stage) if graph is not None else None for graph in (before, after)]
-    sides = (figures(stages[0]) if stages[0] else Figures(), figures(stages[1]) if stages[1] else Figures())
-    found = GraphComparison(before, after, sides)
-    if before is not None and after is not None and stages[0] and stages[1]:
-        found.sections = collapse(diff(stages[0], stages[1]), stages[0], stages[1])
-        old, new = _reasons(before), _reasons(after)
-        found.reasons_gone = [reason for reason in old if reason not in new]
-        found.reasons_new = [reason for reason in new if reason not in old]
-    return found
+def _run_differences(before: Run, after: Run) -> str:
+    """Versions and options that differ, one per line."""
+    pairs = [(before.versions, after.versions)]
+    pairs += [(one.options, two.options) for one, two in zip(before.graphs[:1], after.graphs[:1], strict=False)]
+    rows = [(key, old.get(key, "–"), new.get(key, "–")) for old, new in pairs for key in dict.fromkeys([*old, *new])]
+    return "\n".join(f"{key}: {old} → {new}" for key, old, new in rows if old != new)
+
+
+def _title(graph: Graph | None, style: Style) -> str:
+    assert graph is not None
+    return style.bold(f"graph {name(graph)}") + f"  {graph.function}"
+
+
+def _differences(before: Graph, after: Graph, stage: str, style: Style) -> list[str]:
+    """The changes, and the reasons that only one record has."""
+    parts = [changes(_stage(before, stage), _stage(after, stage), "", style)]
+    old, new = _reasons(before), _reasons(after)
+    for heading, reasons in (
+        ("no longer left alone", [reason for reason in old if reason not in new]),
+        ("newly left alone", [reason for reason in new if reason not in old]),
+    ):
+        if reasons:
+            parts.append("\n".join([style.bold(heading), *(f"  · {reason}" for reason in reasons)]))
+    return [part for part in parts if part]
+
+
+def _figures(before: Graph, after: Graph, stage: str) -> list[str]:
+    """A table of the figures that differ; none if there are none."""
+    rows = [row[:3] for row in figure_rows(figures(_stage(before, stage)), figures(_stage(after, stage)))]
+    rows = [row for row in rows if row[1] != row[2]]
+    saved = [saved_before_and_after(graph)[1] for graph in (before, after)]
+    if saved[0] is not None and saved[1] is not None and saved[0] != saved[1]:
+        rows.append(["saved for backward", size(saved[0]), size(saved[1])])
+    times = (before.compile_seconds, after.compile_seconds)
+    if any(times):
+        rows.append(["compile time", duration(times[0]), duration(times[1])])
+    table = tabulate(rows, ["", "A", "B"], colalign=("left", "right", "right")) if rows else ""
+    return [textwrap.indent(table, "  ")] if rows else []
 
 
 def _stage(graph: Graph, name: str) -> Stage:

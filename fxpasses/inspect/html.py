@@ -13,14 +13,14 @@ from typing import Any
 
 from fxpasses.inspect.changes import MARKS, Kind, diff, type_text
 from fxpasses.inspect.codec import dumps
-from fxpasses.inspect.collapse import collapse, layer_of, layers_of, lines_of
+from fxpasses.inspect.collapse import collapse, layer_of, layers_of
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.figures import figures
+from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.readable import call_text
-from fxpasses.inspect.summary import facts, header
-from fxpasses.inspect.text import figure_rows, left_alone, saved_rows
+from fxpasses.inspect.text import figure_rows, left_alone, saved_rows, taken
 from fxpasses.inspect.whynot import near_misses
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # for JSON inside a <script> element
@@ -41,7 +41,10 @@ _FILES = ("page.html", "page.css", "table.js", "views.js", "memory.js", "page.js
 def page_data(run: Run) -> dict[str, Any]:
     """The page's data, with every node once."""
     return {
-        **header(run),
+        "started": run.started,
+        "program": run.program,
+        "versions": run.versions,
+        "rank": run.rank,
         "said": [text for text in (run.attention_text, run.rows_text) if text],
         "kinds": [{"key": kind.name.lower(), "name": kind.value, "mark": MARKS[kind]} for kind in Kind],
         "graphs": [_graph(graph) for graph in run.graphs],
@@ -54,14 +57,35 @@ def _graph(graph: Graph) -> dict[str, Any]:
     tables = [_Table(flow, stage) for flow, stage in zip(flows, stages, strict=True)]
     before = figures(stages[0], flows[0])
     after = figures(stages[-1], flows[-1]) if len(stages) > 1 else before
-    found = facts(graph, before, after, flows[-1])
     misses = near_misses(graph)
-    found["left_alone_line"] = left_alone(misses) if misses else ""
-    found["rows"] = figure_rows(before, after, len(graph.final.checks)) + saved_rows(graph)
-    found["partition"] = asdict(graph.partition) if graph.partition is not None else None
-    found["stages"] = [table.json(stage) for table, stage in zip(tables, stages, strict=True)]
-    found["steps"] = [_step(stages, tables, number) for number in range(1, len(stages))]
-    return found
+    return {
+        "compile_id": graph.compile_id,
+        "function": graph.function,
+        "outcome": graph.outcome,
+        "compile_seconds": graph.compile_seconds,
+        "figures": {"before": asdict(before), "after": asdict(after)},
+        "transfers": [asdict(transfer) for report in graph.reports for transfer in report.transfers],
+        "passes": [_pass(stage) for stage in graph.stages[1:]],
+        "left_alone": [asdict(miss) for miss in misses],
+        "left_alone_line": left_alone(misses) if misses else "",
+        "symbols": [{**asdict(one), "problem": one.problem} for one in ledger(graph.final, flows[-1])],
+        "checks": graph.final.checks,
+        "rows": figure_rows(before, after, len(graph.final.checks)) + saved_rows(graph),
+        "partition": asdict(graph.partition) if graph.partition is not None else None,
+        "stages": [table.json(stage) for table, stage in zip(tables, stages, strict=True)],
+        "steps": [_step(stages, tables, number) for number in range(1, len(stages))],
+    }
+
+
+def _pass(stage: Stage) -> dict[str, Any]:
+    report = stage.report
+    return {
+        "name": stage.name,
+        "seconds": stage.seconds,
+        "failure": stage.failure,
+        "summary": report.summary if report else "",
+        "taken": taken(report) if report else [],
+    }
 
 
 class _Table:
@@ -129,7 +153,7 @@ def _step(stages: list[Stage], tables: list[_Table], number: int) -> dict[str, A
                     "what": line.what,
                     "changes": [position[id(change)] for change in line.changes],
                 }
-                for line in lines_of(section)
+                for line in section.lines
             ],
         }
         for section in collapse(found, before, after)

@@ -66,8 +66,7 @@ class Search:
 
         gm, inputs = captured(self.request.file)
         inlined = inline_checkpoints(gm)
-        gm = inlined if self.fails(inlined, inputs) else gm
-        gm, inputs = minifier(gm, inputs, self.fails, self.take)
+        gm, inputs = minifier(inlined if self.fails(inlined, inputs) else gm, inputs, self.fails, self.take)
         if self.request.environment and self.fails(gm, inputs, {}):  # a smaller graph has fewer changes to limit
             self.request.environment = {}
             self.take(gm, inputs)
@@ -110,9 +109,9 @@ def _place_in_program(line: Source | None) -> Source | None:
     return Source(found[1], int(found[2])) if found is not None else None
 
 
-def captured(file: str) -> tuple[GraphModule, list[Any]]:
+def captured(file: str) -> tuple[GraphModule, Sequence[Any]]:
     """The graph that Dynamo captures of a reproduction's program, and its inputs."""
-    found: list[tuple[GraphModule, list[Any]]] = []
+    found: list[tuple[GraphModule, Sequence[Any]]] = []
 
     def keep(gm: GraphModule, inputs: list[Any]) -> Any:
         found.append((copy.deepcopy(gm), [_copy(value) for value in inputs]))

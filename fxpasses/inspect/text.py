@@ -14,11 +14,12 @@ from tabulate import tabulate
 
 from fxpasses.base.units import amount, duration, size
 from fxpasses.inspect.changes import MARKS, Kind, diff
-from fxpasses.inspect.collapse import Line, Section, collapse, lines_of
+from fxpasses.inspect.collapse import Line, collapse
 from fxpasses.inspect.figures import Figures, before_and_after, saved_before_and_after
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.whynot import NearMiss, near_misses
+from fxpasses.report import Report
 
 _COLORS = {
     Kind.REMOVED: "31", Kind.PROLOGUE: "36", Kind.ADDED: "32",
@@ -145,6 +146,12 @@ def left_alone(misses: list[NearMiss]) -> str:
     return f"{what}; {reads} host read{'s' * (reads > 1)} a step stay" if reads else what
 
 
+def taken(report: Report) -> list[str]:
+    """The changes in a pass's report, with identical lines of several layers once."""
+    times = Counter(report.changes)
+    return [f"{change} (×{count})" if count > 1 else change for change, count in times.items()]
+
+
 # Figures
 
 _ROWS: dict[str, tuple[str, str]] = {
@@ -201,17 +208,14 @@ def cuda_graphs(graph: Graph, style: Style) -> str:
 
 
 def changes(before: Stage, after: Stage, heading: str, style: Style) -> str:
-    """The changes between two stages, with identical layers together."""
+    """The changes between two stages in sections of identical layers, a row for each kind and source line."""
     sections = collapse(diff(before, after), before, after)
-    return "\n".join([style.bold(heading), section_lines(sections, style)]) if sections else ""
-
-
-def section_lines(sections: list[Section], style: Style) -> str:
-    """Changes in sections of identical layers, a row for each kind and source line."""
-    lines = []
+    if not sections:
+        return ""
+    lines = [style.bold(heading)] if heading else []
     for section in sections:
         lines.append(f"  {section.title}")
-        rows = lines_of(section)
+        rows = section.lines
         shown = rows if style.everything or len(rows) <= _MOST_ROWS + 2 else rows[:_MOST_ROWS]
         width = max(len(row.source) for row in rows) if rows else 0
         module = ""

@@ -110,9 +110,7 @@ def test_one_operand_less_in_front_is_no_change_of_those_behind():
 
 
 def test_inputs_are_called_as_the_program_calls_them():
-    weight = given(
-        "l_w",
-    )
+    weight = given("l_w")
     weight.source_name = "L['self']._modules['layers']._modules['0']._parameters['weight']"
     assert input_name(weight) == "layers.0.weight"
     weight.source_name = "L['batch']['lengths']"
@@ -170,9 +168,9 @@ def test_equal_layers_are_told_once():
     before, after = layers("torch.gelu"), layers("torch.silu")
     sections = collapse(diff(before, after), before, after)
     assert [section.title for section in sections] == ["layers 0–27: the same changes ×28"]
-    groups = [(g.kind.value, g.target, g.source, g.module, g.detail, len(g.changes)) for g in sections[0].groups]
-    detail = "torch.gelu → torch.silu"
-    assert groups == [("rewired", "gelu", "model.py:2", "model.layers.*.mlp", detail, 28)]
+    lines = [(line.kind.value, line.source, line.module, line.what, len(line.changes)) for line in sections[0].lines]
+    what = "gelu: torch.gelu → torch.silu"
+    assert lines == [("rewired", "model.py:2", "model.layers.*.mlp", what, 28)]
 
 
 def test_ranges():
@@ -188,5 +186,5 @@ def test_layers_that_differ_in_the_names_of_their_symbols_are_told_once():
 
     before, after = layers("u7", "u10"), layers(32, 32)
     [section] = collapse(diff(before, after), before, after)
-    assert section.layers == [0, 1] and [len(group.changes) for group in section.groups] == [2]
+    assert section.layers == [0, 1] and [len(line.changes) for line in section.lines] == [2]
     assert len(collapse(diff(before, layers(32, 16)), before, layers(32, 16))) == 2  # but what they become must agree

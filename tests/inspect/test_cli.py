@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import subprocess
@@ -116,9 +115,9 @@ def test_inspect_shows_a_folder_of_ranks(tmp_path, capsys):
         record.rank, record.pid = rank, 100 + rank
         record.save(tmp_path / f"record-rank{rank}.jsonl")
         torch._dynamo.reset()
-    assert main(["inspect", "--json", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.index('"rank": 0') < printed.index('"rank": 1')
+    assert printed.index(", rank 0") < printed.index(", rank 1")
 
 
 def test_diff_of_a_record_with_itself_and_with_another(tmp_path, capsys, record_file):
@@ -132,8 +131,6 @@ def test_diff_of_a_record_with_itself_and_with_another(tmp_path, capsys, record_
     assert "layers 0–2: the same changes ×3" in printed and "host reads" in printed
     assert "passes: () → ('hoist_metadata',)" in printed
     assert main(["diff", "--stage", "captured", other, record_file]) == 0
-    assert main(["diff", "--json", other, record_file]) == 1
-    capsys.readouterr()
 
 
 def test_explain_names_what_was_taken_and_what_was_not(tmp_path, capsys):
@@ -143,8 +140,6 @@ def test_explain_names_what_was_taken_and_what_was_not(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "taken by hoist_metadata" in printed
     assert "left alone, and why" in printed and "costs 2 host reads" in printed
-    assert main(["explain", "--json", path]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["left_alone"][0]["kind"] == "activation"
 
 
 @pytest.mark.parametrize("option", ["--html", "--save"])

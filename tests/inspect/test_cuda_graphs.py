@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from fxpasses.base.cuda_graphs import Capturability, Obstruction
 from fxpasses.inspect import Record
 from fxpasses.inspect.model import Partition
 from fxpasses.inspect.partition import partition
-from fxpasses.inspect.summary import summary
 from fxpasses.inspect.text import Style, report
 from tests.end_to_end import test_flash_path as flash_path
 from tests.end_to_end import test_training_step as training_step
@@ -170,9 +168,9 @@ def test_a_record_keeps_it_as_data(tmp_path: Any) -> None:
     record.save(tmp_path / "record.jsonl")
     again = fxpasses.inspect.load(tmp_path / "record.jsonl")
     assert again == record and not again.graphs[0].cuda_graphs["graph"].whole
-    found = json.loads(json.dumps(summary(again), allow_nan=False))["graphs"][0]["cuda_graphs"]["graph"]
-    assert found["whole"] is False and {o["reason"]["name"] for o in found["obstacles"]} == {"HOST_READ"}
-    assert [number["node"] for number in found["numbers"]] == ["packed_0"]
+    found = again.graphs[0].cuda_graphs["graph"]
+    assert {obstacle.reason for obstacle in found.obstacles} == {Obstruction.HOST_READ}
+    assert [number.node for number in found.numbers] == ["packed_0"]
 
 
 def test_a_record_without_it_says_nothing(tmp_path: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Node, Partition, Run, Saved, Stage
 from fxpasses.inspect.readable import readable
-from fxpasses.inspect.summary import summary
 from fxpasses.inspect.text import Style, report
 from fxpasses.inspect.whynot import near_misses
 from fxpasses.report import Reason, Refusal, Report, Transfer
@@ -210,15 +208,6 @@ def test_colour_is_for_terminals_alone(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert not Style.of(Terminal()).color
     assert "\x1b" not in report(recorded(), Style(color=False))
-
-
-def test_the_summary_is_json():
-    found = json.loads(json.dumps(summary(recorded()), allow_nan=False))
-    graph = found["graphs"][0]
-    assert graph["figures"]["before"]["host_reads"] == 3
-    assert {change["kind"] for section in graph["changes"]["hoist_metadata"] for change in section["changes"]} == {
-        "prologue", "rewired", "added",
-    }  # fmt: skip
 
 
 def test_a_stage_reads_like_the_program():

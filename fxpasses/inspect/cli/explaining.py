@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,38 +18,21 @@ EPILOG = """\
 examples:
   fxpasses explain run.jsonl
   fxpasses explain records/          a folder that FXPASSES_RECORD filled
-  fxpasses explain --json run.jsonl
 
 exit codes: 0 success; 2 a file cannot be read.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("record", metavar="RECORD", help="a record, or a folder of records")
 
 
 def run(given: argparse.Namespace) -> int:
     from fxpasses.inspect.cli.records import load_all
     from fxpasses.inspect.text import Style
-    from fxpasses.inspect.whynot import near_misses
 
-    records = load_all(given.record)
-    graphs = [graph for record in records for graph in record.graphs]
-    if given.json:
-        found = [
-            {
-                "compile_id": graph.compile_id,
-                "rank": graph.rank,
-                "taken": {report.pass_name: report.changes for report in graph.reports},
-                "left_alone": [asdict(miss) for miss in near_misses(graph)],
-            }
-            for graph in graphs
-        ]
-        print(json.dumps(found, ensure_ascii=False, indent=1))
-        return 0
-    style = Style.of(sys.stdout)
-    print("\n\n".join(_explain_all(graphs, style)) or "the record holds no graph")
+    graphs = [graph for record in load_all(given.record) for graph in record.graphs]
+    print("\n\n".join(_explain_all(graphs, Style.of(sys.stdout))) or "the record holds no graph")
     return 0
 
 
@@ -69,8 +50,7 @@ def _explain_all(graphs: list[Graph], style: Style) -> Iterator[str]:
 
 
 def _explain(graph: Graph, style: Style) -> str:
-    from fxpasses.inspect.summary import taken
-    from fxpasses.inspect.text import why_not
+    from fxpasses.inspect.text import taken, why_not
     from fxpasses.inspect.whynot import near_misses
 
     parts = []

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import runpy
 import sys
 import traceback
-import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +29,7 @@ exit codes: the script's own if it is not 0; else 0; 2 wrong arguments; 3 this b
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a page that works without a network")
-    parser.add_argument(
-        "--open", action="store_true", help="show the page in a browser (with --html, or in a new file)"
-    )
     parser.add_argument("--save", metavar="FILE", help="write the record, for diff and explain")
-    parser.add_argument("--json", action="store_true", help="print figures, changes and reasons as JSON")
     parser.add_argument("--all", action="store_true", help="print the whole report")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, a record, or a folder of records")
@@ -112,23 +106,17 @@ def _check_is_there(script: str, module: bool) -> None:
 
 
 def _show(record: Record, given: argparse.Namespace, count: int) -> None:
-    from fxpasses.inspect.summary import summary
     from fxpasses.inspect.text import Style, report
 
-    if given.json:
-        print(json.dumps(summary(record), ensure_ascii=False, indent=1))
-    else:
-        print(report(record, Style.of(sys.stdout, given.all)))
+    print(report(record, Style.of(sys.stdout, given.all)))
     if given.save:
         record.save(_numbered(given.save, record, count))
-    if given.html or given.open:
+    if given.html:
         from fxpasses.inspect.html import page
 
-        target = Path(_numbered(given.html or "fxpasses-report.html", record, count))
+        target = Path(_numbered(given.html, record, count))
         target.write_text(page(record), encoding="utf-8")
         print(f"wrote {target}", file=sys.stderr)
-        if given.open:
-            webbrowser.open(target.resolve().as_uri())
 
 
 def _numbered(path: str, record: Record, count: int) -> str:
