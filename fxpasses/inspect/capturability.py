@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from fxpasses.base.cuda_graphs import Capturability, NumberInput, Obstacle, Obstruction
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.provenance import in_program, module_of, source, where
 from fxpasses.graph.symbols import constant, free_symbols, is_symbolic, unbacked_symbols
+from fxpasses.inspect.snapshot import leaves_of, value_of
 
 _READS = frozenset({"item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "_local_scalar_dense"})
 _CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan", "map_impl"})
@@ -108,7 +108,7 @@ class _Search:
             return Obstruction.DATA_DEPENDENT_SIZE if in_size else Obstruction.HOST_READ, ""
         if is_call or not new:  # a call that binds none has only another name for a symbol that is known
             return None
-        if self.pieces and not isinstance(_value_of(node), torch.SymFloat):  # what is recorded takes no floats
+        if self.pieces and not isinstance(value_of(node), torch.SymFloat):  # what is recorded takes no floats
             return None
         return Obstruction.UNBACKED_NUMBER, ", ".join(sorted(map(str, new)))
 
@@ -197,10 +197,10 @@ def _numbers(gm: GraphModule) -> list[NumberInput]:
     sizes = {symbol for node in gm.graph.nodes for tensor in _tensors(node) for symbol in free_symbols(tensor)}
     found, known = [], set[Any]()
     placeholders = gm.graph.find_nodes(op="placeholder")
-    numbers = [value for value in map(_value_of, placeholders) if is_symbolic(value)]
+    numbers = [value for value in map(value_of, placeholders) if is_symbolic(value)]
     passed = {symbol for value in numbers for symbol in free_symbols(value)}
     for node in placeholders:
-        value = _value_of(node)
+        value = value_of(node)
         sized = {symbol for tensor in _tensors(node) for symbol in unbacked_symbols(tensor)} - passed - known
         if sized:  # the prologue's results bring their sizes
             known |= sized
@@ -222,14 +222,8 @@ def _attribute(gm: GraphModule, node: Node) -> Any:
     return getattr(gm, str(node.target), None) if node.op == "get_attr" else None
 
 
-def _value_of(node: Node) -> Any:
-    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
-
-
 def _leaves(node: Node) -> list[Any]:
-    value = _value_of(node)
-    leaves = [value] if value is None or isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) or is_symbolic(leaf)]
+    return [leaf for leaf in leaves_of(node) if isinstance(leaf, torch.Tensor) or is_symbolic(leaf)]
 
 
 def _tensors(node: Node) -> Iterator[torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.matching import match
 from fxpasses.inspect.model import MAIN, Node, Stage, TensorValue, bodies_of, references
+from fxpasses.inspect.readable import argument_text, input_name, type_text
 
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 _SYMBOL = re.compile(r"[suz][a-z]*\d+")
@@ -267,17 +268,7 @@ class _Diff:
         yield "operands: " + (" ".join(labels) or "others, or in another order")
 
     def _text(self, graph: Dataflow, number: int, value: Any) -> str:
-        if isinstance(value, dict) and "node" in value:
-            return self._label(graph, graph.number[graph.region[number], value["node"]])
-        if isinstance(value, dict) and "constant" in value:
-            return str(value["constant"])
-        if isinstance(value, dict) and "slice" in value:
-            return (
-                ":".join("" if v is None else self._text(graph, number, v) for v in value["slice"]).rstrip(":") or ":"
-            )
-        if isinstance(value, list):
-            return f"[{', '.join(self._text(graph, number, item) for item in value)}]"
-        return repr(value)
+        return argument_text(value, lambda name: self._label(graph, graph.number[graph.region[number], name]))
 
     def _label(self, graph: Dataflow, number: int) -> str:
         """A label of a node that identical layers share: an input's name, or else the operator."""
@@ -327,13 +318,6 @@ def _made_at(node: Node) -> Any:
     return node.short_target, str(node.source)
 
 
-def input_name(node: Node) -> str:
-    """`lengths` for Dynamo's `L['lengths']`, `layers.0.weight` for a parameter, else the node's target."""
-    name = re.sub(r"^[LG]\['(\w+)'\]", r"\1", node.source_name)
-    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
-    return name.removeprefix("self.") or node.target
-
-
 def _matched_regions(before: Dataflow, after: Dataflow, to: list[int]) -> dict[str, str]:
     """Maps the bodies of "before" to those of "after": the bodies of a matched call, in order."""
     found = {path: path for path in before.regions if not before.regions[path].call and path in after.regions}
@@ -355,9 +339,3 @@ def _by_call(graph: Dataflow) -> dict[tuple[str, str], list[str]]:
 
 def _place(region: str) -> str:
     return "the main graph" if region == MAIN else f"the body {region.rsplit('/', 1)[-1]}"
-
-
-def type_text(value: TensorValue) -> str:
-    """`float32[16, u0]`, with the device if it is not the CPU."""
-    device = "" if value.device == "cpu" else f" on {value.device}"
-    return f"{value.dtype}[{', '.join(map(str, value.shape))}]{device}"

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fxpasses.inspect import model
+from fxpasses.inspect.failure import Failure
 from fxpasses.inspect.model import SCHEMA, VERSION, Graph, Run
 
 
-class RecordError(ValueError):
+class RecordError(Failure):
     """A file that is not a record, or that this version cannot read. The message is one line for a person."""
 
 

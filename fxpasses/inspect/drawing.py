@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 
-from fxpasses.inspect.changes import Kind, diff, type_text
+from fxpasses.inspect.changes import Kind, diff
 from fxpasses.inspect.dataflow import Dataflow
+from fxpasses.inspect.failure import Failure
 from fxpasses.inspect.model import Stage
+from fxpasses.inspect.readable import type_text
 
 _COLORS = {
     Kind.REMOVED: "#b3261e", Kind.PROLOGUE: "#00696f", Kind.ADDED: "#1a6b2d", Kind.REWIRED: "#8a5200",
@@ -20,16 +22,15 @@ _COLORS = {
 _SECONDS = 30  # on some graphs Graphviz does not terminate in practice
 
 
-class DrawingError(ValueError):
-    """A node does not exist, or Graphviz fails. One line for a person."""
-
-
 def dot(stage: Stage, around: str, steps: int = 2, before: Stage | None = None) -> str:
-    """The nodes within `steps` edges of the node called `around`, in DOT; changes since `before` are coloured."""
+    """The nodes within `steps` edges of the node called `around`, in DOT; changes since `before` are coloured.
+
+    Raises `Failure` if there is no such node.
+    """
     graph = Dataflow(stage)
     centre = [number for number, node in enumerate(graph.nodes) if node.name == around]
     if not centre:
-        raise DrawingError(f"the stage {stage.name!r} has no node {around!r}")
+        raise Failure(f"the stage {stage.name!r} has no node {around!r}")
     chosen = set(centre)
     for _ in range(steps):
         edge = {near for number in chosen for near in (*graph.inputs[number], *graph.users[number])}
@@ -51,15 +52,15 @@ def dot(stage: Stage, around: str, steps: int = 2, before: Stage | None = None) 
 
 
 def svg(text: str) -> str:
-    """The drawing of a DOT text; raises `DrawingError` without Graphviz."""
+    """The drawing of a DOT text; raises `Failure` without Graphviz."""
     if shutil.which("dot") is None:
-        raise DrawingError("Graphviz is not installed (the command `dot`); DOT files need none")
+        raise Failure("Graphviz is not installed (the command `dot`); DOT files need none")
     try:
         done = subprocess.run(
             ["dot", "-Tsvg"], input=text, capture_output=True, text=True, timeout=_SECONDS, check=True
         )
     except (subprocess.SubprocessError, OSError) as error:
-        raise DrawingError(f"Graphviz failed: {error}") from error
+        raise Failure(f"Graphviz failed: {error}") from error
     return done.stdout
 
 

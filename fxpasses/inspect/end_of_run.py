@@ -31,7 +31,10 @@ _AS_IT_SHOULD_BE = (Reason.SMALL, Reason.NEEDED_SOON, Reason.WITHIN_BUDGET, Reas
 
 @dataclass
 class Graph:
-    """A graph that the backend compiled: the reports of the passes, and when it was done, in seconds of the run."""
+    """Observes one compilation, as `recording.Observer` does, and keeps what the summary needs: no graph, no tensor.
+
+    done: when the compilation ended, in seconds of the run.
+    """
 
     frame: int
     where: str
@@ -39,6 +42,23 @@ class Graph:
     reports: list[Report] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     done: float = 0.0
+
+    def after_pass(self, report: Report, result: Any, failure: str = "") -> None:
+        if failure:
+            self.failed.append(f"{report.pass_name}: {failure}")
+        else:
+            self.reports.append(report)
+
+    def after_partition(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def lowering(self) -> None:
+        pass
+
+    def finish(self, outcome: str) -> None:
+        if _history is not None:
+            self.outcome, self.done = outcome, time.monotonic() - _history.started
+            _history.graphs.append(self)
 
 
 @dataclass
@@ -75,36 +95,13 @@ def _print() -> None:
         print(f"fxpasses: the summary failed ({type(error).__name__}: {error})", file=sys.stderr)
 
 
-class Entry:
-    """Observes one compilation, as `recording.Observer` does, and keeps what the summary needs: no graph, no tensor."""
-
-    def __init__(self, gm: GraphModule, compilation: Any) -> None:
-        from fxpasses.inspect import snapshot
-
-        frame = compilation.frame_id if compilation is not None else -1
-        self.graph = Graph(frame, snapshot.where_from(gm))
-
-    def after_pass(self, report: Report, result: Any, failure: str = "") -> None:
-        if failure:
-            self.graph.failed.append(f"{report.pass_name}: {failure}")
-        else:
-            self.graph.reports.append(report)
-
-    def after_partition(self, report: Report) -> None:
-        self.graph.reports.append(report)
-
-    def lowering(self) -> None:
-        pass
-
-    def finish(self, outcome: str) -> None:
-        if _history is not None:
-            self.graph.outcome, self.graph.done = outcome, time.monotonic() - _history.started
-            _history.graphs.append(self.graph)
-
-
-def entry(gm: GraphModule, compilation: Any) -> Entry | None:
+def entry(gm: GraphModule, compilation: Any) -> Graph | None:
     """An observer of a compilation for the summary; None if nobody asked for one."""
-    return Entry(gm, compilation) if _history is not None else None
+    from fxpasses.inspect import snapshot
+
+    if _history is None:
+        return None
+    return Graph(compilation.frame_id if compilation is not None else -1, snapshot.where_from(gm))
 
 
 def text(history: History) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
-from fxpasses.inspect.changes import MARKS, Kind, diff, type_text
+from fxpasses.inspect.changes import MARKS, Kind, diff
 from fxpasses.inspect.codec import dumps
 from fxpasses.inspect.collapse import collapse, layer_of, layers_of
 from fxpasses.inspect.dataflow import Dataflow
@@ -19,7 +19,7 @@ from fxpasses.inspect.figures import figures
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Run, Stage
-from fxpasses.inspect.readable import call_text
+from fxpasses.inspect.readable import call_text, type_text
 from fxpasses.inspect.text import figure_rows, left_alone, saved_rows, taken
 from fxpasses.inspect.whynot import near_misses
 

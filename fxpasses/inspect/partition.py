@@ -11,7 +11,6 @@ import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from fxpasses.graph.provenance import module_of, where
 from fxpasses.graph.symbols import bytes_of
 from fxpasses.inspect.capturability import capturability
 from fxpasses.inspect.model import Partition, Saved
+from fxpasses.inspect.snapshot import leaves_of
 
 MODULE, NAME = "torch._functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs"
 _listening = threading.local()  # a compilation stays in one thread
@@ -73,15 +73,7 @@ def partition(forward: GraphModule, backward: GraphModule) -> Partition:
 
 
 def _flops(gm: GraphModule) -> list[int]:
-    return [flops_of(node, list(_tensors(node.meta.get("val")))) or 0 for node in gm.graph.nodes]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    return [flops_of(node, leaves_of(node)) or 0 for node in gm.graph.nodes]
 
 
 def _install() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
-from fxpasses.inspect.changes import input_name, type_text
-from fxpasses.inspect.model import Node, Stage
+from fxpasses.inspect.model import Node, Stage, TensorValue
 
 
 def readable(stage: Stage) -> str:
@@ -40,18 +41,32 @@ def call_text(node: Node) -> str:
     return f"{node.target}({', '.join(arguments)})"
 
 
-def argument_text(value: Any) -> str:
-    """An argument in Python's syntax."""
+def argument_text(value: Any, label: Callable[[str], str] = str) -> str:
+    """An argument in Python's syntax, except that slices are as between brackets. label: the text of a node's name."""
     if isinstance(value, list):
-        return f"[{', '.join(map(argument_text, value))}]"
+        return f"[{', '.join(argument_text(item, label) for item in value)}]"
     if not isinstance(value, dict):
         return repr(value)
     if "node" in value:
-        return str(value["node"])
+        return label(value["node"])
     if "body" in value:
         return str(value["body"]).rsplit("/", 1)[-1]
     if "constant" in value:
         return str(value["constant"])
     if "slice" in value:
-        return f"slice({', '.join(map(argument_text, value['slice']))})"
-    return f"{{{', '.join(f'{key}: {argument_text(item)}' for key, item in value.get('dict', []))}}}"
+        parts = ("" if part is None else argument_text(part, label) for part in value["slice"])
+        return ":".join(parts).removesuffix(":")
+    return f"{{{', '.join(f'{key}: {argument_text(item, label)}' for key, item in value.get('dict', []))}}}"
+
+
+def input_name(node: Node) -> str:
+    """`lengths` for Dynamo's `L['lengths']`, `layers.0.weight` for a parameter, else the node's target."""
+    name = re.sub(r"^[LG]\['(\w+)'\]", r"\1", node.source_name)
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
+    return name.removeprefix("self.") or node.target
+
+
+def type_text(value: TensorValue) -> str:
+    """`float32[16, u0]`, with the device if it is not the CPU."""
+    device = "" if value.device == "cpu" else f" on {value.device}"
+    return f"{value.dtype}[{', '.join(map(str, value.shape))}]{device}"

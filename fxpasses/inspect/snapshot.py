@@ -105,7 +105,7 @@ def symbol_hints(gm: GraphModule) -> dict[str, int]:
     """The traced value of every symbol that is the size of an input by itself."""
     hints: dict[str, int] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
-        for leaf in _leaves(_value_of(node)):
+        for leaf in leaves_of(node):
             sizes = leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]
             for size in sizes:
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.has_hint():
@@ -130,8 +130,7 @@ class _Snapshot:
                 return {"body": bodies[value, node]} if (value, node) in bodies else {"node": value.name}
             return _argument(value, argument)
 
-        value = _value_of(node)
-        leaves = _leaves(value)
+        leaves = leaves_of(node)
         module, module_class = module_of(node)
         taken = Node(
             name=node.name,
@@ -140,7 +139,7 @@ class _Snapshot:
             args=[argument(a) for a in node.args],
             kwargs={name: argument(a) for name, a in node.kwargs.items()},
             values=[self._tensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)],
-            scalar=_scalar(value),
+            scalar=_scalar(value_of(node)),
             binds=[str(symbol) for symbol in node.meta.get("unbacked_bindings") or ()],
             module=module,
             module_class=module_class,
@@ -175,12 +174,14 @@ def _body_paths(gm: GraphModule, path: str) -> dict[tuple[FxNode, FxNode], str]:
     return paths
 
 
-def _value_of(node: FxNode) -> Any:
+def value_of(node: FxNode) -> Any:
     """The example of a node, which Dynamo calls `example_value` and AOTAutograd `val`."""
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves_of(node: FxNode) -> list[Any]:
+    """The tensors, numbers and other parts of a node's example."""
+    value = value_of(node)
     return pytree.tree_leaves(value) if isinstance(value, (tuple, list, dict)) else [] if value is None else [value]
 
 
@@ -243,7 +244,7 @@ def _is_host_read(node: FxNode, taken: Node) -> bool:
         return taken.op.startswith("call") and taken.short_target != "getitem" and copy_read_by(node) is None
     if is_copy_to_host(node) and is_read_by_items(node):
         return True
-    inputs = [leaf for argument in node.all_input_nodes for leaf in _leaves(_value_of(argument))]
+    inputs = [leaf for argument in node.all_input_nodes for leaf in leaves_of(argument)]
     from_device = any(isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta") for leaf in inputs)
     to_host = bool(taken.values) and all(value.device == "cpu" for value in taken.values)
     return from_device and (to_host or taken.short_target in _COPIES_TO_HOST) and node.op.startswith("call")

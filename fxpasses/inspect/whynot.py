@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from fxpasses.inspect.changes import input_name
 from fxpasses.inspect.ledger import unbacked_in
 from fxpasses.inspect.model import Graph, Node, Stage, bodies_of, inputs_of
+from fxpasses.inspect.readable import input_name
 from fxpasses.report import Reason, Refusal
 
 
@@ -16,11 +16,9 @@ from fxpasses.report import Reason, Refusal
 class NearMiss:
     """Refusals that identical layers share. host_reads: per run of the graph. bytes: of the values concerned."""
 
-    graph: str
     pass_name: str
     target: str
     reason: str
-    kind: str
     text: str
     where: str
     code: str = ""
@@ -28,7 +26,6 @@ class NearMiss:
     count: int = 0
     host_reads: int = 0
     bytes: int = 0
-    subjects: list[str] = field(default_factory=list)
 
 
 def near_misses(graph: Graph) -> list[NearMiss]:
@@ -44,15 +41,8 @@ def near_misses(graph: Graph) -> list[NearMiss]:
             target = node.short_target if node is not None else refusal.subject
             text = _readable(refusal.text, nodes, before)
             key = (stage.name, target, refusal.reason.name, text, refusal.where)
-            miss = found.setdefault(
-                key,
-                NearMiss(
-                    graph.compile_id, stage.name, target, refusal.reason.value, refusal.reason.name.lower(),
-                    text, refusal.where,
-                ),
-            )  # fmt: skip
+            miss = found.setdefault(key, NearMiss(stage.name, target, refusal.reason.value, text, refusal.where))
             miss.count += 1
-            miss.subjects.append(refusal.subject)
             if stage.partitioned:
                 miss.bytes += saved.get(refusal.subject, 0)
             if node is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fxpasses.inspect.changes import diff, input_name
+from fxpasses.inspect.changes import diff
 from fxpasses.inspect.collapse import collapse, is_border, ranges
 from fxpasses.inspect.model import MAIN, Node, Region, Stage
+from fxpasses.inspect.readable import input_name
 from tests.inspect.stages import call, given, ref, result, stage, tensor
 
 

@@ -104,7 +104,7 @@ def refusing():
 
 def test_why_not_names_reason_line_and_cost():
     [miss] = [miss for miss in near_misses(refusing().graphs[0]) if miss.host_reads]
-    assert miss.kind == "activation" and miss.target == "item"
+    assert miss.reason == Reason.ACTIVATION.value and miss.target == "item"
     assert miss.host_reads == miss.count == 2
     assert miss.where.startswith("programs.py:") and "(lengths * weight).sum().item()" in miss.code
 
@@ -179,7 +179,7 @@ def test_a_loop_over_experts_that_stays_costs_its_queries():
     given = torch.randn(6, 4), torch.randint(0, 3, (6,)), torch.randn(3, 4, 4)
     graph = recorded(loop, *given, passes=["group_experts"], experts="grouped").graphs[0]
     [miss] = near_misses(graph)
-    assert (miss.kind, miss.host_reads, miss.bytes) == ("not_alike", 3, 0)
+    assert (miss.reason, miss.host_reads, miss.bytes) == (Reason.NOT_ALIKE.value, 3, 0)
     assert "left alone: 1 candidate; 3 host reads a step stay" in report(Run(graphs=[graph]), Style())
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpasses.inspect.cli.reproducing import Reproduction
+from fxpasses.inspect.failure import Failure, check_folder
 
 if TYPE_CHECKING:
     from fxpasses.inspect.model import Graph
@@ -49,8 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.failure import Failure, check_folder
-
     check_folder(given.output)
     if not Path(given.script).is_file():
         raise Failure(f"{given.script}: there is no such file")

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from fxpasses.inspect.failure import Failure, check_folder
+
 NAME = "draw"
 HELP = "draw the neighbourhood of a node of a recorded graph, as DOT or SVG"
 EPILOG = """\
@@ -32,34 +34,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.failure import Failure, check_folder
     from fxpasses.inspect.cli.records import load_one
-    from fxpasses.inspect.drawing import DrawingError, dot, svg
+    from fxpasses.inspect.drawing import dot, svg
 
     check_folder(given.output)
     graphs = [graph for graph in load_one(given.record).graphs if given.graph in ("", graph.compile_id)]
     if not graphs:
         raise Failure(f"{given.record}: holds no graph {given.graph}".rstrip())
-    problem = ""
     for graph in graphs:
         stages = [stage for stage in graph.stages if stage.regions is not None]
         named = [i for i, stage in enumerate(stages) if given.stage in ("", stage.name)]
         if not named:
             raise Failure(f"there is no stage {given.stage!r}; there are {', '.join(s.name for s in stages)}")
         number = named[-1]
-        try:
-            text = dot(stages[number], given.node, given.steps, stages[number - 1] if number else None)
+        names = {node.name for region in stages[number].regions or () for node in region.nodes}
+        if given.node in names or graph is graphs[-1]:
             break
-        except DrawingError as error:
-            problem = str(error)
-    else:
-        raise Failure(problem)
+    text = dot(stages[number], given.node, given.steps, stages[number - 1] if number else None)
     if given.output is None:
         sys.stdout.write(text)
-        return 0
-    try:
-        wanted = svg(text) if given.output.endswith(".svg") else text
-    except DrawingError as error:
-        raise Failure(str(error)) from error
-    Path(given.output).write_text(wanted, encoding="utf-8")
+    else:
+        Path(given.output).write_text(svg(text) if given.output.endswith(".svg") else text, encoding="utf-8")
     return 0

@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fxpasses.inspect.failure import Failure, check_folder
+
 if TYPE_CHECKING:
     from fxpasses.inspect import Record
 
@@ -37,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from fxpasses.inspect.cli.failure import Failure, check_folder
     from fxpasses.inspect.cli.records import load_all
 
     check_folder(given.save, given.html)
@@ -58,7 +59,6 @@ def run(given: argparse.Namespace) -> int:
 def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
     """The exit code and the record of a program that runs in this process, as `python SCRIPT ARGS` would run it."""
     from fxpasses import inspect
-    from fxpasses.inspect.cli.failure import Failure
 
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = os.getcwd() if given.module else str(Path(given.script).resolve().parent)
@@ -86,8 +86,6 @@ def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
 
 
 def _check_is_there(script: str, module: bool) -> None:
-    from fxpasses.inspect.cli.failure import Failure
-
     if not module:
         if not Path(script).is_file():
             raise Failure(f"{script}: there is no such file")

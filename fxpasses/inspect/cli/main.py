@@ -6,8 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from fxpasses.inspect.cli.failure import Failure
-from fxpasses.inspect.codec import RecordError
+from fxpasses.inspect.failure import Failure
 from fxpasses.version import __version__
 
 _EPILOG = """\
@@ -35,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = parsed.run
     try:
         return command(parsed)
-    except (Failure, RecordError) as error:
+    except Failure as error:
         print(f"fxpasses: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.code if isinstance(error, Failure) else 2
+        return 2
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
         return 0

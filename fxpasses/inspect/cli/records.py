@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from fxpasses.inspect import Record, load
-from fxpasses.inspect.cli.failure import Failure
 from fxpasses.inspect.codec import RecordError
+from fxpasses.inspect.failure import Failure
 
 
 def load_all(path: str) -> list[Record]:

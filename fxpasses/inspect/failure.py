@@ -1,16 +1,12 @@
-"""Errors of the commands: one line each."""
+"""Errors of the user: one line each."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 
-class Failure(Exception):
-    """An error to show to the user, in one line. code: the exit code."""
-
-    def __init__(self, text: str, code: int = 2) -> None:
-        super().__init__(text)
-        self.code = code
+class Failure(ValueError):
+    """An error to show to the user, in one line; the command ends with exit code 2."""
 
 
 def check_folder(*paths: str | None) -> None:
