@@ -43,17 +43,14 @@ MARKS = {
 class Change:
     """One change of one node. before, after: (path of the region, name), None on a side without the node.
 
-    detail: a text that names operators instead of nodes, so that identical layers have the same text.
+    node: the one before, if there is one. detail: a text that names operators instead of nodes, so that identical
+    layers have the same text.
     """
 
     kind: Kind
     before: tuple[str, str] | None
     after: tuple[str, str] | None
-    op: str
-    target: str
-    module: str = ""
-    source: str = ""
-    code: str = ""
+    node: Node
     detail: str = ""
 
 
@@ -137,19 +134,9 @@ class _Diff:
 
     def _add(self, kind: Kind, number: int | None, other: int | None, detail: str) -> None:
         node = self.before.nodes[number] if number is not None else self.after.nodes[other or 0]
-        self.found.changes.append(
-            Change(
-                kind,
-                self.before.key(number) if number is not None else None,
-                self.after.key(other) if other is not None else None,
-                node.op,
-                node.target,
-                node.module,
-                str(node.source) if node.source else "",
-                node.source.code if node.source else "",
-                detail,
-            )
-        )
+        before = self.before.key(number) if number is not None else None
+        after = self.after.key(other) if other is not None else None
+        self.found.changes.append(Change(kind, before, after, node, detail))
 
     # Moved to the prologue
 

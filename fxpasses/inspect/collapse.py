@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fxpasses.inspect.changes import Change, Diff, Kind
-from fxpasses.inspect.model import MAIN, Stage, short_name
+from fxpasses.inspect.model import MAIN, Stage
 
 _SYMBOL = re.compile(r"\bu\d+\b")
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
@@ -59,9 +59,10 @@ def collapse(found: Diff, before: Stage, after: Stage) -> list[Section]:
             continue
         side, place = (0, change.before) if change.before is not None else (1, change.after)
         assert place is not None
-        layer = layer_of(change.module, place[0], layers[side])
-        module = _INDEX.sub("*", change.module, count=1)
-        key = (change.kind, change.op, change.target, change.source, module, _without_numbers(change.detail))
+        node = change.node
+        layer = layer_of(node.module, place[0], layers[side])
+        module = _INDEX.sub("*", node.module, count=1)
+        key = (change.kind, node.op, node.target, str(node.source), module, _without_numbers(change.detail))
         group = groups.setdefault(key, _Group(change, module))
         group.changes.append(change)
         if layer is not None:
@@ -77,12 +78,12 @@ def _lines(groups: list[_Group], layers: int, found: Diff) -> list[Line]:
     merged: dict[tuple[object, ...], list[_Group]] = {}
     for group in groups:
         first = group.first
-        merged.setdefault((group.module, first.kind, first.source, _own_detail(first)), []).append(group)
+        merged.setdefault((group.module, first.kind, str(first.node.source), _own_detail(first)), []).append(group)
     lines = []
     for (module, *_), alike in merged.items():
         first = alike[0].first
         changes = tuple(change for group in alike for change in group.changes)
-        counts = Counter(short_name(change.target) for change in changes)
+        counts = Counter(change.node.short_target for change in changes)
         what = ", ".join(_times(target, count, max(layers, 1)) for target, count in counts.items())
         if first.kind is Kind.PROLOGUE:
             results = sum(_results(group, found) for group in alike)
@@ -90,7 +91,9 @@ def _lines(groups: list[_Group], layers: int, found: Diff) -> list[Line]:
                 what += f" → {results} once a batch" if results else " → asserted once a batch"
         elif detail := _own_detail(first):
             what += f": {detail}"
-        lines.append(Line(first.kind, first.source, first.code, str(module), what, changes))
+        source = first.node.source
+        place, code = (str(source), source.code) if source is not None else ("", "")
+        lines.append(Line(first.kind, place, code, str(module), what, changes))
     modules = list(dict.fromkeys(line.module for line in lines))
     return sorted(lines, key=lambda line: (modules.index(line.module), _ORDER.index(line.kind)))
 
@@ -128,7 +131,7 @@ def _without_numbers(detail: str) -> str:
 def is_border(change: Change) -> bool:
     """Whether the change is of a body's placeholder or output, which the change of the call covers."""
     region, _ = change.before or change.after or (MAIN, "")
-    return region != MAIN and change.op in ("placeholder", "output")
+    return region != MAIN and change.node.op in ("placeholder", "output")
 
 
 def layer_of(module: str, region: str, layers: dict[str, int]) -> int | None:

@@ -11,7 +11,7 @@ from tests.inspect.stages import call, given, ref, result, stage, tensor
 
 def told(before: Stage, after: Stage) -> list[str]:
     changes = [change for change in diff(before, after).changes if not is_border(change)]
-    return [f"{c.kind.value} {c.target}{': ' + c.detail if c.detail else ''}" for c in changes]
+    return [f"{c.kind.value} {c.node.target}{': ' + c.detail if c.detail else ''}" for c in changes]
 
 
 BEFORE = [given("x"), call("a", "torch.relu", ref("x"), line=1), call("b", "torch.neg", ref("a"), line=2), result("b")]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,26 +181,23 @@ def _smallest_change(
     if not asked:
         return None
 
-    def tried(number: int) -> tuple[bool, Graph | None]:
-        limit = {**environment, CHANGES: f"{culprit}:{before + number}"}
-        failed = check.fails(f"with {number} of {asked} changes in that graph", limit)
-        same = (g for g in reversed(check.graphs()) if (g.compile_id, g.function) == (graph.compile_id, graph.function))
-        return failed, next(same, None)
+    def limit(number: int) -> dict[str, str]:
+        return {**environment, CHANGES: f"{culprit}:{before + number}"}
 
-    failed, passing = tried(0)
-    if failed:
+    def fails(number: int) -> bool:
+        return check.fails(f"with {number} of {asked} changes in that graph", limit(number))
+
+    def tried(number: int) -> Graph | None:
+        fails(number)
+        same = (g for g in reversed(check.graphs()) if (g.compile_id, g.function) == (graph.compile_id, graph.function))
+        return next(same, None)
+
+    if fails(0):
         print(f"it fails without these changes as well: the cause is something else that {culprit} does")
         return None
-    low, high = 0, asked
-    failing: Graph | None = graph
-    while high - low > 1:
-        middle = (low + high) // 2
-        failed, tried_graph = tried(middle)
-        if failed:
-            high, failing = middle, tried_graph
-        else:
-            low, passing = middle, tried_graph
-    return _Change(high, asked, {**environment, CHANGES: f"{culprit}:{before + high}"}, failing, passing)
+    number = _first_failing(asked, fails)
+    failing = graph if number == asked else tried(number)
+    return _Change(number, asked, limit(number), failing, tried(number - 1))
 
 
 def _smallest_limit(check: _Check, environment: Mapping[str, str], graphs: int) -> int | None:
@@ -211,10 +208,14 @@ def _smallest_limit(check: _Check, environment: Mapping[str, str], graphs: int) 
         what = f"with passes on the first {limit} graphs" if limit != 1 else "with passes on the first graph"
         return check.fails(what, {**environment, GRAPHS: str(limit)})
 
-    high = graphs
-    if graphs > 1 and not fails(high):  # the number of graphs varies between runs
+    if graphs > 1 and not fails(graphs):  # the number of graphs varies between runs
         return None
-    low = 0  # without passes it does not fail
+    return _first_failing(graphs, fails)
+
+
+def _first_failing(high: int, fails: Callable[[int], bool]) -> int:
+    """The smallest number that fails, by bisection, where 0 does not fail and `high` does."""
+    low = 0
     while high - low > 1:
         middle = (low + high) // 2
         if fails(middle):

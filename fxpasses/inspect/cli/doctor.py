@@ -32,12 +32,8 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="say when each part of the capture can go, and which of Dynamo's methods it replaces",
-    )
+    text = "say when each part of the capture can go, and which of Dynamo's methods it replaces"
+    parser.add_argument("-v", "--verbose", action="store_true", help=text)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -62,7 +58,6 @@ def findings(verbose: bool = False) -> Iterator[Finding]:
     yield from _features(verbose)
     yield from _private_names()
     yield _folding()
-    yield _backend_names()
     yield from _environment()
     yield from _tools()
 
@@ -84,6 +79,13 @@ def _versions() -> Iterator[Finding]:
             yield Finding(package, "ok", version(package))
         except PackageNotFoundError:
             yield Finding(package, "note", "not installed; needed for Hugging Face models alone")
+    try:
+        from accelerate.utils import DynamoBackend
+    except ImportError:
+        return
+    known = "FASTPACK" in DynamoBackend.__members__
+    without = "does not take it: use fxpasses.FastpackCallback"
+    yield Finding.of("accelerate", known, 'takes "fastpack" as a backend', without)
 
 
 def _devices() -> Iterator[Finding]:
@@ -107,11 +109,10 @@ def _capture() -> Iterator[Finding]:
     known = "fastpack" in torch._dynamo.list_backends(exclude_tags=())
     without = "torch does not find it: `pip install` fxpasses again"
     yield Finding.of("backend", known, 'torch.compile(backend="fastpack") is known', without)
+    state, text = "ok", "`.item()` and `nonzero` are captured in this backend's frames"
     if os.environ.get(KEEP_CONFIG) == "1":
-        text = f"{KEEP_CONFIG}=1 keeps the process' own: `.item()` breaks graphs unless they are on"
-        yield Finding("capture flags", "note", text)
-    else:
-        yield Finding("capture flags", "ok", "`.item()` and `nonzero` are captured in this backend's frames")
+        state, text = "note", f"{KEEP_CONFIG}=1 keeps the process' own: `.item()` breaks graphs unless they are on"
+    yield Finding("capture flags", state, text)
     try:
         DynamoNames.find()
         yield Finding("retracing", "ok", "frames that need a value while tracing are traced again with fewer flags")
@@ -180,12 +181,11 @@ def _folding() -> Finding:
     from fxpasses.fold.outlining import CHECKED, checked_here
     from fxpasses.options import FOLD_LEAST
 
+    least, checked = FOLD_LEAST["auto"], ", ".join(CHECKED)
     if checked_here():
-        text = (
-            f'with fastpack.fold "auto", equal layers, from {FOLD_LEAST["auto"]} on, are compiled once under Inductor'
-        )
+        text = f'with fastpack.fold "auto", equal layers, from {least} on, are compiled once under Inductor'
         return Finding("fold layers", "ok", text)
-    text = f'checked on torch {", ".join(CHECKED)} alone: on {torch.__version__}, only fastpack.fold "on" folds'
+    text = f'checked on torch {checked} alone: on {torch.__version__}, only fastpack.fold "on" folds'
     return Finding("fold layers", "note", text)
 
 
@@ -215,19 +215,6 @@ def _default_options() -> Iterator[Finding]:
             yield Finding(default_options.VARIABLE, "note", f"is {given}: the options of calls that do not give them")
     except ValueError as error:
         yield Finding(default_options.VARIABLE, "off", str(error))
-
-
-def _backend_names() -> Finding:
-    """Whether accelerate, and with it Trainer, takes the name of the backend."""
-    subject = "accelerate"
-    try:
-        from accelerate.utils import DynamoBackend
-    except ImportError:
-        return Finding(subject, "note", "not installed; needed for Hugging Face models alone")
-    known = "FASTPACK" in DynamoBackend.__members__
-    return Finding.of(
-        subject, known, 'takes "fastpack" as a backend', "does not take it: use fxpasses.FastpackCallback"
-    )
 
 
 def _tools() -> Iterator[Finding]:
