@@ -17,7 +17,7 @@ from typing import Any
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.matching import match
 from fxpasses.inspect.model import MAIN, Node, Stage, TensorValue, bodies_of, references
-from fxpasses.inspect.readable import argument_text, input_name, type_text
+from fxpasses.inspect.readable import Printer, input_name, type_text
 
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 _SYMBOL = re.compile(r"[suz][a-z]*\d+")
@@ -255,7 +255,8 @@ class _Diff:
         yield "operands: " + (" ".join(labels) or "others, or in another order")
 
     def _text(self, graph: Dataflow, number: int, value: Any) -> str:
-        return argument_text(value, lambda name: self._label(graph, graph.number[graph.region[number], name]))
+        printer = Printer(lambda name: self._label(graph, graph.number[graph.region[number], name]))
+        return printer.index(value) if isinstance(value, dict) else printer.argument(value)
 
     def _label(self, graph: Dataflow, number: int) -> str:
         """A label of a node that identical layers share: an input's name, or else the operator."""

@@ -1,4 +1,4 @@
-"""A stage as text that reads like the program: one node per line, with its type and source line."""
+"""Nodes as Python text: a stage that reads like the program, one node per line, with its type and source line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,53 @@ from collections.abc import Callable
 from typing import Any
 
 from fxpasses.inspect.model import Node, Stage, TensorValue
+
+
+class Printer:
+    """Writes calls and arguments of nodes. name: the text of a node's name. Subclasses write other things otherwise."""
+
+    def __init__(self, name: Callable[[str], str] = str) -> None:
+        self.name = name
+
+    def body(self, path: str) -> str:
+        return str(path).rsplit("/", 1)[-1]
+
+    def constant(self, text: str) -> str:
+        return str(text)
+
+    def call(self, node: Node) -> str:
+        given = [self.argument(value) for value in node.args]
+        if node.target == "_operator.getitem" and len(given) == 2:
+            return f"{given[0]}[{self.index(node.args[1])}]"
+        given += [f"{self.name(name)}={self.argument(value)}" for name, value in node.kwargs.items()]
+        if node.op == "call_method" and given:
+            return f"{given[0]}.{node.target}({', '.join(given[1:])})"
+        target = node.target.replace("_operator.", "operator.", 1).removeprefix("builtins.")
+        return f"{target}({', '.join(given)})"
+
+    def argument(self, value: Any) -> str:
+        if isinstance(value, list):
+            return f"({''.join(self.argument(item) + ', ' for item in value).rstrip()})" if value else "()"
+        if not isinstance(value, dict):
+            return repr(value)
+        if "node" in value:
+            return self.name(value["node"])
+        if "body" in value:
+            return self.body(value["body"])
+        if "slice" in value:
+            return f"slice({', '.join(map(self.argument, value['slice']))})"
+        if "dict" in value:
+            return f"{{{', '.join(f'{key!r}: {self.argument(item)}' for key, item in value['dict'])}}}"
+        return self.constant(str(value.get("constant")))
+
+    def index(self, value: Any) -> str:
+        """An argument within square brackets."""
+        if isinstance(value, list):
+            return ", ".join(map(self.index, value)) + "," * (len(value) == 1) if value else "()"
+        if isinstance(value, dict) and "slice" in value:
+            parts = ("" if part is None else self.argument(part) for part in value["slice"])
+            return ":".join(parts).removesuffix(":")
+        return self.argument(value)
 
 
 def readable(stage: Stage) -> str:
@@ -32,31 +79,9 @@ def call_text(node: Node) -> str:
         return f"input {input_name(node)}"
     if node.op == "get_attr":
         return f"self.{node.target}"
-    arguments = [argument_text(a) for a in node.args]
-    arguments += [f"{name}={argument_text(a)}" for name, a in node.kwargs.items()]
     if node.op == "output":
-        return f"return {', '.join(arguments)}"
-    if node.op == "call_method" and arguments:
-        return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
-    return f"{node.target}({', '.join(arguments)})"
-
-
-def argument_text(value: Any, label: Callable[[str], str] = str) -> str:
-    """An argument in Python's syntax, except that slices are as between brackets. label: the text of a node's name."""
-    if isinstance(value, list):
-        return f"[{', '.join(argument_text(item, label) for item in value)}]"
-    if not isinstance(value, dict):
-        return repr(value)
-    if "node" in value:
-        return label(value["node"])
-    if "body" in value:
-        return str(value["body"]).rsplit("/", 1)[-1]
-    if "constant" in value:
-        return str(value["constant"])
-    if "slice" in value:
-        parts = ("" if part is None else argument_text(part, label) for part in value["slice"])
-        return ":".join(parts).removesuffix(":")
-    return f"{{{', '.join(f'{key}: {argument_text(item, label)}' for key, item in value.get('dict', []))}}}"
+        return f"return {', '.join(map(Printer().argument, node.args))}"
+    return Printer().call(node)
 
 
 def input_name(node: Node) -> str:

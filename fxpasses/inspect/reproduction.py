@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fxpasses.inspect.model import MAIN, Graph, Node, Region, bodies_of, short_name
+from fxpasses.inspect.model import MAIN, Graph, Node, Region, bodies_of
+from fxpasses.inspect.readable import Printer
 
 _TARGET = re.compile(r"(torch|_operator|math|builtins)(\.[A-Za-z_]\w*)+")
 _METHOD = re.compile(r"[A-Za-z_]\w*")
@@ -115,17 +116,14 @@ def _function(region: Region, graph: Graph) -> str:
             attributes.append(f"{_global(region, node)} = {_input(node, graph)}")
             lines.append(f"{_name(node.name)} = {_global(region, node)}")
         elif node.op == "output":
-            lines.append(f"return {_argument(node.args[0])}")
+            lines.append(f"return {_PRINTER.argument(node.args[0])}")
         elif node.op != "placeholder":
             if len(node.args) != _SUBSCRIPTS.get(node.target, len(node.args)):
                 raise CannotReproduce(f"the arguments of {node.name!r}")
-            place = f"  # {node.source}" if node.source and _plain(str(node.source)) else ""
-            if node.target == "_operator.setitem":  # a call with a slice would break the graph
-                target, index, value = node.args
-                lines.append(f"{_argument(target)}[{_index(index)}] = {_argument(value)}{place}")
-            else:
-                lines.append(f"{_name(node.name)} = {_call(node)}{place}")
-    name = "program" if region.path == MAIN else _body(region.path)
+            place = f"  # {node.source}" if node.source and str(node.source).isprintable() else ""
+            assigned = "" if node.target == "_operator.setitem" else f"{_name(node.name)} = "
+            lines.append(f"{assigned}{_PRINTER.call(node)}{place}")
+    name = "program" if region.path == MAIN else _PRINTER.body(region.path)
     head = "".join(f"{line}\n" for line in attributes)
     return f"\n{head}{chr(10) if head else ''}def {name}({', '.join(parameters)}):\n" + "\n".join(
         f"    {line}" for line in lines
@@ -135,59 +133,43 @@ def _function(region: Region, graph: Graph) -> str:
 _SUBSCRIPTS = {"_operator.getitem": 2, "_operator.setitem": 3}  # operators to their number of arguments
 
 
-def _call(node: Node) -> str:
-    arguments = [_argument(value) for value in node.args]
-    keywords = [f"{_name(name)}={_argument(value)}" for name, value in node.kwargs.items()]
-    if node.op == "call_method":
-        if not _METHOD.fullmatch(node.target) or node.target.startswith("__") or node.target in _FORBIDDEN:
-            raise CannotReproduce(f"the method {node.target!r}")
-        return f"{arguments[0]}.{node.target}({', '.join(arguments[1:] + keywords)})"
-    if node.target == "_operator.getitem":
-        return f"{arguments[0]}[{_index(node.args[1])}]"
-    if node.target == _CHECKPOINT:
-        return f"checkpoint({', '.join(arguments)}, use_reentrant=False)"
-    if bodies_of(node) or not _TARGET.fullmatch(node.target) or short_name(node.target) in _FORBIDDEN:
-        raise CannotReproduce(f"the operator {node.target!r}")
-    target = node.target.replace("_operator.", "operator.", 1).removeprefix("builtins.")
-    return f"{target}({', '.join(arguments + keywords)})"
+def _name(name: str) -> str:
+    if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise CannotReproduce(f"the name {str(name)[:60]!r}")
+    return name
 
 
-def _argument(value: Any) -> str:
-    if isinstance(value, list):
-        return f"({''.join(_argument(item) + ', ' for item in value).rstrip()})" if value else "()"
-    if not isinstance(value, dict):
-        return repr(value)
-    if "node" in value:
-        return _name(value["node"])
-    if "body" in value:
-        return _body(value["body"])
-    if "slice" in value:
-        return f"slice({', '.join(map(_argument, value['slice']))})"
-    if "dict" in value:
-        return f"{{{', '.join(f'{key!r}: {_argument(item)}' for key, item in value['dict'])}}}"
-    return _constant(str(value.get("constant")))
+class _Checked(Printer):
+    """Writes no name, constant or operator that could be code of a record's author."""
+
+    def body(self, path: str) -> str:
+        # With a prefix: Dynamo would take a global function with the name of one of its own bodies for that body.
+        return _name("inside_" + re.sub(r"\W", "_", path.removeprefix(f"{MAIN}/")))
+
+    def constant(self, text: str) -> str:
+        if text == "..." or re.fullmatch(r"torch\.[a-z]\w*", text):
+            return text
+        if re.fullmatch(r"-?(inf|nan)", text):
+            return f'float("{text}")'
+        if _DEVICE.fullmatch(text):
+            return f'torch.device("{text}")'
+        raise CannotReproduce(f"the constant {text[:60]!r}")
+
+    def call(self, node: Node) -> str:
+        if node.op == "call_method":
+            if not _METHOD.fullmatch(node.target) or node.target.startswith("__") or node.target in _FORBIDDEN:
+                raise CannotReproduce(f"the method {node.target!r}")
+        elif node.target == _CHECKPOINT:
+            return f"checkpoint({', '.join(map(self.argument, node.args))}, use_reentrant=False)"
+        elif bodies_of(node) or not _TARGET.fullmatch(node.target) or node.short_target in _FORBIDDEN:
+            raise CannotReproduce(f"the operator {node.target!r}")
+        if node.target == "_operator.setitem":  # a call with a slice would break the graph
+            target, index, value = node.args
+            return f"{self.argument(target)}[{self.index(index)}] = {self.argument(value)}"
+        return super().call(node)
 
 
-def _index(value: Any) -> str:
-    """An index within square brackets."""
-    if isinstance(value, list):
-        return ", ".join(map(_index, value)) + "," * (len(value) == 1) if value else "()"
-    if isinstance(value, dict) and "slice" in value:
-        start, stop, step = ("" if part is None else _argument(part) for part in value["slice"])
-        return f"{start}:{stop}" + (f":{step}" if step else "")
-    return _argument(value)
-
-
-def _constant(text: str) -> str:
-    if text == "...":
-        return text
-    if re.fullmatch(r"-?(inf|nan)", text):
-        return f'float("{text}")'
-    if re.fullmatch(r"torch\.[a-z]\w*", text):
-        return text
-    if _DEVICE.fullmatch(text):
-        return f'torch.device("{text}")'
-    raise CannotReproduce(f"the constant {text[:60]!r}")
+_PRINTER = _Checked(_name)
 
 
 def _input(node: Node, graph: Graph) -> str:
@@ -229,20 +211,5 @@ def _dtype(name: str) -> str:
     return f"torch.{name}"
 
 
-def _name(name: str) -> str:
-    if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        raise CannotReproduce(f"the name {str(name)[:60]!r}")
-    return name
-
-
-def _body(path: str) -> str:
-    # With a prefix: Dynamo would take a global function with the name of one of its own bodies for that body.
-    return _name("inside_" + re.sub(r"\W", "_", path.removeprefix(f"{MAIN}/")))
-
-
 def _global(region: Region, node: Node) -> str:
-    return _name(f"{_body(region.path)}_{node.name}".upper())
-
-
-def _plain(text: str) -> bool:
-    return text.isprintable()
+    return _name(f"{_PRINTER.body(region.path)}_{node.name}".upper())
