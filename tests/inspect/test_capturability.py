@@ -179,11 +179,15 @@ def test_bodies_are_searched_and_named() -> None:
     assert "in main/wrap_body_0 at test_capturability.py" in str(obstacle)
 
 
-def test_control_flow() -> None:
-    def program(x: Tensor) -> Any:
-        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+def branching(x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
 
-    assert reasons(capturability(on_data(program, torch.randn(4)))) == ["CONTROL_FLOW"]
+
+def writing_through_a_mask(x: Tensor) -> Any:
+    y = x.clone()
+    y[y > 0] = 0.0
+    y[0] = 1.0
+    return y
 
 
 @pytest.mark.parametrize(
@@ -195,21 +199,13 @@ def test_control_flow() -> None:
         (lambda x: x.cpu() + 1, ["COPY_TO_HOST"]),
         (lambda x: x.to("cpu") + 1, []),
         (lambda x: x.masked_fill(x > 0, 1.0), []),
+        (branching, ["CONTROL_FLOW"]),
+        (writing_through_a_mask, ["MASK_WRITE"]),
     ],
-    ids=["nonzero", "index", "tolist", "cpu", "to the device where it is", "masked_fill"],
+    ids=["nonzero", "index", "tolist", "cpu", "to the device where it is", "masked_fill", "cond", "write"],
 )
 def test_what_programs_write(program: Any, expected: list[str]) -> None:
     assert reasons(capturability(on_data(program, torch.randn(4)))) == expected
-
-
-def test_a_write_through_a_mask_in_the_program() -> None:
-    def program(x: Tensor) -> Any:
-        y = x.clone()
-        y[y > 0] = 0.0
-        y[0] = 1.0
-        return y
-
-    assert reasons(capturability(on_data(program, torch.randn(4)))) == ["MASK_WRITE"]
 
 
 def test_numbers_that_are_inputs() -> None:

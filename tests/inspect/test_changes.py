@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fxpasses.inspect.changes import diff
 from fxpasses.inspect.collapse import collapse, is_border, ranges
 from fxpasses.inspect.model import MAIN, Node, Region, Stage
@@ -17,43 +19,86 @@ def told(before: Stage, after: Stage) -> list[str]:
 BEFORE = [given("x"), call("a", "torch.relu", ref("x"), line=1), call("b", "torch.neg", ref("a"), line=2), result("b")]
 
 
-def test_removed():
-    after = stage(given("x"), call("b", "torch.neg", ref("x"), line=2), result("b"))
-    assert told(stage(*BEFORE), after) == ["removed torch.relu", "rewired torch.neg: argument 0: relu → x"]
+def checkpointed(*inner: Node, operands: list[str], main: list[Node] = BEFORE[:2], name: str = "captured") -> Stage:
+    path = f"{MAIN}/body"
+    run = call("run", "checkpoint", {"body": path}, *map(ref, operands), line=9)
+    nodes = [*main, run, call("get", "getitem", ref("run"), 0), result("get")]
+    return stage(*nodes, bodies={path: ("run", list(inner))}, name=name)
 
 
-def test_added():
-    after = stage(*BEFORE[:3], call("c", "torch.tanh", ref("b"), values=[tensor(4, "u0")]), result("c"))
-    assert told(stage(*BEFORE), after) == [
-        "rewired output: argument 0.0: neg → tanh",
-        "added torch.tanh: float32[4, u0]",
-    ]
+def operand(name: str) -> Node:
+    return Node(name, "placeholder", name)
 
 
-def test_rewired_to_another_input():
-    before = stage(given("x"), given("y"), call("a", "torch.relu", ref("x"), line=1), result("a"))
-    after = stage(given("x"), given("y"), call("a", "torch.relu", ref("y"), line=1), result("a"))
-    assert told(before, after) == ["rewired torch.relu: argument 0: x → y"]
+X, Y, TANH = given("x"), given("y"), call("t", "torch.tanh", ref("p"), line=3)
 
 
-def test_rewired_to_another_constant():
-    before = stage(given("x"), call("a", "torch.add", ref("x"), 1, line=1), result("a"))
-    after = stage(given("x"), call("a", "torch.add", ref("x"), 2, line=1), result("a"))
-    assert told(before, after) == ["rewired torch.add: argument 1: 1 → 2"]
+def layer(*operands: str) -> Stage:
+    inputs = [given(name) for name in ("x", "y", "z", "w", "mask")]
+    inner = [*(operand(f"p{name}") for name in operands), result(f"p{operands[-1]}")]
+    return checkpointed(*inner, operands=list(operands), main=inputs)
 
 
-def test_one_of_two_equal_values_goes():
-    """What common subexpression elimination does."""
-    before = stage(
-        given("x"),
-        call("a", "torch.relu", ref("x")), call("b", "torch.relu", ref("x")),
-        call("c", "torch.neg", ref("a")), call("d", "torch.tanh", ref("b")), result("c", "d"),
-    )  # fmt: skip
-    after = stage(
-        given("x"), call("a", "torch.relu", ref("x")),
-        call("c", "torch.neg", ref("a")), call("d", "torch.tanh", ref("a")), result("c", "d"),
-    )  # fmt: skip
-    assert told(before, after) == ["removed torch.relu", "rewired torch.tanh: argument 0: relu → relu"]
+CHANGES: dict[str, tuple[Stage, Stage, list[str]]] = {
+    "removed": (
+        stage(*BEFORE),
+        stage(X, call("b", "torch.neg", ref("x"), line=2), result("b")),
+        ["removed torch.relu", "rewired torch.neg: argument 0: relu → x"],
+    ),
+    "added": (
+        stage(*BEFORE),
+        stage(*BEFORE[:3], call("c", "torch.tanh", ref("b"), values=[tensor(4, "u0")]), result("c")),
+        ["rewired output: argument 0.0: neg → tanh", "added torch.tanh: float32[4, u0]"],
+    ),
+    "rewired to another input": (
+        stage(X, Y, call("a", "torch.relu", ref("x"), line=1), result("a")),
+        stage(X, Y, call("a", "torch.relu", ref("y"), line=1), result("a")),
+        ["rewired torch.relu: argument 0: x → y"],
+    ),
+    "rewired to another constant": (
+        stage(X, call("a", "torch.add", ref("x"), 1, line=1), result("a")),
+        stage(X, call("a", "torch.add", ref("x"), 2, line=1), result("a")),
+        ["rewired torch.add: argument 1: 1 → 2"],
+    ),
+    "rewired to another slice": (
+        stage(X, call("a", "_operator.getitem", ref("x"), {"slice": [1, None, None]}, line=1), result("a")),
+        stage(X, call("a", "_operator.getitem", ref("x"), {"slice": [None, 2, None]}, line=1), result("a")),
+        ["rewired _operator.getitem: argument 1: 1: → :2"],
+    ),
+    "one of two equal values goes, as in common subexpression elimination": (
+        stage(
+            X, call("a", "torch.relu", ref("x")), call("b", "torch.relu", ref("x")),
+            call("c", "torch.neg", ref("a")), call("d", "torch.tanh", ref("b")), result("c", "d"),
+        ),
+        stage(
+            X, call("a", "torch.relu", ref("x")),
+            call("c", "torch.neg", ref("a")), call("d", "torch.tanh", ref("a")), result("c", "d"),
+        ),
+        ["removed torch.relu", "rewired torch.tanh: argument 0: relu → relu"],
+    ),
+    "inside a body": (
+        checkpointed(operand("p"), TANH, result("t"), operands=["a"]),
+        checkpointed(operand("p"), call("s", "torch.sin", ref("p"), line=4), result("s"), operands=["a"]),
+        ["removed torch.tanh", "added torch.sin"],
+    ),
+    "one operand less in front is no change of those behind": (
+        layer("mask", "x", "y", "z"), layer("x", "y", "z", "w"), ["rewired checkpoint: operands: −mask +w"],
+    ),
+    "moved into a body": (
+        checkpointed(operand("p"), TANH, result("t"), operands=["a"]),
+        checkpointed(
+            operand("p"), call("a", "torch.relu", ref("p"), line=1), call("t", "torch.tanh", ref("a"), line=3),
+            result("t"), operands=["x"], main=BEFORE[:1],
+        ),
+        ["moved torch.relu: from the main graph to the body body", "rewired checkpoint: argument 1: relu → x"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_kind_of_change(name: str) -> None:
+    before, after, expected = CHANGES[name]
+    assert told(before, after) == expected
 
 
 def test_changed_metadata():
@@ -83,51 +128,12 @@ def test_another_numbering_of_symbols_is_no_change():
     assert told(program("u0", "u1"), swapped) == ["changed metadata torch.full: shape [u0 + u1, u0] → [u0 + u1, u1]"]
 
 
-def checkpointed(*inner: Node, operands: list[str], main: list[Node] = BEFORE[:2], name: str = "captured") -> Stage:
-    path = f"{MAIN}/body"
-    run = call("run", "checkpoint", {"body": path}, *map(ref, operands), line=9)
-    nodes = [*main, run, call("get", "getitem", ref("run"), 0), result("get")]
-    return stage(*nodes, bodies={path: ("run", list(inner))}, name=name)
-
-
-def operand(name: str) -> Node:
-    return Node(name, "placeholder", name)
-
-
-def test_inside_a_body():
-    before = checkpointed(operand("p"), call("t", "torch.tanh", ref("p"), line=3), result("t"), operands=["a"])
-    after = checkpointed(operand("p"), call("s", "torch.sin", ref("p"), line=4), result("s"), operands=["a"])
-    assert told(before, after) == ["removed torch.tanh", "added torch.sin"]
-
-
-def test_one_operand_less_in_front_is_no_change_of_those_behind():
-    def layer(*operands):
-        inputs = [given(name) for name in ("x", "y", "z", "w", "mask")]
-        return checkpointed(*[operand(f"p{name}") for name in operands], result(f"p{operands[-1]}"),
-                            operands=list(operands), main=inputs)  # fmt: skip
-
-    found = told(layer("mask", "x", "y", "z"), layer("x", "y", "z", "w"))
-    assert found == ["rewired checkpoint: operands: −mask +w"]
-
-
 def test_inputs_are_called_as_the_program_calls_them():
     weight = given("l_w")
     weight.source_name = "L['self']._modules['layers']._modules['0']._parameters['weight']"
     assert input_name(weight) == "layers.0.weight"
     weight.source_name = "L['batch']['lengths']"
     assert input_name(weight) == "batch['lengths']"
-
-
-def test_moved_into_a_body():
-    before = checkpointed(operand("p"), call("t", "torch.tanh", ref("p"), line=3), result("t"), operands=["a"])
-    after = checkpointed(
-        operand("p"), call("a", "torch.relu", ref("p"), line=1), call("t", "torch.tanh", ref("a"), line=3),
-        result("t"), operands=["x"], main=BEFORE[:1],
-    )  # fmt: skip
-    assert told(before, after) == [
-        "moved torch.relu: from the main graph to the body body",
-        "rewired checkpoint: argument 1: relu → x",
-    ]
 
 
 def test_moved_to_the_prologue():

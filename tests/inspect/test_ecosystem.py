@@ -20,33 +20,18 @@ from tests.inspect.stages import call, given, ref, result, stage
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_structured_trace_holds_our_artefacts(tmp_path):
-    program = (
-        "from tests.inspect.programs import inputs, model\n"
-        "from tests.support import compiled\n"
-        "compiled(model)(*inputs())\n"
-    )
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
-    [log] = tmp_path.glob("*.log")
-    found = {}
-    for line in log.read_text().splitlines():
-        if '"artifact"' in line and "fxpasses" in line:
-            event = json.loads(line[line.index("{") :])
-            found[event["artifact"]["name"]] = (event["artifact"]["encoding"], event["frame_id"])
-    assert found == {
-        "fxpasses_record": ("json", 0),
-        "fxpasses_0_captured": ("string", 0),
-        "fxpasses_6_hoist_metadata": ("string", 0),
-        "fxpasses_report": ("string", 0),
-    }
-
-
+ARTEFACTS = {
+    "fxpasses_record": "json",
+    "fxpasses_0_captured": "string",
+    "fxpasses_6_hoist_metadata": "string",
+    "fxpasses_report": "string",
+}
 TLPARSE = shutil.which("tlparse", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
-@pytest.mark.skipif(TLPARSE is None, reason="needs tlparse (pip install tlparse), not installed")
-def test_tlparse_shows_our_artefacts(tmp_path):
+@pytest.fixture
+def trace(tmp_path):
+    """The structured trace of a program."""
     program = (
         "from tests.inspect.programs import inputs, model\n"
         "from tests.support import compiled\n"
@@ -55,14 +40,25 @@ def test_tlparse_shows_our_artefacts(tmp_path):
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
     [log] = (tmp_path / "trace").glob("*.log")
-    subprocess.run(
-        [str(TLPARSE), "--no-browser", "-o", str(tmp_path / "out"), str(log)], check=True, capture_output=True
-    )
-    shown = (tmp_path / "out" / "index.html").read_text()
-    for artefact in ("fxpasses_record", "fxpasses_0_captured", "fxpasses_6_hoist_metadata", "fxpasses_report"):
-        [file] = (tmp_path / "out").glob(f"*/{artefact}_*")
-        assert str(file.relative_to(tmp_path / "out")) in shown
-    assert "3 host reads became 1" in next((tmp_path / "out").glob("*/fxpasses_report_*")).read_text()
+    return log
+
+
+def test_the_structured_trace_holds_our_artefacts(trace):
+    lines = [line for line in trace.read_text().splitlines() if '"artifact"' in line and "fxpasses" in line]
+    events = [json.loads(line[line.index("{") :]) for line in lines]
+    assert {event["artifact"]["name"]: event["artifact"]["encoding"] for event in events} == ARTEFACTS
+    assert {event["frame_id"] for event in events} == {0}
+
+
+@pytest.mark.skipif(TLPARSE is None, reason="needs tlparse (pip install tlparse), not installed")
+def test_tlparse_shows_our_artefacts(trace, tmp_path):
+    out = tmp_path / "out"
+    subprocess.run([str(TLPARSE), "--no-browser", "-o", str(out), str(trace)], check=True, capture_output=True)
+    shown = (out / "index.html").read_text()
+    for artefact in ARTEFACTS:
+        [file] = out.glob(f"*/{artefact}_*")
+        assert str(file.relative_to(out)) in shown
+    assert "3 host reads became 1" in next(out.glob("*/fxpasses_report_*")).read_text()
 
 
 def test_a_drawing_quotes_names():
