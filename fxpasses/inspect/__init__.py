@@ -7,19 +7,15 @@ one HTML file. docs/inspect.md describes the data model and the command line.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpasses.inspect.changes import diff
     from fxpasses.inspect.end_of_run import start_if_asked as start_summary_if_asked
     from fxpasses.inspect.html import page
-    from fxpasses.inspect.model import Graph as GraphRecord
     from fxpasses.inspect.recording import Record, load, observe, record
     from fxpasses.inspect.text import report
 
-__all__ = ["GraphRecord", "Record", "diff", "load", "observe", "page", "record", "report", "start_summary_if_asked"]
+__all__ = ["Record", "load", "observe", "page", "record", "report", "start_summary_if_asked"]
 
 # Imported on first use: the backend needs `observe` alone, and `fxpasses --help` must not wait for torch.
 _HOMES = {
-    "GraphRecord": ("model", "Graph"),
-    "diff": ("changes", "diff"),
     "page": ("html", "page"),
     "report": ("text", "report"),
     "start_summary_if_asked": ("end_of_run", "start_if_asked"),

@@ -17,6 +17,7 @@ from typing import Any
 from fxpasses.inspect.dataflow import Dataflow
 from fxpasses.inspect.matching import match
 from fxpasses.inspect.model import MAIN, Node, Stage, TensorValue, bodies_of, references
+from fxpasses.inspect.prologue_moves import AS_CHECK, made_at, moved_to_prologue
 from fxpasses.inspect.readable import Printer, input_name, type_text
 
 _TOKEN = re.compile(r"\w+|[^\w\s]")
@@ -92,9 +93,9 @@ class _Diff:
         self.found = Diff()
 
     def run(self) -> Diff:
-        prologue = self._moved_to_prologue()
+        prologue = moved_to_prologue(self.before, self.after, self.to, self.stage.checks)
         computed = set(prologue.values())
-        places = {_made_at(self.before.nodes[number]) for number in prologue}
+        places = {made_at(self.before.nodes[number]) for number in prologue}
         for number, other in enumerate(self.to):
             if other >= 0:
                 self.found.matches[self.before.key(number)] = self.after.key(other)
@@ -111,7 +112,7 @@ class _Diff:
         if kind is Kind.PROLOGUE:
             at = prologue[number]
             self.found.to_prologue[self.before.key(number)] = self.after.key(at) if at >= 0 else None
-        self._add(kind, number, None, "as an assertion" if prologue.get(number) == _AS_CHECK else "")
+        self._add(kind, number, None, "as an assertion" if prologue.get(number) == AS_CHECK else "")
 
     def _what(self, other: int) -> str:
         node = self.after.nodes[other]
@@ -138,48 +139,10 @@ class _Diff:
         after = self.after.key(other) if other is not None else None
         self.found.changes.append(Change(kind, before, after, node, detail))
 
-    # Moved to the prologue
-
-    def _moved_to_prologue(self) -> dict[int, int]:
-        """Maps nodes without counterpart to the prologue's node that computes the same, or to `_AS_CHECK`.
-
-        Nodes correspond by value or, if a pass spelled them otherwise (in place, on another device), by operator and
-        source line.
-        """
-        values: dict[Any, int] = {}
-        places: dict[Any, list[int]] = {}
-        for other in range(len(self.after)):
-            if self.after.in_prologue[other] and self.after.nodes[other].op not in ("placeholder", "output"):
-                values.setdefault(self.after.value[other], other)
-                places.setdefault(_made_at(self.after.nodes[other]), []).append(other)
-        checks = " ".join(self.stage.checks)
-        found: dict[int, int] = {}
-        seen: dict[Any, int] = {}  # the number of nodes of one operator and line so far in one layer
-        left = [n for n in range(len(self.before)) if self.to[n] < 0 and not self.before.in_prologue[n]]
-        for number in left:
-            node = self.before.nodes[number]
-            if node.op in ("placeholder", "output"):
-                continue
-            made_at = _made_at(node)
-            position = seen.get((self.before.region[number], node.module, made_at), 0)
-            seen[self.before.region[number], node.module, made_at] = position + 1
-            if self.before.value[number] in values:
-                found[number] = values[self.before.value[number]]
-            elif made_at in places and node.source is not None:
-                found[number] = places[made_at][min(position, len(places[made_at]) - 1)]
-            elif node.is_assertion and node.source is not None and f"(at {node.source})" in checks:
-                found[number] = _AS_CHECK
-        for number in reversed(left):  # nodes that fed only these went with them: a comparison, a body's operand
-            users = self.before.users[number]
-            is_input = self.before.nodes[number].op == "placeholder" and not self.before.is_border(number)
-            if number not in found and not is_input and users and all(user in found for user in users):
-                found[number] = found[users[0]]
-        return found
-
     def _is_reported(self, other: int, places: set[Any]) -> bool:
         """Whether a new node belongs to a move to the prologue that is reported already."""
         node = self.after.nodes[other]
-        return self.after.in_prologue[other] and (node.op in ("placeholder", "output") or _made_at(node) in places)
+        return self.after.in_prologue[other] and (node.op in ("placeholder", "output") or made_at(node) in places)
 
     # Rewired
 
@@ -297,13 +260,6 @@ class _Diff:
             return self.symbols.setdefault(old, new) == new
         tokens = [self.symbols.get(token, token) for token in _TOKEN.findall(old)]
         return sorted(tokens) == sorted(_TOKEN.findall(new))  # sorted: SymPy orders a sum by its names
-
-
-_AS_CHECK = -1
-
-
-def _made_at(node: Node) -> Any:
-    return node.short_target, str(node.source)
 
 
 def _matched_regions(before: Dataflow, after: Dataflow, to: list[int]) -> dict[str, str]:

@@ -100,9 +100,9 @@ def _graph(found: Any, where: str) -> Graph:
     graph: Graph = _value(Graph, found, where)
     try:
         _check_references(graph, where)
+    except RecordError:
+        raise
     except (TypeError, ValueError, RecursionError, AttributeError) as error:
-        if isinstance(error, RecordError):
-            raise
         raise RecordError(f"{where}: an argument of a node is malformed") from error
     return graph
 
@@ -114,7 +114,7 @@ def to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             name: to_json(given)
-            for name, default in _defaults(type(value))
+            for name, _, default in _fields(type(value))
             if (given := getattr(value, name)) is not None and given != default
         }
     if isinstance(value, (list, tuple)):
@@ -127,22 +127,13 @@ def to_json(value: Any) -> Any:
 
 
 @functools.cache
-def _defaults(cls: type) -> list[tuple[str, Any]]:
+def _fields(cls: type) -> list[tuple[str, Any, Any]]:
+    """Name, type and default of each field; the default is `dataclasses.MISSING` if the field is required."""
+    hints = typing.get_type_hints(cls)
     return [
-        (f.name, f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default)
+        (f.name, hints[f.name], f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
         for f in dataclasses.fields(cls)
     ]
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    required = {
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    return {name: (hint, name in required) for name, hint in hints.items()}
 
 
 _CONTROLS = re.compile("[\x7f-\x9f]")
@@ -185,10 +176,10 @@ def _value(hint: Any, given: Any, where: str) -> Any:
 def _object(cls: type, given: Any, where: str) -> Any:
     _expect(dict, given, where)
     fields = {}
-    for name, (hint, required) in _hints(cls).items():
+    for name, hint, default in _fields(cls):
         if name in given:
             fields[name] = _value(hint, given[name], f"{where}: {name}")
-        elif required:
+        elif default is dataclasses.MISSING:
             raise RecordError(f"{where}: {cls.__name__.lower()} lacks {name!r}")
     return cls(**fields)
 

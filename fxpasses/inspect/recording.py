@@ -136,22 +136,12 @@ class _All(Observer):
     """Several observers of one compilation."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self.observers = observers
+        for event in ("after_pass", "after_partition", "lowering", "finish"):
+            setattr(self, event, functools.partial(self._tell, observers, event))
 
-    def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
-        self._tell("after_pass", report, result, failure)
-
-    def after_partition(self, report: Report) -> None:
-        self._tell("after_partition", report)
-
-    def lowering(self) -> None:
-        self._tell("lowering")
-
-    def finish(self, outcome: str) -> None:
-        self._tell("finish", outcome)
-
-    def _tell(self, event: str, *about: Any) -> None:
-        for observer in self.observers:
+    @staticmethod
+    def _tell(observers: Sequence[Observer], event: str, *about: Any) -> None:
+        for observer in observers:
             _observing(getattr(observer, event))(*about)
 
 

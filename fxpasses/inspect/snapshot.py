@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from fxpasses.graph.aliases import storages_of
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import is_of_package, module_of, source
-from fxpasses.graph.symbols import bytes_of
+from fxpasses.graph.symbols import bytes_of, is_symbolic
 from fxpasses.inspect.model import MAIN, PROLOGUE, Node, Region, Source, TensorValue
 from fxpasses.metadata.host_copies import copy_read_by, is_copy_to_host, is_read_by_items
 from fxpasses.metadata.program import Check, Program
@@ -32,7 +32,6 @@ from fxpasses.metadata.program import Check, Program
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?\n?([^\n]*)')
 _HANDS_ON = re.compile(r"\(.*\*\w+, \*\*\w+\)")  # `return function(self, *args, **kwargs)`
 _BLOCK = re.compile(r"\s*(?:async\s+)?(class|def)\s+(\w+)")
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _COPIES_TO_HOST = frozenset({"cpu", "tolist", "numpy", "item"})
 
 
@@ -190,7 +189,7 @@ def _size(size: Any) -> int | str:
 
 
 def _scalar(value: Any) -> str:
-    if isinstance(value, _SYMBOLIC):
+    if is_symbolic(value):
         return str(value.node.expr)
     return repr(value) if isinstance(value, (bool, int, float)) else ""
 
@@ -218,7 +217,7 @@ def _argument(value: Any, convert: Any) -> Any:
         return {"slice": [convert(value.start), convert(value.stop), convert(value.step)]}
     if isinstance(value, dict):
         return {"dict": [[str(key), convert(item)] for key, item in value.items()]}
-    if isinstance(value, _SYMBOLIC):
+    if is_symbolic(value):
         return {"constant": str(value.node.expr)}
     if value is Ellipsis:
         return {"constant": "..."}

@@ -132,12 +132,11 @@ def _bisect(check: _Check, given: argparse.Namespace) -> int:
     if not passes:
         print("no pass ran in a graph that was compiled to the end: try options={'fastpack.strict': True}")
         return 1
-    culprit = passes[-1]
-    for number in range(1, len(passes)):
-        if check.fails(f"with {', '.join(passes[:number])}", {PASSES: ",".join(passes[:number])}):
-            culprit = passes[number - 1]
-            break
-    before = passes[: passes.index(culprit)]
+
+    def fails(number: int) -> bool:
+        return check.fails(f"with {', '.join(passes[:number])}", {PASSES: ",".join(passes[:number])})
+
+    *before, culprit = passes[: _first_failing(len(passes), fails)]
     chosen = [culprit]
     if before and not check.fails(f"with {culprit} alone", {PASSES: culprit}):
         chosen = [*before, culprit]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -79,13 +80,12 @@ def _versions() -> Iterator[Finding]:
             yield Finding(package, "ok", version(package))
         except PackageNotFoundError:
             yield Finding(package, "note", "not installed; needed for Hugging Face models alone")
-    try:
+    with contextlib.suppress(ImportError):
         from accelerate.utils import DynamoBackend
-    except ImportError:
-        return
-    known = "FASTPACK" in DynamoBackend.__members__
-    without = "does not take it: use fxpasses.FastpackCallback"
-    yield Finding.of("accelerate", known, 'takes "fastpack" as a backend', without)
+
+        known = "FASTPACK" in DynamoBackend.__members__
+        without = "does not take it: use fxpasses.FastpackCallback"
+        yield Finding.of("accelerate", known, 'takes "fastpack" as a backend', without)
 
 
 def _devices() -> Iterator[Finding]:
