@@ -23,3 +23,8 @@ def size(number: int) -> str:
 
 def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def many(count: int, what: str) -> str:
+    """`1 graph`, `2 graphs`."""
+    return f"{count} {what}{'s' * (count != 1)}"

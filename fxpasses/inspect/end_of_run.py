@@ -20,6 +20,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxpasses.base.containment import contained
+from fxpasses.base.units import many
 from fxpasses.report import Reason, Report
 from fxpasses.rows.row_stats import row_stats
 
@@ -125,7 +126,7 @@ def _heading(history: History, ours: list[Graph]) -> Iterator[str]:
     frames = len({graph.frame for graph in ours})
     last = max(graph.done for graph in ours)
     seconds = sum(found.seconds for found in _compilations(ours))
-    found = f"{_many(len(ours), 'graph')} of {_many(frames, 'frame')}"
+    found = f"{many(len(ours), 'graph')} of {many(frames, 'frame')}"
     yield f"  {found}, {seconds:.0f} s to compile; the last at {last:.0f} s"
     if rows := str(row_stats()):
         yield f"  {rows}"
@@ -209,10 +210,6 @@ def _refusals(graph: Graph) -> Iterator[tuple[str, str, str]]:
         for refusal in report.refusals:
             if refusal.reason not in _AS_IT_SHOULD_BE:
                 yield report.pass_name, refusal.where or f"`{refusal.subject}`", refusal.reason.value
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _times(count: int, words: str = "×{}") -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from fxpasses.graph.provenance import in_program
 from fxpasses.inspect.model import Node, Stage, TensorValue
 
 
@@ -86,8 +87,7 @@ def call_text(node: Node) -> str:
 
 def input_name(node: Node) -> str:
     """`lengths` for Dynamo's `L['lengths']`, `layers.0.weight` for a parameter, else the node's target."""
-    name = re.sub(r"^[LG]\['(\w+)'\]", r"\1", node.source_name)
-    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", in_program(node.source_name))
     return name.removeprefix("self.") or node.target
 
 

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from tabulate import tabulate
 
-from fxpasses.base.units import amount, duration, size
+from fxpasses.base.units import amount, duration, many, size
 from fxpasses.inspect.changes import MARKS, Kind, diff
 from fxpasses.inspect.collapse import Line, collapse
 from fxpasses.inspect.figures import Figures, before_and_after, saved_before_and_after
@@ -76,7 +76,7 @@ def _heading(run: Run, style: Style) -> str:
     rank = f", rank {run.rank}" if run.rank is not None else ""
     if not run.graphs:
         return "no graph was compiled with the backend fastpack"
-    count = f"{len(run.graphs)} graph{'s' * (len(run.graphs) != 1)}"
+    count = many(len(run.graphs), "graph")
     heading = f"{style.bold(count)}{rank}" + style.faint(f"  {versions}" if versions else "")
     return "\n".join(filter(None, [heading, run.attention_text, run.rows_text]))
 
@@ -137,13 +137,12 @@ def passes(graph: Graph, style: Style) -> str:
 
 def left_alone(misses: list[NearMiss]) -> str:
     """One line; a host read that two passes refuse counts once."""
-    number = sum(miss.count for miss in misses)
+    what = many(sum(miss.count for miss in misses), "candidate")
     by_pass: Counter[str] = Counter()
     for miss in misses:
         by_pass[miss.pass_name] += miss.host_reads
     reads = max(by_pass.values())
-    what = f"{number} candidate{'s' * (number > 1)}"
-    return f"{what}; {reads} host read{'s' * (reads > 1)} a step stay" if reads else what
+    return f"{what}; {many(reads, 'host read')} a step stay" if reads else what
 
 
 def taken(report: Report) -> list[str]:
@@ -250,7 +249,7 @@ def why_not(misses: list[NearMiss], style: Style) -> str:
         return ""
     lines = [style.bold("left alone, and why")]
     for miss in misses:
-        cost = [f"{miss.host_reads} host read{'s' * (miss.host_reads > 1)}"] if miss.host_reads else []
+        cost = [many(miss.host_reads, "host read")] if miss.host_reads else []
         cost += [size(miss.bytes)] if miss.bytes else []
         times = f" ×{miss.count}" if miss.count > 1 else ""
         detail = f": {miss.text}" if miss.text else ""
