@@ -32,9 +32,10 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch.fx import Graph as FxGraph
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fxpasses.base import overrides
+from fxpasses.graph.calls import is_in_place, operator_of
 from fxpasses.inspect.model import CAPTURED, Graph, Source, Stage
 from fxpasses.inspect.reproduction import CannotReproduce, outcome, reproduction
 from fxpasses.inspect.snapshot import input_data, snapshot, symbol_hints
@@ -60,13 +61,20 @@ class Search:
         self.folder = Path(folder)
         self.ends = time.monotonic() + request.seconds
         self.trials = 0
+        self.prunes = False
 
     def run(self) -> None:
         from torch._functorch.fx_minifier import minifier
 
         gm, inputs = captured(self.request.file)
         inlined = inline_checkpoints(gm)
-        gm, inputs = minifier(inlined if self.fails(inlined, inputs) else gm, inputs, self.fails, self.take)
+        gm = inlined if self.fails(inlined, inputs) else gm
+        self.prunes = self.fails(*pruned(gm, inputs))  # not if what fails is a write that nobody reads
+        size = -1
+        while size != len(gm.graph.nodes):  # the minifier gets further without dead writes
+            size = len(gm.graph.nodes)
+            gm, inputs = minifier(gm, inputs, self.fails, self.take)
+            gm, inputs = pruned(gm, inputs) if self.prunes else (gm, inputs)
         if self.request.environment and self.fails(gm, inputs, {}):  # a smaller graph has fewer changes to limit
             self.request.environment = {}
             self.take(gm, inputs)
@@ -93,6 +101,7 @@ class Search:
 
     def written(self, gm: GraphModule, inputs: Sequence[Any], environment: Mapping[str, str]) -> tuple[str, int]:
         """The text of a reproduction, and the number of nodes."""
+        gm, inputs = pruned(gm, inputs) if self.prunes else (gm, inputs)
         regions = snapshot(gm)
         for node, data in zip(regions[0].nodes, input_data(inputs), strict=False):
             node.data = data
@@ -145,6 +154,27 @@ def inline_checkpoints(gm: GraphModule) -> GraphModule:
         if not reference.users:
             graph.erase_node(reference)
     return GraphModule(gm, graph)
+
+
+def pruned(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, Sequence[Any]]:
+    """The graph without dead nodes and unused inputs. FX keeps every write; here a write is dead if nobody reads it."""
+    gm = GraphModule(gm, copy.deepcopy(gm.graph))
+
+    def is_write(node: Node) -> bool:
+        return node.op.startswith("call") and is_in_place(operator_of(node))
+
+    def is_needed(node: Node) -> bool:
+        written = node.args[0] if is_write(node) and node.args else None
+        return not all(map(is_write, written.users)) if isinstance(written, Node) else node.is_impure()
+
+    gm.graph.eliminate_dead_code(is_impure_node=is_needed)
+    kept = []
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if node.users:
+            kept.append(value)
+        else:
+            gm.graph.erase_node(node)
+    return gm, kept
 
 
 def printed_by(file: Path) -> str:
