@@ -26,6 +26,8 @@ class Printer:
         given = [self.argument(value) for value in node.args]
         if node.target == "_operator.getitem" and len(given) == 2:
             return f"{given[0]}[{self.index(node.args[1])}]"
+        if node.target == "_operator.setitem" and len(given) == 3:
+            given[1] = f"[{self.index(node.args[1])}]"
         given += [f"{self.name(name)}={self.argument(value)}" for name, value in node.kwargs.items()]
         if node.op == "call_method" and given:
             return f"{given[0]}.{node.target}({', '.join(given[1:])})"
@@ -34,7 +36,7 @@ class Printer:
 
     def argument(self, value: Any) -> str:
         if isinstance(value, list):
-            return f"({''.join(self.argument(item) + ', ' for item in value).rstrip()})" if value else "()"
+            return f"({', '.join(map(self.argument, value))}{',' * (len(value) == 1)})"
         if not isinstance(value, dict):
             return repr(value)
         if "node" in value:
