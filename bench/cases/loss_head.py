@@ -177,7 +177,7 @@ CASE = Case(
     expected=(
         "Three products take nearly all of the time, chunks or not; where 30 % of the rows have labels, 30 % of it. "
         "Chunks hold a part of the logits and one gradient. DPO's loss is not linear in the log-probabilities of rows, "
-        "so that chunks need a fourth product: they are taken on request alone."
+        "so that chunks need a fourth product: they are taken on request alone, and the rows that count stand in full."
     ),
     cpu_time=True,
     notes="A linear layer without bias and a loss, forward and backward. Chunks by hand are in PyTorch's operators.",

@@ -36,6 +36,8 @@ class Conversion:
 
     def unpack(self, x: Node, node: Node, place: Node, sizes: tuple[Any, Any], emit: NodeBuilder) -> Node:
         """A packed value with all rows again. place: each row's place among the packed ones. sizes: B and T."""
+        if ROWS in self.tags[node]:
+            return emit("index_select", (x, self.tags[node].index(ROWS), place))
         x, tags = self._apart(x, node, 1, emit)
         batch, tokens = tags.index(BATCH), tags.index(TOKENS)
         found = emit("unflatten", (emit("index_select", (x, tokens, place)), tokens, sizes))

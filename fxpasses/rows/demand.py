@@ -78,6 +78,8 @@ class _Demands:
             elif node in self.layout.exits:
                 operand = self.layout.exits[node].operand
                 self.need(operand, RowSet(self.layout.spaces[operand], frozenset({node})))
+            elif node in self.layout.given:
+                self.need(node, every(self.layout.spaces[node]))
             else:
                 self._step(node)
         for node in self.needed.keys() & self.layout.results:  # a checkpoint may need its result for more rows inside

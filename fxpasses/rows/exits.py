@@ -5,6 +5,7 @@
 | `cross_entropy(logits, target)` | those whose target is not ignored |
 | `x[:, 0]`, `x[b, t]`, `x.view(-1, C)[rows]`; `x[mask]`, by its positions | those selected |
 | `(x * mask).sum(1)`, `(losses * mask).sum()` | those for which the batch's factor is not 0 |
+| `x * mask`, one number for each row, of which something unknown reads all | the same |
 | `x.sum(1)` | all |
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpasses.graph.calls import OperatorCall, operator_of
+from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.traits import CASTS
 from fxpasses.rows.routing import is_inside
 from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Tags
@@ -25,9 +26,9 @@ from fxpasses.rows.spaces import BATCH, GROUPS, ROWS, TOKENS, Tags
 
 @dataclass(frozen=True)
 class Exit:
-    """kind: "loss", "picked" or "summed". operand: the value with rows. by: the metadata that determines which rows are
-    read: the targets, the index, or the factor; None for all rows. hides: whether the factor hides rows where it is
-    True.
+    """kind: "loss", "picked", "summed" or "masked". operand: the value with rows. by: the metadata that decides which
+    rows are read: the targets, the index, or the factor; None for all rows. hides: whether the factor hides rows where
+    it is True.
     """
 
     kind: str
@@ -52,6 +53,20 @@ def exit_of(node: Node, tags: Mapping[Node, Tags], is_metadata: Callable[[Node],
     if name == "sum" and _ends_rows(call.argument("dim"), tags[first]):
         return Exit("summed", first, *(_factor(first, tags, is_metadata) or ()))
     return None
+
+
+def masked(node: Node, tags: Mapping[Node, Tags], is_metadata: Callable[[Node], bool]) -> Exit | None:
+    """The exit that a product `x * mask` is, of one number for each row, if all of it is read; None for other nodes.
+
+    Rows that the mask hides are 0 in it, whatever x is.
+    """
+    factor = _factor(node, tags, is_metadata)
+    operands = [operand for operand in node.all_input_nodes if operand in tags]
+    if factor is None or factor[0] not in node.all_input_nodes or len(operands) != 1:
+        return None
+    (operand,) = operands
+    has_numbers = tags[node] in ((ROWS,), (BATCH, TOKENS)) and tags[operand] == tags[node]
+    return Exit("masked", operand, *factor) if has_numbers and not is_in_place(operator_of(node)) else None
 
 
 def _loss(call: OperatorCall, logits: Node, tags: Mapping[Node, Tags], is_metadata: Any) -> Exit | None:
@@ -93,6 +108,9 @@ def _factor(x: Node, tags: Mapping[Node, Tags], is_metadata: Any) -> tuple[Any, 
         if name == "mul":
             return others[0], False
         return (others[0], True) if operand in tags and call.argument("value") == 0 else None
+    if name == "where" and len(x.args) == 3 and is_metadata(operand):
+        kept = [part for part in x.args[1:] if isinstance(part, Node)]
+        return (operand, x.args[1] not in kept) if others == [operand] and 0 in x.args[1:] and len(kept) == 1 else None
     if name in ("neg", *CASTS) or (name in ("mul", "div") and operand in tags and not others):
         return _factor(operand, tags, is_metadata) if len(x.all_input_nodes) == 1 else None
     return None

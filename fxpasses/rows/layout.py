@@ -7,7 +7,8 @@
     logits = linear(h, w).view(3072, 32000)             rows, -
     cross_entropy(logits, target)                       an exit: takes rows, and returns none
 
-The analysis goes forwards, from the embeddings of the batch's tokens, through operators that compute each row from the
+The analysis goes forwards, from the embeddings of the batch's tokens, or from hidden rows that the graph is given,
+through operators that compute each row from the
 same row of their operands (`rules.py`). The only known operator that mixes rows is attention, within one space of rows
 or across two. Any other operator that takes rows takes all of them, and its result has no rows: a convolution over
 tokens; or the graph's output, since a program's results are exact. Everything before it stays unchanged.
@@ -33,6 +34,7 @@ from fxpasses.graph.traits import RESHAPES
 from fxpasses.report import Reason
 from fxpasses.rows.attentions import ATTENTION, RowAttention, fused, is_written_between, written_out
 from fxpasses.rows.exits import Exit, exit_of
+from fxpasses.rows.exits import masked as masked_exit
 from fxpasses.rows.nodes import Unfollowed, first_of, is_tensor, refused, shape_of, unfollowed, whole_index
 from fxpasses.rows.routing import is_inside
 from fxpasses.rows.rules import Rules
@@ -53,7 +55,7 @@ class Layout:
     of a body and each result of a checkpoint, the same value on the other side of the border. results: the results of
     checkpoints. written: for each in-place operator, the value whose memory it writes. fills: for each write into new
     memory, that memory. numbers: sizes of rows, which may only be used to compute sizes of other rows. scores: the
-    values of attention that are computed on unpacked rows.
+    values of attention that are computed on unpacked rows. given: the graph's inputs that have rows.
     """
 
     tags: dict[Node, Tags] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class Layout:
     fills: dict[Node, Node] = field(default_factory=dict)
     numbers: set[Node] = field(default_factory=set)
     scores: Mapping[Node, Scores] = field(default_factory=dict)
+    given: set[Node] = field(default_factory=set)
 
     def operands(self, node: Node) -> list[Node]:
         """The operands with rows of a node, or of the attention whose result it is."""
@@ -97,22 +100,59 @@ class Step:
 def find_layout(
     main: Region, is_metadata: Callable[[Node], bool], may_drop: bool = False, biases: bool = False
 ) -> Layout | None:
-    """The layout of a graph; None without an embedding of tokens. Raises `Refused` if rows cannot be followed.
+    """The layout of a graph; None without rows. Raises `Refused` if rows cannot be followed.
 
-    may_drop: whether a dropout may draw other random numbers than eager mode's. biases: whether additive masks have
-    other values than 0 and the least, as ALiBi's.
+    Rows come from an embedding of tokens. A graph without one, such as a head that is compiled alone, may be given
+    hidden rows, [B, T, H] or [N, H], beside metadata of the same sizes without H, such as labels. may_drop: whether a
+    dropout may draw other random numbers than eager mode's. biases: whether additive masks have other values than 0 and
+    the least, as ALiBi's.
     """
     tables = [node for region in main.walk() for node in region.gm.graph.nodes if operator_of(node) == "embedding"]
     sizes = [shape_of(ids) for ids in (argument(node, "input") for node in tables) if is_tensor(ids)]
     lengths = {size[1] for size in sizes if len(size) == 2 and size[0] != 1}
-    analysis = _Analysis(is_metadata, may_drop, biases, Spaces(lengths))
-    analysis.run(main)
-    return analysis.layout if analysis.layout.steps else None
+
+    def run(given: Mapping[Node, Node], masked: Mapping[Node, Exit]) -> Layout:
+        analysis = _Analysis(is_metadata, may_drop, biases, Spaces(lengths), given, masked)
+        analysis.run(main)
+        return analysis.layout
+
+    found = run({}, {})
+    given = {} if found.steps else _given_rows(main, is_metadata)
+    if given:
+        found = run(given, {})
+    read = {operand for whole in found.takes_all.values() for operand in whole.operands}
+    exits = {node: masked_exit(node, found.tags, is_metadata) for node in read if node.graph is main.gm.graph}
+    masked = {node: exit for node, exit in exits.items() if exit is not None}
+    if masked:
+        found = run(given, masked)
+    return found if found.exits or (found.steps and not given) else None
+
+
+def _given_rows(main: Region, is_metadata: Callable[[Node], bool]) -> dict[Node, Node]:
+    """The inputs of a graph that look like hidden rows, each with metadata that has an element for each row."""
+    inputs = [node for node in main.gm.graph.nodes if node.op == "placeholder" and is_tensor(node)]
+    metadata = {shape_of(node): node for node in reversed(inputs) if is_metadata(node)}
+    found = {}
+    for node in inputs:
+        example, (*rows, _) = node.meta["example_value"], shape_of(node) or (None,)
+        ids = metadata.get(tuple(rows))
+        is_hidden = example.is_floating_point() and not isinstance(example, torch.nn.Parameter)
+        if is_hidden and ids is not None and len(rows) in (1, 2) and rows[-1] != 1:
+            found[node] = ids
+    return found
 
 
 class _Analysis:
-    def __init__(self, is_metadata: Callable[[Node], bool], may_drop: bool, biases: bool, spaces: Spaces) -> None:
-        self.is_metadata, self.biases = is_metadata, biases
+    def __init__(
+        self,
+        is_metadata: Callable[[Node], bool],
+        may_drop: bool,
+        biases: bool,
+        spaces: Spaces,
+        given: Mapping[Node, Node],
+        masked: Mapping[Node, Exit],
+    ) -> None:
+        self.is_metadata, self.biases, self.given, self.masked = is_metadata, biases, given, masked
         self.layout = Layout()
         self.tags, self.spaces = self.layout.tags, self.layout.spaces
         self.known = spaces
@@ -139,6 +179,11 @@ class _Analysis:
                 space = self._space_of_embedding(node, name)
                 if space is not None:
                     self.tags[node], self.spaces[node] = (BATCH, TOKENS, None), space
+                    self.layout.steps.append(Step(node, region, autocast))
+                elif node in self.given:
+                    tags = (BATCH, TOKENS) if len(shape_of(node)) == 3 else (ROWS,)
+                    self.tags[node], self.spaces[node] = (*tags, None), self.known.of_given(self.given[node])
+                    self.layout.given.add(node)
                     self.layout.steps.append(Step(node, region, autocast))
                 elif any(operand in self.tags for operand in self._operands(node)):
                     if not self._is_size(node, name):
@@ -220,7 +265,7 @@ class _Analysis:
             raise refused(node, "takes rows, which are exact where they are returned")
         spaces = {self.spaces[operand]: None for operand in self._operands(node) if operand in self.spaces}
         ends = len(spaces) == 1 and not self.layout.scores.keys() & set(node.all_input_nodes)
-        found = exit_of(node, self.tags, self.is_metadata) if ends else None
+        found = self.masked.get(node) or (exit_of(node, self.tags, self.is_metadata) if ends else None)
         if found is not None:
             self.layout.exits[node] = found
         elif name == "setitem":

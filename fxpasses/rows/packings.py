@@ -114,6 +114,8 @@ class Packings:
         if space.whole is None:
             assert space.ids is not None
             ids = self._outside(space.ids)
+            if ids.meta["example_value"].dim() == 1:
+                return Sizes(1, emit.size(ids, 0), emit.size(ids, 0))
             return Sizes(emit.size(ids, 0), emit.size(ids, 1), emit.size(emit("reshape", (ids, -1)), 0))
         whole = self.sizes(space.whole)
         batch, tokens = (
@@ -231,7 +233,7 @@ class Packings:
         return self._kept(found, sizes)
 
     def _kept(self, found: Exit, sizes: Sizes) -> Node:
-        """bool [B * T], where the factor of a sum is not 0."""
+        """bool [B * T], where the factor of a sum, or of a masked value, is not 0."""
         emit = self.emit
         factor = emit(torch.eq if found.hides else torch.ne, (self._outside(found.by), 0))
         tags = self.layout.tags[found.operand]

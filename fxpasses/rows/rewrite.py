@@ -34,6 +34,7 @@ from fxpasses.graph.values import Tensor, Value
 from fxpasses.rows.attentions import RowAttention
 from fxpasses.rows.conversion import Conversion
 from fxpasses.rows.demand import RowSet, closed, demands
+from fxpasses.rows.exits import Exit
 from fxpasses.rows.layout import Layout, Step
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of
 from fxpasses.rows.packings import Packing, Packings, computed
@@ -422,7 +423,19 @@ class Rewrite:
             )
             x = x if ROWS in self.layout.tags[found.operand] else emit("squeeze", (x, 0))
             return emit("index_select", (x, 0, place))
+        if found.kind == "masked":
+            return self._masked(node, x, found, wanted, emit)
         return self._summed(node, x, self.layout.tags[found.operand], wanted, emit)
+
+    def _masked(self, node: Node, x: Node, found: Exit, rows: RowSet, emit: NodeBuilder) -> Node:
+        """A masked value with all rows, from the packed ones: those that were not computed are 0."""
+        sizes, place = self.sets.sizes(rows.space), self.packings[rows].place
+        if rows.space.whole is not None:  # its places are one more
+            place = emit("narrow", (place, 0, 0, sizes.rows))
+        x = self.conversion.unpack(x, found.operand, place, (sizes.batch, sizes.tokens), emit)
+        x = emit("masked_fill", (x, emit(torch.ne if found.hides else torch.eq, (found.by, 0)), 0))
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda part: x if part is found.operand else part)
+        return emit(node.target, args, kwargs, like=node)
 
     def _summed(self, node: Node, x: Node, tags: Tags, rows: RowSet, emit: NodeBuilder) -> Node:
         packing = self.packings[rows]

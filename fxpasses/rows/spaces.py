@@ -26,7 +26,8 @@ Tags = tuple[str | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """sizes: [B, T], as expressions. ids: an input of an embedding, of these sizes; None in a part of another space.
+    """sizes: [B, T], as expressions. ids: metadata of these sizes, such as an embedding's input, or [T] where B is 1;
+    None in a part of another space.
 
     whole: the space of which this is a part. starts: the sequence and the token of `whole` at which it starts.
     """
@@ -42,7 +43,7 @@ class Space:
 
 
 class Spaces:
-    """The spaces of a graph: one for each size of an embedding's input, and one for each part.
+    """The spaces of a graph: one for each size of an embedding's input or of given rows, and one for each part.
 
     lengths: T of the inputs with more than one text. For such a T, [1, T] holds positions that all texts share.
     """
@@ -56,6 +57,12 @@ class Spaces:
         sizes = shape_of(ids)
         if sizes[1] == 1 or (sizes[0] == 1 and sizes[1] in self._lengths):
             return None
+        return self._known.setdefault(sizes, Space((sizes[0], sizes[1]), ids))
+
+    def of_given(self, ids: Node) -> Space:
+        """The space of rows that the graph is given. ids: metadata with an element for each, [B, T] or [N]."""
+        sizes = shape_of(ids)
+        sizes = sizes if len(sizes) == 2 else (sympy.Integer(1), *sizes)
         return self._known.setdefault(sizes, Space((sizes[0], sizes[1]), ids))
 
     def part(self, whole: Space, cuts: tuple[Any, Any], sizes: tuple[Any, Any]) -> Space | None:

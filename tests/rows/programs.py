@@ -30,11 +30,12 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """exits: whose losses are added. returns: what is returned besides the loss."""
+    """exits: whose losses are added. returns: what is returned besides the loss. given: hidden rows are an input."""
 
     layers: tuple[LayerPlan, ...]
     exits: tuple[str, ...]
     returns: str = "nothing"
+    given: bool = False
 
 
 # Exits: x [B, T, WIDTH] and logits of it, to what is added to the loss
@@ -140,6 +141,13 @@ def squares_of_labelled(e, x, head):
 
 
 @exit
+def running_losses(e, x, head):
+    """Masked losses of which something reads all, one after the other."""
+    each = F.cross_entropy(head(x).flatten(0, 1), e.labels.flatten(), reduction="none").view(e.labels.shape)
+    return torch.where(_labelled(e), each, 0.0).cumsum(1).square().mean() + (each * _labelled(e)).cummax(1)[0].sum()
+
+
+@exit
 def contrast_of_texts(e, x, head):
     """Texts against each other, by their first token."""
     pooled = F.normalize(x[:, 0], dim=-1)
@@ -180,7 +188,9 @@ class Program(nn.Module):
         self.weights = Weights()
 
     def forward(self, ids: Tensor, seen: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        x = self.embedding(ids)
+        return self.of_rows(self.embedding(ids), ids, seen, labels)
+
+    def of_rows(self, x: Tensor, ids: Tensor, seen: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         hidden = []
         for layer in self.layers:
             arguments = (x, ids, seen, labels)
@@ -227,4 +237,5 @@ def plan(seed: int) -> Plan:
 
     layers = tuple(layer() for _ in range(chance.randint(1, 2)))
     exits = tuple(chance.choice(list(EXITS)) for _ in range(chance.choice([1, 1, 2])))
-    return Plan(layers, exits, chance.choice(["nothing"] * 5 + ["numbers", "pooled", "hidden"]))
+    returns = chance.choice(["nothing"] * 5 + ["numbers", "pooled", "hidden"])
+    return Plan(layers, exits, returns, given=chance.random() < 0.2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fxpasses.inspect
 from tests.rows.programs import Batch, Plan, Program, batches, plan
@@ -30,7 +31,12 @@ def assert_eager_modes(of: Plan, seed: int, counts: Counter[str]) -> None:
     torch.manual_seed(seed)
     model = Program(of).double()
     with fxpasses.inspect.record() as record:
-        step = compiled(model, "eager" if seed % 5 else "aot_eager", rows="auto", dynamic=True if seed % 2 else None)
+        options = {"rows": "auto", "dynamic": True if seed % 2 else None}
+        part = compiled(model.of_rows if of.given else model, "eager" if seed % 5 else "aot_eager", **options)
+
+        def step(ids: Tensor, *others: Tensor) -> Any:
+            return part(model.embedding(ids), ids, *others) if of.given else part(ids, *others)
+
         for batch in batches(seed):
             expected, actual = seen(model, model, batch), seen(step, model, batch)
             for name, one in expected.items():
