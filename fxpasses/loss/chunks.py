@@ -22,7 +22,7 @@ from fxpasses.loss.row_program import RowProgram, Wanted, widened
 
 # Measured on a CPU (bench case `loss_head`): with fewer rows, products wait for the weight and its gradient, which are
 # read and written for each chunk; more bytes gain nothing.
-CHUNK_BYTES, _LEAST_ROWS = 48 << 20, 256
+CHUNK_BYTES, _LEAST_ROWS = 60 << 20, 256
 _MOST_BYTES = 96 << 20  # of a chunk with the least number of rows
 _MULTIPLE = 32  # products of an odd number of rows take some 4 % longer
 _BLOCK = 4096  # columns whose products are added at a time, if they are added in another dtype
