@@ -104,6 +104,12 @@ class Feature(enum.Enum):
         "requiring the gradient of an intermediate breaks the graph",
         until="AOTAutograd differentiates with respect to intermediates",
     )
+    ADAPTED = _Line(
+        "adapted parameters",
+        _rule("adapted_parameters"),
+        "LoRA on parameters, such as the weights of experts, breaks the graph",
+        until="Dynamo traces `register_parametrization`, or PEFT computes the adapted parameter without it",
+    )
     OUT = _Line(
         "out= arguments",
         _rule("out_arguments"),
