@@ -15,6 +15,7 @@ _CHOICES = {
     "lowering": ("inductor", "aot_eager", "eager"),
     "capture": ("on", "off"),
     "experts": ("auto", "slices", "grouped", "off"),
+    "adapters": ("merged", "factored"),
     "attention": ("auto", "dense"),
     "rows": ("auto", "live", "all"),
     "loss": ("auto", "chunks", "full"),
@@ -82,11 +83,13 @@ class Options:
     passes: the passes to run, in the pipeline's own order. lowering: the compiler of the result. capture: "off" leaves
     the program's reads of its batch to Dynamo, which breaks the graph at most of them. experts: how loops over experts
     are rewritten: "slices" reads the tokens of all experts at once, "grouped" runs the loop as one program if that is
-    proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. attention: "auto" computes only the
-    pairs that the batch's mask allows, "dense" leaves attention alone. rows: "auto" computes only the tokens that can
-    reach the loss, on the CPU; "live" does so on CUDA devices as well, "all" computes all. loss: "auto" computes a loss
-    in chunks of rows, so that its logits never exist in full, on the CPU and if that takes no more time; "chunks" does
-    so on CUDA devices as well, and if backward has to compute the logits again; "full" does not. outputs: "lazy"
+    proved correct, "auto" tries "grouped" and then "slices", "off" does nothing. adapters: "factored" applies LoRA on
+    the frozen weights of experts to the rows, which rounds otherwise; "merged" makes adapted weights, as the program
+    does. attention: "auto" computes only the pairs that the batch's mask allows, "dense" leaves attention alone. rows:
+    "auto" computes only the tokens that can reach the loss, on the CPU; "live" does so on CUDA devices as well, "all"
+    computes all. loss: "auto" computes a loss in chunks of rows, so that its logits never exist in full, on the CPU and
+    if that takes no more time; "chunks" does so on CUDA devices as well, and if backward has to compute the logits
+    again; "full" does not. outputs: "lazy"
     returns logits beside a loss as tensors that are computed when something reads them; "exact" computes all outputs.
     topk: "split" takes the top-k of long rows in two stages, where another one of equal values may win; "off" does not.
     fold: "auto" compiles a layer that occurs four times or more only once, if Inductor compiles it; "on" also a layer
@@ -103,6 +106,7 @@ class Options:
     lowering: str = "inductor"
     capture: str = "on"
     experts: str = "auto"
+    adapters: str = "merged"
     attention: str = "auto"
     rows: str = "auto"
     loss: str = "auto"

@@ -46,6 +46,11 @@ PASSES = [
     ),
     Entry("fxpasses.experts.group_experts.GroupExperts", options=("experts",)),
     Entry(
+        "fxpasses.experts.factor_adapters.FactorAdapters",
+        requires=("group_experts",),
+        options=("adapters",),
+    ),
+    Entry(
         "fxpasses.rows.live_rows.LiveRows",
         requires=("hoist_metadata",),
         options=("rows",),

@@ -16,6 +16,7 @@ def test_defaults():
         (
             "hoist_writes",
             "group_experts",
+            "factor_adapters",
             "live_rows",
             "chunk_loss",
             "sparsify_attention",

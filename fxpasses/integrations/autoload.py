@@ -1,4 +1,4 @@
-"""Makes accelerate accept `fastpack` as the name of a backend, in programs that never import fxpasses.
+"""Makes accelerate and transformers know the name `fastpack`, in programs that never import fxpasses.
 
 accelerate checks the names of backends against its own enumeration, and has no plug-in point. PyTorch has one: `import
 torch` calls the entry points of group `torch.backends`, which are meant for devices, and accelerate imports torch. So
@@ -16,39 +16,43 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from fxpasses.integrations import accelerate_names
+from fxpasses.integrations import accelerate_names, experts_interface
 
-# By module, the hook that runs once the module has been imported.
-HOOKS: dict[str, Callable[[ModuleType], None]] = {
-    accelerate_names.ENUMERATION: accelerate_names.add_to_enumeration,
-    accelerate_names.MENU: accelerate_names.add_to_menu,
+Hook = Callable[[ModuleType], None]
+_BACKEND = '"fastpack" is no name of a backend for accelerate. fxpasses.FastpackCallback compiles without its help.'
+
+# By module, the hook that runs once the module has been imported, and what does not work if it fails.
+HOOKS: dict[str, tuple[Hook, str]] = {
+    accelerate_names.ENUMERATION: (accelerate_names.add_to_enumeration, _BACKEND),
+    accelerate_names.MENU: (accelerate_names.add_to_menu, _BACKEND),
+    experts_interface.MODULE: (
+        experts_interface.register,
+        'transformers has no implementation of experts "fastpack"; "eager" and "grouped_mm" are there.',
+    ),
 }
 
 
 def autoload() -> None:
     """Run the hooks of modules that are already imported, and wait for the others."""
     missing = []
-    for name, hook in HOOKS.items():
+    for name in HOOKS:
         module = sys.modules.get(name)
         if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
             missing.append(name)
         else:
-            _run(hook, module)
+            _run(module)
     if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(missing))
 
 
-def _run(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _run(module: ModuleType) -> None:
+    hook, effect = HOOKS[module.__name__]
     try:
         hook(module)
     except Exception as error:
         from fxpasses.base.once import warn_once
 
-        warn_once(
-            ("autoload", module.__name__),
-            f'"fastpack" is no name of a backend for accelerate ({type(error).__name__}: {error}). '
-            "fxpasses.FastpackCallback compiles without accelerate's help.",
-        )
+        warn_once(("autoload", module.__name__), f"{effect} ({type(error).__name__}: {error})")
 
 
 class _Finder:
@@ -68,17 +72,16 @@ class _Finder:
             spec = find(name, path, target) if find is not None and finder is not self else None
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, HOOKS[name])
+                    spec.loader = _Loader(spec.loader)
                 return spec
         return None
 
 
 class _Loader:
-    """Loads a module, and then runs a hook on it; the module keeps its own loader."""
+    """Loads a module, and then runs its hook; the module keeps its own loader."""
 
-    def __init__(self, loader: Any, hook: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.hook = hook
 
     def create_module(self, spec: Any) -> Any:
         return self.loader.create_module(spec)
@@ -88,4 +91,4 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        _run(self.hook, module)
+        _run(module)

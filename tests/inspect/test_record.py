@@ -128,10 +128,11 @@ def test_a_pass_that_fails_is_in_the_record(monkeypatch):
     with fxpasses.inspect.record() as record, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.compile(model, backend="fastpack", options={"fastpack.lowering": "eager"})(*inputs())
-    assert record.graphs[0].stages[6].failure == "RuntimeError: on purpose"
+    assert record.graphs[0].stages[7].failure == "RuntimeError: on purpose"
     assert [report.pass_name for report in record.graphs[0].reports] == [
         "hoist_writes",
         "group_experts",
+        "factor_adapters",
         "live_rows",
         "chunk_loss",
         "sparsify_attention",

@@ -116,7 +116,7 @@ def _adapted(module: Any, name: str, parametrization: Any) -> Any:
 
 
 def _registered(name: str) -> dict[str, Any]:
-    """`module.parametrizations`, for `module.parametrizations[name].original.requires_grad_(...)`, which sets what is."""
+    """`module.parametrizations`: PEFT calls `module.parametrizations[name].original.requires_grad_(...)`."""
     return {name: _Parametrizations()}
 
 
