@@ -14,7 +14,8 @@ read in PEFT 0.21.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch._dynamo.variables import ConstantVariable
@@ -77,7 +78,7 @@ def register(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
     owner = getattr(module, "value", None)
     if not isinstance(owner, nn.Module) or not name.is_python_constant() or parametrize.is_parametrized(owner):
         return NOT_HANDLED
-    value = UserFunctionVariable(_adapted).call_function(tx, list(args), {})
+    value = UserFunctionVariable(cast(FunctionType, _adapted)).call_function(tx, list(args), {})
     trace.state(_AdaptedParameters).of(tx).append(_Adapted(owner, name.as_python_constant(), value))
     return ConstantVariable.create(None)
 
@@ -100,7 +101,9 @@ def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
     active = trace.state(_AdaptedParameters).of(tx)
     own = {each.name: each.value for each in active if each.module is self.value}
     if name == _REGISTERED and own:
-        return UserFunctionVariable(_registered).call_function(tx, [ConstantVariable.create([*own][-1])], {})
+        return UserFunctionVariable(cast(FunctionType, _registered)).call_function(
+            tx, [ConstantVariable.create([*own][-1])], {}
+        )
     return own.get(name, NOT_HANDLED)
 
 
