@@ -21,6 +21,7 @@ CASES = (
     "trainer",
     "flash_path",
     "experts",
+    "lora_experts",
     "offload",
     "offload_sweep",
     "all_together",

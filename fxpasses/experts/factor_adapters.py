@@ -36,10 +36,7 @@ from fxpasses.passes.pipeline import Context
 from fxpasses.report import Reason, Report
 
 _GROUPED, _COVERING = torch.ops.fxpasses.grouped_mm.default, torch.ops.fxpasses.grouped_mm_covering.default
-_ARGUMENTS: dict[Any, int] = {
-    _GROUPED: 5,
-    _COVERING: 4,
-}  # with offsets, a bias where there may be one, and whether it is transposed
+_ARGUMENTS: dict[Any, int] = {_GROUPED: 5, _COVERING: 4}  # the last one says whether weights are transposed
 
 
 class FactorAdapters:
