@@ -21,6 +21,7 @@ from fxpasses.base.containment import contained, error_text, is_unsaid, say
 from fxpasses.base.once import warn_once
 from fxpasses.collectives import ddp_buckets
 from fxpasses.collectives.as_written import uncompiled
+from fxpasses.compiler import progress
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.eager_frame import eager_frame
 from fxpasses.compiler.lowering import lower
@@ -78,10 +79,11 @@ def fastpack_backend(
     settings = replace(settings, passes=overrides.passes(settings.passes, known=registry.names()))
     trace = tracing.running()
     try:
-        outputs = _left_out(gm, settings, trace)
-        if isinstance(outputs, lazy_outputs.LeftOut):
-            return outputs.wrap(_compiled(outputs.gm, example_inputs, settings, trace, outputs.report))
-        return _compiled(gm, example_inputs, settings, trace, outputs)
+        with progress.compiling(trace.code):
+            outputs = _left_out(gm, settings, trace)
+            if isinstance(outputs, lazy_outputs.LeftOut):
+                return outputs.wrap(_compiled(outputs.gm, example_inputs, settings, trace, outputs.report))
+            return _compiled(gm, example_inputs, settings, trace, outputs)
     except _RETRACED:
         raise
     except Exception as error:  # outside of passes and lowerings: parts needed for right results may be missing

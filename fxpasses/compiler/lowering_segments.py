@@ -26,6 +26,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxpasses.compiler import progress
 from fxpasses.fold.outlining import Place, call_layer, outline
 from fxpasses.fold.segments import attribute, is_reference, segment
 from fxpasses.graph.modes import modes
@@ -48,6 +49,7 @@ class _Assembly:
         self.pieces: dict[str, Any] = {}  # also the constants of the graph
         self.values: dict[Node, Any] = {}
         self.compiled: dict[Any, str] = {}  # by body, or by the form of a rest
+        self.waiting: list[Callable[[], None]] = []  # compilations
 
     def run(self) -> Compiled:
         rest: list[Node] = []
@@ -70,6 +72,10 @@ class _Assembly:
             elif node.op == "output":
                 self._rest(rest, last=True)
                 self.graph.output(map_arg(node.args[0], self.values.__getitem__))
+        progress.expect(len(self.waiting))
+        for compile in self.waiting:
+            compile()
+            progress.piece_is_done()
         # `forward` calls the pieces as attributes; they are not modules, so that no hook of the program sees them.
         return GraphModule(self.pieces, self.graph, class_name="Pieces").forward
 
@@ -82,7 +88,7 @@ class _Assembly:
         reference, *operands = call.all_input_nodes
         body: GraphModule = getattr(self.gm, str(reference.target))
         if body not in self.compiled:
-            self.compiled[body] = self._compile(
+            self.compiled[body] = self._piece(
                 body, operands, str(reference.target), Place(len(reference.users), last=False)
             )
         self.values[call] = self._call(self.compiled[body], operands)
@@ -96,19 +102,22 @@ class _Assembly:
         if key not in self.compiled:
             name = f"rest_{len(self.compiled)}"
             piece = outline(self.gm, nodes, found.operands, found.live_outs, self.modes[nodes[0]], name)
-            self.compiled[key] = self._compile(piece, found.operands, name, Place(1, last))
+            self.compiled[key] = self._piece(piece, found.operands, name, Place(1, last))
         results = self._call(self.compiled[key], found.operands)
         for position, node in enumerate(found.live_outs):
             self.values[node] = self.graph.call_function(operator.getitem, (results, position))
 
-    def _compile(self, piece: GraphModule, operands: Sequence[Node], name: str, place: Place) -> str:
+    def _piece(self, piece: GraphModule, operands: Sequence[Node], name: str, place: Place) -> str:
         examples = [self.examples.get(node, node.meta.get("example_value")) for node in operands]
+        self.waiting.append(lambda: self._compile(piece, examples, name, place))
+        return name
+
+    def _compile(self, piece: GraphModule, examples: list[Any], name: str, place: Place) -> None:
         context: Any = copy.copy(TracingContext.try_get())
         if context is not None:
             context.fw_metadata = None
         with tracing(context):
             self.pieces[name] = self.lower(piece, examples, place)
-        return name
 
     def _call(self, name: str, operands: Sequence[Node]) -> Node:
         return self.graph.call_module(name, tuple(self.values[node] for node in operands))

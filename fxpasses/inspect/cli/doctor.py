@@ -200,6 +200,7 @@ def _environment() -> Iterator[Finding]:
         ("FXPASSES_CHANGES", "a pass makes only this many changes"),
         ("FXPASSES_RECORD", "each process writes a record there"),
         ("FXPASSES_SUMMARY", "1 prints a summary when the process ends"),
+        ("FXPASSES_QUIET", "1 hides the line that says what is being compiled"),
         ("FXPASSES_RECORD_VALUES", "records hold the elements of small integer inputs"),
         ("TORCH_TRACE", "graphs and reports go into the structured trace"),
     ):
