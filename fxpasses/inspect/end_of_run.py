@@ -19,8 +19,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from fxpasses.attention.runtime.stats import attention_stats
 from fxpasses.base.containment import contained
 from fxpasses.base.units import many
+from fxpasses.inspect.verdict import verdict
 from fxpasses.report import Reason, Report
 from fxpasses.rows.row_stats import row_stats
 
@@ -128,8 +130,8 @@ def _heading(history: History, ours: list[Graph]) -> Iterator[str]:
     seconds = sum(found.seconds for found in _compilations(ours))
     found = f"{many(len(ours), 'graph')} of {many(frames, 'frame')}"
     yield f"  {found}, {seconds:.0f} s to compile; the last at {last:.0f} s"
-    if rows := str(row_stats()):
-        yield f"  {rows}"
+    yield f"  {verdict(report for graph in ours for report in graph.reports)}"
+    yield from (f"  {text}" for text in (str(attention_stats()), str(row_stats())) if text)
 
 
 def _frames(ours: list[Graph]) -> Iterator[str]:

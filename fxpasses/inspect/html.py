@@ -21,6 +21,7 @@ from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.readable import call_text, type_text
 from fxpasses.inspect.text import figure_rows, left_alone, saved_rows, taken
+from fxpasses.inspect.verdict import said
 from fxpasses.inspect.whynot import near_misses
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # for JSON inside a <script> element
@@ -45,7 +46,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "program": run.program,
         "versions": run.versions,
         "rank": run.rank,
-        "said": [text for text in (run.attention_text, run.rows_text) if text],
+        "said": said(run),
         "kinds": [{"key": kind.name.lower(), "name": kind.value, "mark": MARKS[kind]} for kind in Kind],
         "graphs": [_graph(graph) for graph in run.graphs],
     }

@@ -31,6 +31,7 @@ from fxpasses.base.once import warn_once
 from fxpasses.inspect import codec, end_of_run
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.inspect.rank import process_rank
+from fxpasses.inspect.verdict import said
 from fxpasses.report import Report
 from fxpasses.rows.row_stats import row_stats
 from fxpasses.version import __version__
@@ -63,11 +64,11 @@ class Record(Run):
 
     def __str__(self) -> str:
         """What each pass did, line by line; `fxpasses.inspect.report` shows more."""
-        lines = []
+        lines = said(self)
         for number, graph in enumerate(self.graphs):
             lines.append(f"graph {number}: {graph.nodes} nodes")
             lines += [f"  {line}" for report in graph.reports for line in str(report).splitlines()]
-        return "\n".join([*lines, *filter(None, [self.attention_text, self.rows_text])]) or "no graph was compiled"
+        return "\n".join(lines) or "no graph was compiled"
 
 
 # Open records. Dynamo calls the backend from inside the user's step, so no argument can pass one on.

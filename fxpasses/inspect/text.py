@@ -18,6 +18,7 @@ from fxpasses.inspect.collapse import Line, collapse
 from fxpasses.inspect.figures import Figures, before_and_after, saved_before_and_after
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.model import Graph, Run, Stage
+from fxpasses.inspect.verdict import said
 from fxpasses.inspect.whynot import NearMiss, near_misses
 from fxpasses.report import Report
 
@@ -78,7 +79,7 @@ def _heading(run: Run, style: Style) -> str:
         return "no graph was compiled with the backend fastpack"
     count = many(len(run.graphs), "graph")
     heading = f"{style.bold(count)}{rank}" + style.faint(f"  {versions}" if versions else "")
-    return "\n".join(filter(None, [heading, run.attention_text, run.rows_text]))
+    return "\n".join(filter(None, [heading, *said(run)]))
 
 
 def _overview(graphs: list[Graph], style: Style) -> str:

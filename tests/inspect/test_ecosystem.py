@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 ARTEFACTS = {
     "fxpasses_record": "json",
     "fxpasses_0_captured": "string",
-    "fxpasses_6_hoist_metadata": "string",
+    "fxpasses_7_hoist_metadata": "string",
     "fxpasses_report": "string",
 }
 TLPARSE = shutil.which("tlparse", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
