@@ -203,11 +203,11 @@ def bounds(trace: Trace, proceed: Proceed, self: Any, items: Any, tx: Any = None
     Site(f"{PROTOCOL}.generic_richcompare_bool", lambda: [(protocol, "generic_richcompare_bool")] * bool(protocol)),
     without="`[n, 4] == [tensor, 4]` fails, as under stock PyTorch with its capture flags",
 )
-def equal_items(trace: Trace, proceed: Proceed, tx: Any, v: Any, w: Any, *args: Any) -> Any:
+def equal_items(trace: Trace, proceed: Proceed, tx: Any, v: Any, w: Any, *args: Any, **kwargs: Any) -> Any:
     """`x.size() == [n, 4]` where n is a tensor: lists ask for the truth of each comparison; n is read as a number."""
     numbers = [_as_number(trace, tx, item) for item in (v, w)]
     same = all(number is item.realize() for number, item in zip(numbers, (v, w), strict=True))
-    return NOT_HANDLED if same else proceed(tx, *numbers, *args)
+    return NOT_HANDLED if same else proceed(tx, *numbers, *args, **kwargs)
 
 
 def _as_bound(trace: Trace, tx: Any, argument: Any) -> Any:

@@ -15,7 +15,7 @@ If this torch lacks a private name, the handler that needs it is off, and one wa
 (`without`); if the rest of the feature would be wrong without the handler (no `without`), the feature is off. A method
 with other parameters counts as missing: after `trace` and `proceed`, the handler's parameters have to match the
 method's by position and by name. The first may have another name, and so may those before a `/`; a handler's `*args`
-and `**kwargs` stand for any further parameters.
+and `**kwargs` stand for any further parameters; both are needed for one that may be given by position or by name.
 
 Private name, checked on torch 2.13, besides those of the sites: `BuiltinVariable.call_function_handler_cache`, in which
 Dynamo keeps bound methods from one trace to the next. While handlers are installed, a separate dict replaces it.
@@ -186,6 +186,16 @@ def _row(feature: Feature, handler: Handler) -> Row:
         return Row(feature, handler, missing=f"{MissingName(handler.site.name)}: {consequence}")
 
 
+# Which of `*args` and `**kwargs` a handler needs for further parameters of each kind.
+_TAKEN_BY = {
+    Parameter.POSITIONAL_ONLY: (Parameter.VAR_POSITIONAL,),
+    Parameter.VAR_POSITIONAL: (Parameter.VAR_POSITIONAL,),
+    Parameter.POSITIONAL_OR_KEYWORD: (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD),
+    Parameter.KEYWORD_ONLY: (Parameter.VAR_KEYWORD,),
+    Parameter.VAR_KEYWORD: (Parameter.VAR_KEYWORD,),
+}
+
+
 @functools.cache  # a table is made for each frame
 def _check_parameters(handler: Handler, replaced: Callable[..., Any]) -> None:
     """Raise `TypeError` if a method takes other arguments than the handler that would run before it."""
@@ -195,11 +205,7 @@ def _check_parameters(handler: Handler, replaced: Callable[..., Any]) -> None:
         return  # a wrapper, whose parameters say nothing
     kinds = {each.kind for each in own}
     expected = [each for each in own if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
-    by_keyword = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    needed = {
-        Parameter.VAR_KEYWORD if each.kind in by_keyword else Parameter.VAR_POSITIONAL
-        for each in given[len(expected) :]
-    }
+    needed = {kind for each in given[len(expected) :] for kind in _TAKEN_BY[each.kind]}
     same = len(given) >= len(expected) and all(
         there.name == here.name or here.kind is Parameter.POSITIONAL_ONLY
         for there, here in list(zip(given, expected, strict=False))[1:]

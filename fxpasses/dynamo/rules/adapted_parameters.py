@@ -70,7 +70,7 @@ def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -
         raise FeatureRejected(Feature.ADAPTED, "the graph breaks while a parameter is adapted")
 
 
-@handlers.at(method(f"{_FUNCTIONS}.UserFunctionVariable", "call_function"))
+@handlers.at(method(f"{_FUNCTIONS}.UserFunctionVariable", "call_function"), order=2)
 def register(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.fn is not parametrize.register_parametrization or not _is_in_peft(tx) or len(args) != 3 or kwargs:
         return NOT_HANDLED
@@ -83,7 +83,7 @@ def register(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
     return ConstantVariable.create(None)
 
 
-@handlers.at(method(f"{_FUNCTIONS}.UserMethodVariable", "call_function"))
+@handlers.at(method(f"{_FUNCTIONS}.UserMethodVariable", "call_function"), order=3)
 def remove(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     active = trace.state(_AdaptedParameters).of(tx)
     called = BoundMethod.of(self)
@@ -95,7 +95,7 @@ def remove(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs
 
 @handlers.at(
     method("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable", "tp_getattro_impl", "var_getattr"),
-    order=1,
+    order=2,
 )
 def read(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
     active = trace.state(_AdaptedParameters).of(tx)

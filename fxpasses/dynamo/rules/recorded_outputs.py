@@ -53,7 +53,9 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     method("torch._dynamo.variables.dicts.MappingProxyVariable", "_check_mutation_guard", "call_method"),
     without="models that use some hidden states of an encoder break the graph",
 )
-def check_proxy(trace: Trace, proceed: Proceed, self: Any, tx: Any, *called: Any) -> Any:
+def check_proxy(trace: Trace, proceed: Proceed, self: Any, tx: Any, *called: Any, **kwargs: Any) -> Any:
     if getattr(self.source, "member", "") != "_parameters":  # the attribute of `inspect.Signature`
         return NOT_HANDLED
-    return self.dv_dict.call_method(tx, *called) if called else None  # torch 2.11 has the check in `call_method`
+    return (
+        self.dv_dict.call_method(tx, *called, **kwargs) if called else None
+    )  # torch 2.11 has the check in `call_method`

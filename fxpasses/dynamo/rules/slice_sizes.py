@@ -64,7 +64,9 @@ def slice_tensor(trace: Trace, proceed: Proceed, mode: Any, func: Any, *args: An
     ),
     without="`x.masked_select(mask)` fails where the mask has more elements",
 )
-def masked_select(trace: Trace, proceed: Proceed, mode: Any, func: Any, *tensors: Any) -> Any:
+def masked_select(trace: Trace, proceed: Proceed, mode: Any, func: Any, *tensors: Any, **named: Any) -> Any:
+    if named or len(tensors) != 2:
+        return NOT_HANDLED
     x, mask = tensors
     if trace.graph is None or trace.graph.output.shape_env is not mode.shape_env:
         return NOT_HANDLED
