@@ -44,10 +44,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
     def product(rows: Tensor, name: str) -> Tensor:
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
-        found: Tensor = ops.grouped_mm(rows, getattr(self, name), offsets, bias, not self.is_transposed)
+        found: Tensor = ops.grouped_mm.default(rows, getattr(self, name), offsets, bias, not self.is_transposed)
         return found
 
-    rows: Tensor = ops.gather_rows(hidden_states, order // k)
+    rows: Tensor = ops.gather_rows.default(hidden_states, order // k)
     rows = self._apply_gate(product(rows, "gate_up_proj")) if self.has_gate else self.act_fn(product(rows, "up_proj"))
     rows = product(rows, "down_proj")
     if self.has_post_expert_norm:
