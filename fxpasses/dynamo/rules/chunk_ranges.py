@@ -40,7 +40,7 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     return made
 
 
-@handlers.at(method(_RANGE, "var_getattr"))
+@handlers.at(method(_RANGE, "tp_getattro_impl", "var_getattr"))
 def attribute(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
     return trace.state(_Ends).get(self, NOT_HANDLED) if name == "stop" else NOT_HANDLED
 
