@@ -77,7 +77,7 @@ clean: ## remove caches and build outputs; .venv and .compat stay
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing fxpasses with the versions of constraints.txt into .venv ..."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[hf,trl,dev,bench,browser]'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[hf,trl,qlora,dev,bench,browser]'
 	@touch $@
 
 # The pins of constraints.txt hold here too, less torch, triton and setuptools, whose bounds differ between versions of

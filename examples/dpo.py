@@ -1,4 +1,4 @@
-"""Direct preference optimisation with TRL: LoRA and checkpoints, on a small random model. `fxpasses` takes three lines.
+"""Direct preference optimisation with TRL: LoRA and checkpoints, on a small random model. `fxpasses` is one argument.
 
 python examples/dpo.py [--eager] [--lowering aot_eager] [--steps 6]
 """
@@ -28,6 +28,7 @@ def preferences(text):
 def main():
     asked = arguments()
     torch.manual_seed(0)
+    fxpasses.set_default_options({"fastpack.lowering": asked.lowering})  # Trainer passes no options on
     tokenizer = tokenizer_of(TEXT)
     model = get_peft_model(model_of(len(tokenizer)), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     with tempfile.TemporaryDirectory() as folder, fxpasses.inspect.record() as record:
@@ -35,11 +36,9 @@ def main():
             folder, max_steps=asked.steps, learning_rate=1e-2,
             per_device_train_batch_size=2, max_length=48, activation_checkpointing=True,
             pad_to_multiple_of=48, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
-            disable_tqdm=True,
+            disable_tqdm=True, torch_compile_backend=None if asked.eager else "fastpack",
         )  # fmt: skip
         trainer = DPOTrainer(model, args=settings, train_dataset=preferences(TEXT), processing_class=tokenizer)
-        if not asked.eager:
-            trainer.model.compile(backend="fastpack", options={"fastpack.lowering": asked.lowering})
         trainer.train()
     report(trainer, record)
 

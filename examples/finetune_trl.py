@@ -1,4 +1,4 @@
-"""Fine-tune with TRL: packed text, LoRA and checkpoints, on a small random model. `fxpasses` takes three lines.
+"""Fine-tune with TRL: packed text, LoRA and checkpoints, on a small random model. `fxpasses` is one argument.
 
 python examples/finetune_trl.py [--eager] [--lowering aot_eager] [--steps 6]
 """
@@ -55,6 +55,7 @@ def report(trainer, record):
 def main():
     asked = arguments()
     torch.manual_seed(0)
+    fxpasses.set_default_options({"fastpack.lowering": asked.lowering})  # Trainer passes no options on
     tokenizer = tokenizer_of(TEXT)
     model = get_peft_model(model_of(len(tokenizer)), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     with tempfile.TemporaryDirectory() as folder, fxpasses.inspect.record() as record:
@@ -62,13 +63,11 @@ def main():
             folder, max_steps=asked.steps, learning_rate=1e-2,
             per_device_train_batch_size=2, max_length=64, packing=True,
             activation_checkpointing=True, logging_steps=1, save_strategy="no", report_to=[],
-            use_cpu=True, bf16=False, disable_tqdm=True,
+            use_cpu=True, bf16=False, disable_tqdm=True, torch_compile_backend=None if asked.eager else "fastpack",
         )  # fmt: skip
         trainer = SFTTrainer(
             model, settings, train_dataset=Dataset.from_dict({"text": TEXT}), processing_class=tokenizer
         )
-        if not asked.eager:
-            trainer.model.compile(backend="fastpack", options={"fastpack.lowering": asked.lowering})
         trainer.train()
     report(trainer, record)
 
