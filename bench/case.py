@@ -19,6 +19,7 @@ CASES = (
     "live_rows",
     "loss_head",
     "trainer",
+    "qlora",
     "flash_path",
     "experts",
     "lora_experts",
