@@ -41,7 +41,8 @@ _WITHOUT_EFFECT = {
 def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Options for `torch.compile(model, backend="inductor", options=...)`: the passes that Inductor's hooks can run.
 
-    These are `group_experts` and `coalesce_reads`, and on request `split_topk` and `offload_activations`.
+    These are `group_experts` and `coalesce_reads`, and on request `factor_adapters`, `split_topk` and
+    `offload_activations`.
 
     options: `fastpack.passes`, `fastpack.experts`, `fastpack.topk`, `fastpack.verify`, `fastpack.strict` and
     `fastpack.offload` with its own options; other keys are Inductor's, and are passed on unchanged. Defaults of the
