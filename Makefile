@@ -48,8 +48,7 @@ format: $(INSTALLED) ## sort imports, apply safe fixes, format
 	@$(BIN)/ruff format .
 
 docs: $(DOCS_INSTALLED) ## build the documentation's site, site/index.html; a broken link is an error
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict
-	@echo "site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # with --quiet, it would not count warnings
 
 bench: $(INSTALLED) ## measure every case and write bench/RESULTS.md; takes hours; ARGS= names cases, or --device cuda
 	@$(BIN)/python -m bench run --resume $(ARGS)
