@@ -7,8 +7,8 @@
 
 It runs on CPUs (gloo) or on one accelerator per process. The text is the source of Python's standard library, one token
 per byte. Every layer is checkpointed, and asks its batch what packed attention asks in many code bases: whether the
-documents cover the batch, and how long the longest is. Each rank has documents of its own, so the answers differ between
-ranks; tensor parallel ranks share a batch. The exit code is 1 if the losses of the two runs differ on any rank
+documents cover the batch, and how long the longest is. Each rank has documents of its own, so the answers differ
+between ranks; tensor parallel ranks share a batch. The exit code is 1 if the losses of the two runs differ on any rank
 by more than rounding.
 """
 
