@@ -18,7 +18,6 @@ from bench.gpu.pieces import NAMES, PIECES
 from bench.gpu.schedule import run_by
 from bench.peer import ROOT
 
-SCRATCH = ROOT / "bench" / "scratch" / "gpu"
 NEEDED = ("transformers", "pytest", "matplotlib", "tabulate")
 
 
@@ -43,7 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given.only = [name.strip() for name in given.only.split(",") if name.strip()]
     if unknown := [name for name in given.only if name not in NAMES]:
         parser.error(f"--only names {unknown[0]!r}; pieces: {', '.join(NAMES)}")
-    given.out = given.out or (results.FOLDER if given.device == "cuda" else SCRATCH)
+    given.out = given.out or (results.FOLDER if given.device == "cuda" else ROOT / "bench" / "scratch" / "gpu")
     return given
 
 

@@ -98,7 +98,7 @@ PIECES: tuple[Piece, ...] = (
         only=("model=Llama", "dead=padding and prompts", "tokens=384"),
         contenders=("Inductor", "fastpack", "fastpack, live rows", "by hand, Inductor", "Liger kernel"),
     ),
-    Measured("grouped_products", share=1, only=("experts=64",), wave_s=30),
+    Measured("grouped_products", share=1, only=("experts=64",), wave_s=45),
     Measured("offload_sweep", share=1, only=("products=4",), wave_s=50),
 )
 NAMES = tuple(piece.name for piece in PIECES)

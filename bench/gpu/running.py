@@ -19,9 +19,11 @@ from bench.gpu.page import page
 from bench.gpu.pieces import Measured
 from bench.gpu.schedule import FAILED, NOT_RUN, Outcome, Piece
 from bench.measuring import Settings, run_case
+from bench.peer import ROOT
 
 MOST_AT_ONCE = 8  # contenders that compile side by side, each with compile workers of its own
 TEST_PROCESSES = 4
+SCRATCH = ROOT / "bench" / "scratch" / "gpu"
 SAME = tuple(key for key in results.IDENTITY if key not in ("case", "quick"))
 
 
@@ -37,6 +39,8 @@ class Run:
         self.folder, self.device, self.resume, self.say = folder, device, resume, say
         self.threads = min(4, torch.get_num_threads())
         self.file = folder / f"gpu.{device}.json"
+        # Of pytest, with each traceback: beside the results, unless these are the committed ones.
+        self.log = (SCRATCH if folder.resolve() == results.FOLDER else folder) / f"gpu.{device}.tests.log"
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.processes = max(2 if device == "cuda" else 1, min(MOST_AT_ONCE, cores // 2))
         fresh = results.new("gpu", device, device != "cuda", self.threads)
@@ -95,11 +99,13 @@ class Run:
             targets or suite.files(),
             until,
             min(TEST_PROCESSES, self.processes),
-            self.folder / f"gpu.{self.device}.tests.log",
+            self.log,
         )
         if earlier:
             found["tests"] = earlier["tests"] | found["tests"]
         self.found["tests"] = found
+        if found["ended"] or any(test["outcome"] == "failed" for test in found["tests"].values()):
+            self.say(f"what pytest printed: {self.log}")
 
     def measure(self, piece: Measured, until: float) -> None:
         """Each group has its part of the time, and what those before it left."""
