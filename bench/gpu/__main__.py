@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the page is written, and processes end
     run = Run(given.out, given.device, given.minutes, given.resume, say)
     pieces = [run.sized(piece) for piece in PIECES if not given.only or piece.name in given.only]
     try:

@@ -95,17 +95,15 @@ class Run:
         targets = suite.not_run(earlier) if earlier else suite.files()
         if earlier and not targets and not earlier["ended"]:
             return
-        found = suite.run(
-            targets or suite.files(),
-            until,
-            min(TEST_PROCESSES, self.processes),
-            self.log,
-        )
-        if earlier:
-            found["tests"] = earlier["tests"] | found["tests"]
-        self.found["tests"] = found
-        if found["ended"] or any(test["outcome"] == "failed" for test in found["tests"].values()):
-            self.say(f"what pytest printed: {self.log}")
+
+        def keep(found: suite.Found) -> None:
+            if earlier:
+                found["tests"] = earlier["tests"] | found["tests"]
+            self.found["tests"] = found
+            if found["ended"] or any(test["outcome"] == "failed" for test in found["tests"].values()):
+                self.say(f"what pytest printed: {self.log}")
+
+        suite.run(targets or suite.files(), until, min(TEST_PROCESSES, self.processes), keep, self.log)
 
     def measure(self, piece: Measured, until: float) -> None:
         """Each group has its part of the time, and what those before it left."""

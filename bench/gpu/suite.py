@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +28,47 @@ def files(root: Path = ROOT) -> list[str]:
     return sorted(str(file.relative_to(root)) for file in found)
 
 
-def run(targets: Sequence[str], until: float, processes: int, file: Path | None = None) -> Found:
+def run(
+    targets: Sequence[str], until: float, processes: int, keep: Callable[[Found], None], file: Path | None = None
+) -> None:
     """Run the gpu tests of these files or of these names until the time, as `time.monotonic()` has it.
 
-    Returns {"tests": {name: {"outcome", "why", "seconds"}}, "ended": why the suite was cut short, or ""}. A test that
-    was collected and did not end has the outcome "not run". file: for pytest's own output.
+    keep: given {"tests": {name: {"outcome", "why", "seconds"}}, "ended": why the suite was cut short, or ""}, also
+    where the run is interrupted. A test that was collected and did not end is "not run". file: for pytest's own output.
     """
     with tempfile.TemporaryDirectory(prefix="fxpasses-gpu-") as folder:
         lines = Path(folder) / "outcomes"
         output = file or Path(folder) / "output"
-        output.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "bench.gpu.outcomes", "-p", "no:cacheprovider"]
-        if processes > 1 and importlib.util.find_spec("xdist"):
-            command += ["-n", str(processes), "--dist", "worksteal"]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        with output.open("w") as log:
-            process = subprocess.Popen(
-                [*command, *targets],
-                cwd=ROOT,
-                env=os.environ | {VARIABLE: str(lines), "PYTHONPATH": path},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that all of its processes end with it
-            )
-        began, ended = time.monotonic(), ""
+        process = start(targets, processes, lines, output)
+        began, ended = time.monotonic(), "the suite was interrupted"
         try:
             code = process.wait(max(0.0, until - began))
-        except subprocess.TimeoutExpired:
-            ended = f"the suite was ended after {time.monotonic() - began:.0f} s, when its time was over"
-        else:
             # 0: all passed; 1: some failed; 5: none collected.
             ended = "" if code in (0, 1, 5) else f"pytest ended with code {code}: {last_line(output)}"
+        except subprocess.TimeoutExpired:
+            ended = f"the suite was ended after {time.monotonic() - began:.0f} s, when its time was over"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return {"tests": read(lines.read_text().splitlines() if lines.exists() else []), "ended": ended}
+            keep({"tests": read(lines.read_text().splitlines() if lines.exists() else []), "ended": ended})
+
+
+def start(targets: Sequence[str], processes: int, lines: Path, output: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "bench.gpu.outcomes", "-p", "no:cacheprovider"]
+    if processes > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(processes), "--dist", "worksteal"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as log:
+        return subprocess.Popen(
+            [*command, *targets],
+            cwd=ROOT,
+            env=os.environ | {VARIABLE: str(lines), "PYTHONPATH": path},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that all of its processes end with it
+        )
 
 
 def last_line(file: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -128,7 +129,9 @@ def run_of_suite(folder: Path, text: str, until: float) -> dict[str, Any]:
     file = folder / "test_toys.py"
     mark = suite.MARK  # spelled out, this file would be one with the mark
     file.write_text(f"import os, signal, pytest\npytestmark = pytest.{mark}\n{text}")
-    found = suite.run([str(file)], until, processes=1)
+    kept: list[dict[str, Any]] = []
+    suite.run([str(file)], until, 1, kept.append)
+    (found,) = kept
     return {"ended": found["ended"], **{name.split("::")[1]: test for name, test in found["tests"].items()}}
 
 
@@ -160,6 +163,25 @@ def test_a_suite_that_dies_keeps_what_it_found(tmp_path):
 def test_a_suite_that_takes_too_long_says_so(tmp_path):
     found = run_of_suite(tmp_path, "def test_a(): pass\n", until=0.0)
     assert found == {"ended": "the suite was ended after 0 s, when its time was over"}
+
+
+def test_an_interrupted_suite_keeps_what_it_found(tmp_path, monkeypatch):
+    kept: list[dict[str, Any]] = []
+
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            code = super().wait(timeout)
+            if timeout is not None:  # the suite's own; not that for the end of its process
+                raise KeyboardInterrupt
+            return code
+
+    monkeypatch.setattr(suite.subprocess, "Popen", Interrupted)
+    file = tmp_path / "test_toys.py"
+    file.write_text(f"import pytest\n@pytest.{suite.MARK}\ndef test_a(): pass\n")
+    with pytest.raises(KeyboardInterrupt):
+        suite.run([str(file)], time.monotonic() + 600, 1, kept.append)
+    assert kept[0]["ended"] == "the suite was interrupted"
+    assert [test["outcome"] for test in kept[0]["tests"].values()] == ["passed"]
 
 
 def test_the_files_are_those_with_the_mark():
