@@ -1,5 +1,6 @@
 # Each target creates .venv and installs the pinned versions of constraints.txt if needed, so each works by itself on a
-# fresh clone, given python3 with venv and pip. Once installed, no target uses the network.
+# fresh clone, given python3 with venv and pip. Once installed, no target uses the network. `demo` installs what it needs,
+# `docs` the tools for the site, and the others all that is left; each has a stamp in .venv.
 PYTHON ?= python3
 ARGS ?=
 COMPAT_TORCH ?= 2.11.0 2.15.0
@@ -9,7 +10,9 @@ TORCH ?=
 GPU_PYTHON ?=
 
 BIN := .venv/bin
+DEMO_INSTALLED := .venv/.demo-installed
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.docs-installed
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 
 # One process for each core, up to 4: each test has one thread. worksteal: test files take very different times.
@@ -20,13 +23,14 @@ COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm ninja pytest pyte
   expecttest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow device-coverage lint format bench bench-quick bench-report gpu zoo compat clean
+.PHONY: help demo test test-slow device-coverage lint format docs bench bench-quick bench-report gpu zoo compat clean
+.NOTPARALLEL: # two targets would install into .venv at a time
 
 help: ## list the targets
 	@echo "make TARGET [ARGS='...']"
 	@sed -n 's/^\([a-z-]*\):.*## /  \1|/p' Makefile | awk -F'|' '{ printf "%-18s%s\n", $$1, $$2 }'
 
-demo: $(INSTALLED) ## run examples/packed_training.py; ARGS= adds arguments
+demo: $(DEMO_INSTALLED) ## run examples/packed_training.py; ARGS= adds arguments
 	@$(BIN)/python examples/packed_training.py $(ARGS)
 
 test: $(INSTALLED) ## run all tests but the slow ones; gpu tests skip themselves without CUDA; ARGS= adds pytest arguments
@@ -46,6 +50,9 @@ lint: $(INSTALLED) ## ruff check, ruff format --check, mypy
 format: $(INSTALLED) ## sort imports, apply safe fixes, format
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
+
+docs: $(DOCS_INSTALLED) ## build the documentation's site, site/index.html; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # with --quiet, it would not count warnings
 
 bench: $(INSTALLED) ## measure every case and write bench/RESULTS.md; takes hours; ARGS= names cases, or --device cuda
 	@$(BIN)/python -m bench run --resume $(ARGS)
@@ -99,14 +106,27 @@ compat: ## run what `test` runs on the torch versions COMPAT_TORCH, each in .com
 	printf "$$summary"; exit $$failed
 
 clean: ## remove caches and build outputs; .venv, .compat and .gpu stay
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -path ./.venv -prune -o -path ./.compat -prune -o -path ./.gpu -prune -o -path ./.git -prune -o \
 	  -type d -name __pycache__ -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml constraints.txt
+.venv/bin/pip:
+	@$(PYTHON) -m venv .venv
+
+# Order-only: the folder's age says nothing.
+$(DEMO_INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "Installing what the demo needs, with the versions of constraints.txt, into .venv ..."
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[hf]'
+	@touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "Installing fxpasses with the versions of constraints.txt into .venv ..."
-	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[hf,trl,qlora,dev,bench,browser]'
+	@touch $(DEMO_INSTALLED) $@ # the demo's packages are among these
+
+$(DOCS_INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "Installing what the site needs, with the versions of constraints.txt, into .venv ..."
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # The pins of constraints.txt hold here too, less torch, triton and setuptools, whose bounds differ between versions of

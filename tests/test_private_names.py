@@ -20,12 +20,12 @@ MAY_NAME = {
     "_guards": {
         "attention/runtime/operators.py", "collectives/ddp_buckets.py", "collectives/eager_sequences.py",
         "compiler/lowering_prologues.py", "compiler/lowering_segments.py", "graph/symbols.py", "inspect/cli/doctor.py",
-        "inspect/recording.py", "loss/row_program.py",
+        "inspect/dry_run.py", "inspect/recording.py", "loss/row_program.py",
     },
     "_functorch": {
         "collectives/partitioner.py", "compiler/lowering.py", "compiler/lowering_backward.py",
-        "compiler/overwritten_inputs.py", "compiler/partitioner.py", "graph/effects.py", "inspect/minimise.py",
-        "inspect/partition.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py",
+        "compiler/overwritten_inputs.py", "compiler/partitioner.py", "graph/effects.py", "inspect/dry_run.py",
+        "inspect/minimise.py", "inspect/partition.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py",
     },
     "_inductor": {
         "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/lowering.py",

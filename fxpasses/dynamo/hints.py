@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.variables import ConstantVariable, ListVariable
+from torch._dynamo.variables import ConstantVariable, ListVariable, dicts, lists
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -200,7 +200,7 @@ def bounds(trace: Trace, proceed: Proceed, self: Any, items: Any, tx: Any = None
 
 
 @handlers.at(
-    Site(f"{PROTOCOL}.generic_richcompare_bool", lambda: [(protocol, "generic_richcompare_bool")] * bool(protocol)),
+    Site(f"{PROTOCOL}.generic_richcompare_bool", lambda: _namesakes("generic_richcompare_bool")),
     without="`[n, 4] == [tensor, 4]` fails, as under stock PyTorch with its capture flags",
 )
 def equal_items(trace: Trace, proceed: Proceed, tx: Any, v: Any, w: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,6 +208,11 @@ def equal_items(trace: Trace, proceed: Proceed, tx: Any, v: Any, w: Any, *args: 
     numbers = [_as_number(trace, tx, item) for item in (v, w)]
     same = all(number is item.realize() for number, item in zip(numbers, (v, w), strict=True))
     return NOT_HANDLED if same else proceed(tx, *numbers, *args, **kwargs)
+
+
+def _namesakes(name: str) -> list[tuple[Any, str]]:
+    """A function of Dynamo's protocols, and its name in the modules that import it; none on torch 2.11."""
+    return [(module, name) for module in (protocol, lists, dicts) if hasattr(module, name)]
 
 
 def _as_bound(trace: Trace, tx: Any, argument: Any) -> Any:

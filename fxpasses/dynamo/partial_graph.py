@@ -326,9 +326,9 @@ class _PartialRegion(Region):
             node = node.next
 
     def _has_operand(self, node: Node) -> bool:
-        """Find the operand of a body's placeholder, which Dynamo records some time after it creates the placeholder."""
+        """Find what is behind a placeholder, which Dynamo records some time after it creates the placeholder."""
         if self.parent is None:
-            return True
+            return "grapharg" in node.meta or not isinstance(node.meta.get("example_value"), torch.Tensor)
         for outer, inner in self._tracer.lifted_freevars.items():
             if getattr(inner, "node", None) is node and hasattr(outer, "node"):
                 self.operands[node] = outer.node

@@ -179,6 +179,8 @@ def _object(cls: type, given: Any, where: str) -> Any:
     for name, hint, default in _fields(cls):
         if name in given:
             fields[name] = _value(hint, given[name], f"{where}: {name}")
+        elif default is dataclasses.MISSING and type(None) in typing.get_args(hint):
+            fields[name] = None
         elif default is dataclasses.MISSING:
             raise RecordError(f"{where}: {cls.__name__.lower()} lacks {name!r}")
     return cls(**fields)

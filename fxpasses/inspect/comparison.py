@@ -7,7 +7,7 @@ import textwrap
 from tabulate import tabulate
 
 from fxpasses.base.units import duration, size
-from fxpasses.inspect.figures import figures, saved_before_and_after
+from fxpasses.inspect.figures import figures, saved_and_moved
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.text import Style, changes, figure_rows, name
 from fxpasses.inspect.whynot import near_misses
@@ -70,8 +70,8 @@ def _figures(before: Graph, after: Graph, stage: str) -> list[str]:
     """A table of the figures that differ; none if there are none."""
     rows = [row[:3] for row in figure_rows(figures(_stage(before, stage)), figures(_stage(after, stage)))]
     rows = [row for row in rows if row[1] != row[2]]
-    saved = [saved_before_and_after(graph)[1] for graph in (before, after)]
-    if saved[0] is not None and saved[1] is not None and saved[0] != saved[1]:
+    saved = [saved_and_moved(graph)[0] for graph in (before, after)]
+    if before.partition is not None and after.partition is not None and saved[0] != saved[1]:
         rows.append(["saved for backward", size(saved[0]), size(saved[1])])
     times = (before.compile_seconds, after.compile_seconds)
     if any(times):

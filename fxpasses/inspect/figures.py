@@ -80,14 +80,9 @@ def before_and_after(graph: Graph) -> tuple[Figures, Figures]:
     return figures(graph.captured), figures(graph.final)
 
 
-def saved_before_and_after(graph: Graph) -> tuple[int | None, int | None]:
-    """Bytes that wait on the device for backward: without transfers off the device, and with them.
-
-    The first is None if nothing is transferred: the captured graph is never partitioned, so its saved tensors are
-    unknown. Both are None if this graph was not partitioned in this process.
-    """
+def saved_and_moved(graph: Graph) -> tuple[int, int]:
+    """Bytes that wait for backward on the device, and off it; 0 if this graph was not partitioned in this process."""
     if graph.partition is None:
-        return None, None
-    saved = graph.partition.saved_bytes
+        return 0, 0
     moved = sum(transfer.bytes for report in graph.reports for transfer in report.transfers)
-    return (saved, saved - moved) if moved else (None, saved)
+    return graph.partition.saved_bytes - moved, moved

@@ -20,7 +20,7 @@ from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.readable import call_text, type_text
-from fxpasses.inspect.text import figure_rows, left_alone, saved_rows, taken
+from fxpasses.inspect.text import figure_rows, left_alone, step_rows, taken
 from fxpasses.inspect.verdict import said
 from fxpasses.inspect.whynot import near_misses
 
@@ -36,7 +36,7 @@ def page(run: Run) -> str:
     return text.replace("/*record*/", dumps(page_data(run)).translate(_ESCAPES), 1)
 
 
-_FILES = ("page.html", "page.css", "table.js", "views.js", "memory.js", "page.js")
+_FILES = ("page.html", "page.css", "table.js", "pictures.js", "views.js", "memory.js", "page.js")
 
 
 def page_data(run: Run) -> dict[str, Any]:
@@ -47,6 +47,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "versions": run.versions,
         "rank": run.rank,
         "said": said(run),
+        "sample": asdict(run.sample),
         "kinds": [{"key": kind.name.lower(), "name": kind.value, "mark": MARKS[kind]} for kind in Kind],
         "graphs": [_graph(graph) for graph in run.graphs],
     }
@@ -71,7 +72,10 @@ def _graph(graph: Graph) -> dict[str, Any]:
         "left_alone_line": left_alone(misses) if misses else "",
         "symbols": [{**asdict(one), "problem": one.problem} for one in ledger(graph.final, flows[-1])],
         "checks": graph.final.checks,
-        "rows": figure_rows(before, after, len(graph.final.checks)) + saved_rows(graph),
+        "rows": figure_rows(before, after, len(graph.final.checks), step_rows(graph)),
+        "step": {"before": asdict(graph.before), "after": asdict(graph.after)}
+        if graph.before and graph.after
+        else None,
         "partition": asdict(graph.partition) if graph.partition is not None else None,
         "stages": [table.json(stage) for table, stage in zip(tables, stages, strict=True)],
         "steps": [_step(stages, tables, number) for number in range(1, len(stages))],

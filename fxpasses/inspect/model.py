@@ -15,6 +15,7 @@ from typing import Any
 
 from fxpasses.attention.runtime.stats import AttentionStats
 from fxpasses.base.cuda_graphs import Capturability
+from fxpasses.base.sample import Sample
 from fxpasses.report import Report
 from fxpasses.rows.row_stats import RowStats
 
@@ -176,6 +177,25 @@ class Partition:
 
 
 @dataclass(slots=True)
+class Step:
+    """Forward and backward of a graph, operator by operator, for the sizes of the first batch.
+
+    flops: of products, convolutions and attention, of whose pairs those count that are computed. bytes_moved: read and
+    written by operators that make new memory. peak_bytes, live: the largest sum of live memory, and its course (the
+    highest points of at most 400 parts), without inputs but for those that the prologue provides; what is returned, and
+    gradients, live to the end. saved_bytes: what forward keeps for backward, without inputs. turn: where in `live`
+    backward begins.
+    """
+
+    flops: int = 0
+    bytes_moved: int = 0
+    peak_bytes: int = 0
+    saved_bytes: int = 0
+    live: list[int] = field(default_factory=list)
+    turn: int = 0
+
+
+@dataclass(slots=True)
 class Graph:
     """One compilation.
 
@@ -183,8 +203,9 @@ class Graph:
     None for a single process. outcome: "rewritten", "captured" (compiled as captured), "uncompiled" (it runs
     uncompiled, or raised an error) or "retraced" (given up: Dynamo traced the frame again, and another graph follows);
     "" if unknown. compile_seconds: the time of the lowering. symbols: the traced value of each backed symbol.
-    partition: AOTAutograd's graphs after the passes; None if there are none or they were not observed (the eager
-    lowering, inference, a warm cache).
+    before, after: the step of the captured graph and of the graph after the passes, by `dry_run.py`; None if nobody
+    asked for them, or they are not known. partition: AOTAutograd's graphs after the passes; None if there are none or
+    they were not observed (the eager lowering, inference, a warm cache).
     """
 
     compile_id: str = ""
@@ -197,6 +218,8 @@ class Graph:
     symbols: dict[str, int] = field(default_factory=dict)
     outcome: str = ""
     compile_seconds: float = 0.0
+    before: Step | None = None
+    after: Step | None = None
     partition: Partition | None = None
 
     @property
@@ -242,7 +265,7 @@ class Run:
 
     started: UTC, ISO 8601. versions: of python, torch and fxpasses. attention: the counts of
     `fxpasses.attention_stats()` during the record; empty if there are none, or in a record of a whole process. rows:
-    likewise those of `fxpasses.row_stats()`.
+    likewise those of `fxpasses.row_stats()`. sample: likewise the first batch.
     """
 
     started: str = ""
@@ -252,6 +275,7 @@ class Run:
     pid: int = 0
     attention: dict[str, int] = field(default_factory=dict)
     rows: dict[str, float] = field(default_factory=dict)
+    sample: Sample = field(default_factory=Sample)
     graphs: list[Graph] = field(default_factory=list)
 
     @property

@@ -28,7 +28,9 @@ from torch.fx import GraphModule
 
 from fxpasses.attention.runtime.stats import attention_stats
 from fxpasses.base.once import warn_once
+from fxpasses.base.sample import close_sample, open_sample
 from fxpasses.inspect import codec, end_of_run
+from fxpasses.inspect.dry_run import DryRun
 from fxpasses.inspect.model import CAPTURED, Graph, Run, Stage
 from fxpasses.inspect.rank import process_rank
 from fxpasses.inspect.verdict import said
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 
 class Record(Run):
     """All graphs compiled while the record was open, in order."""
+
+    _unmeasured: list[_Recorder] | None = None  # whose steps are to be measured when the record is closed
 
     def figures(self, pass_name: str) -> dict[str, int]:
         """A pass's figures, summed over the graphs."""
@@ -76,10 +80,16 @@ _open: list[Record] = []
 
 
 @contextlib.contextmanager
-def record() -> Iterator[Record]:
-    """Collect a `Record` of every graph that the backend compiles inside the `with` block, in any thread."""
+def record(measure: bool = False) -> Iterator[Record]:
+    """Collect a `Record` of every graph that the backend compiles inside the `with` block, in any thread.
+
+    measure: at the end, also find the FLOPs and the memory of forward and backward, before and after the passes. That
+    traces each graph twice more, and keeps it until then.
+    """
     opened, before, rows_before = new_record(), attention_stats(), row_stats()
+    opened._unmeasured = [] if measure else None
     _open.append(opened)
+    open_sample(opened.sample)
     try:
         yield opened
     finally:
@@ -87,6 +97,10 @@ def record() -> Iterator[Record]:
         opened.attention = asdict(computed) if computed.calls else {}
         rows = row_stats().since(rows_before)
         opened.rows = {name: float(value) for name, value in asdict(rows).items()} if rows.steps else {}
+        close_sample(opened.sample)
+        for recorder in opened._unmeasured or ():
+            recorder.measure(computed.pairs_computed / computed.pairs if computed.pairs else 1.0)
+        opened._unmeasured = None
         # By identity: two records with equal contents are equal.
         _open[:] = [other for other in _open if other is not opened]
 
@@ -178,6 +192,11 @@ class _Recorder(Observer):
         self.graph = Graph(rank=process_rank())
         self.started = 0.0
         self.listener = Listener()
+        # Graphs to measure when the record is closed; only for an open record.
+        self.inputs = 0
+        self.captured: DryRun | None = None
+        self.result: Result | None = None
+        self.rewritten: DryRun | None = None
 
     def capture(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
         from fxpasses.inspect import snapshot
@@ -196,6 +215,8 @@ class _Recorder(Observer):
             for node, data in zip(inputs, snapshot.input_data(example_inputs), strict=False):
                 node.data = data
         graph.stages.append(Stage(CAPTURED, regions, cuda_graph=capturability(gm)))
+        if any(opened._unmeasured is not None for opened in _open):
+            self.captured, self.inputs = DryRun(gm), len(example_inputs)
 
     def after_pass(self, report: Report, result: Result, failure: str = "") -> None:
         from fxpasses.fold.outlining import is_folded
@@ -205,6 +226,7 @@ class _Recorder(Observer):
         stage = Stage(report.pass_name, report=None if failure else report, failure=failure, seconds=report.seconds)
         # A folded graph differs from the one before by calls of the same nodes alone: the report says all of it.
         if report.changed and not failure and not is_folded(result.gm):
+            self.result = result
             stage.regions = snapshot.snapshot(result.gm)
             stage.cuda_graph = capturability(result.gm)
             if result.program is not None:
@@ -217,6 +239,9 @@ class _Recorder(Observer):
         self.graph.stages.append(Stage(report.pass_name, report=report, seconds=report.seconds, partitioned=True))
 
     def lowering(self) -> None:
+        if self.captured is not None and self.result is not None:
+            self.rewritten = DryRun(self.result.gm, len(self.result.example_inputs) - self.inputs)
+        self.result = None
         self.started = time.perf_counter()
         self.listener.start()
 
@@ -232,9 +257,19 @@ class _Recorder(Observer):
             return
         for opened in _open:
             opened.graphs.append(self.graph)
+            if opened._unmeasured is not None:
+                opened._unmeasured.append(self)
         _append_to_file(self.graph)
         if _structured_trace_is_on():
             trace.emit(self.graph)
+
+    def measure(self, share: float) -> None:
+        """Measure the step before and after the passes, on the first batch's sizes. share: see `DryRun.step`."""
+        before, after, self.captured, self.rewritten = self.captured, self.rewritten, None, None
+        if before is not None and self.graph.before is None:
+            with contextlib.suppress(Exception):  # a size that only a batch knows: the figures are left out
+                self.graph.before = before.step(share)
+                self.graph.after = after.step(share) if after is not None else self.graph.before
 
 
 def _structured_trace_is_on() -> bool:

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from fxpasses.base.units import amount, duration, many, size
 from fxpasses.inspect.changes import MARKS, Kind, diff
 from fxpasses.inspect.collapse import Line, collapse
-from fxpasses.inspect.figures import Figures, before_and_after, saved_before_and_after
+from fxpasses.inspect.figures import Figures, before_and_after, saved_and_moved
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.model import Graph, Run, Stage
 from fxpasses.inspect.verdict import said
@@ -154,6 +154,12 @@ def taken(report: Report) -> list[str]:
 
 # Figures
 
+_STEP_ROWS = {
+    "flops": "FLOPs",
+    "bytes_moved": "bytes moved",
+    "peak_bytes": "peak memory, besides inputs",
+    "saved_bytes": "saved for backward",
+}
 _ROWS: dict[str, tuple[str, str]] = {
     "host_reads": ("host reads", "prologue_reads"),
     "operators": ("operators", "prologue_nodes"),
@@ -169,31 +175,46 @@ _ROWS: dict[str, tuple[str, str]] = {
 
 def _figures(graph: Graph, style: Style) -> str:
     before, after = before_and_after(graph)
-    rows = figure_rows(before, after, len(graph.final.checks)) + saved_rows(graph)
+    rows = figure_rows(before, after, len(graph.final.checks), step_rows(graph))
     table = tabulate(rows, ["each step", "before", "after", "once a batch"], colalign=("left", *["right"] * 3))
     times = f"compile time {duration(graph.compile_seconds)}" if graph.compile_seconds else ""
     return textwrap.indent("\n".join(part for part in (table, style.faint(times)) if part), "  ")
 
 
-def figure_rows(before: Figures, after: Figures, checks: int = 0) -> list[list[str]]:
-    """Rows (what, before, after, once a batch) for all figures that are not 0 throughout."""
+def figure_rows(
+    before: Figures, after: Figures, checks: int = 0, of_step: list[list[str]] | None = None
+) -> list[list[str]]:
+    """Rows (what, before, after, once a batch) for all figures that are not 0 throughout.
+
+    of_step: rows that stand in the place of those of forward alone.
+    """
     rows = []
     for field, (label, prologue) in _ROWS.items():
+        if of_step and field in _STEP_ROWS:
+            continue
         values = [getattr(before, field), getattr(after, field)]
         batch = getattr(after, prologue) if prologue else checks if field == "assertions" else 0
         if any(values) or batch:
             show = size if "bytes" in field else amount
             rows.append([label, show(values[0]), show(values[1]), amount(batch) if batch else ""])
+    return rows + (of_step or [])
+
+
+def step_rows(graph: Graph) -> list[list[str]]:
+    """Rows for forward and backward together; only what of it is known, so none for a graph that was never run."""
+    rows = []
+    if graph.before is not None and graph.after is not None:
+        for field, label in _STEP_ROWS.items():
+            values = getattr(graph.before, field), getattr(graph.after, field)
+            show = size if "bytes" in field else amount
+            rows += [[label, *map(show, values), ""]] if any(values) else []
+    staying, moved = saved_and_moved(graph)
+    if moved:
+        rows += [["saved for backward, on the device", size(staying + moved), size(staying), ""]]
+        rows += [["moved off the device and back", size(0), size(moved), ""]]
+    elif staying and not rows:
+        rows += [["saved for backward, on the device", "not known", size(staying), ""]]
     return rows
-
-
-def saved_rows(graph: Graph) -> list[list[str]]:
-    """Rows for the memory that waits for backward; its size before the passes is known only if they move tensors."""
-    before, after = saved_before_and_after(graph)
-    if after is None:
-        return []
-    rows = [["saved for backward, on the device", "not known" if before is None else size(before), size(after), ""]]
-    return rows if before is None else [*rows, ["moved off the device and back", size(0), size(before - after), ""]]
 
 
 def cuda_graphs(graph: Graph, style: Style) -> str:

@@ -142,7 +142,11 @@ def _note_step(optimizer: Any, *_: Any) -> None:
 
 
 class LazyTensor(Tensor):
-    """A tensor whose value `compute` returns; see `lazy_output`."""
+    """An output that `"fastpack.outputs": "lazy"` leaves uncomputed until something reads it.
+
+    Operators, indices, prints, NumPy and pickle read it; its form (sizes, dtype, device), casts and `detach` do not.
+    Reading raises `RuntimeError` once parameters or inputs that it depends on have changed. See `lazy_output`.
+    """
 
     _compute: Callable[[], Tensor] | None
     _data: Tensor | None  # the value, without gradients

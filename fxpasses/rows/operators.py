@@ -20,6 +20,7 @@ from torch.library import custom_op
 
 from fxpasses.attention.runtime import cuda
 from fxpasses.attention.runtime import plan as plans
+from fxpasses.base import sample
 
 # Sets are padded to a multiple of this, with copies of row 0 that nothing reads. So no set is empty, or has one row,
 # which would be broadcast. FlexAttention asks whether there are fewer than 128 queries, unknown while compiling.
@@ -84,6 +85,8 @@ def attended_rows(seed: Tensor, masks: list[Tensor], batch: int, exact: list[boo
             _add_seen(live, mask)
         if torch.equal(before, live):
             break
+    if sample.is_wanted():
+        sample.take_texts(seed.view(batch, -1), live)
     for mask, is_exact in zip(masks, exact, strict=True):
         _check_blind(live, mask, is_exact)
     return live.reshape(-1)

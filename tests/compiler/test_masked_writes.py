@@ -93,10 +93,15 @@ REWRITTEN: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
+def selects(found: set[Any]) -> bool:
+    """Whether elements are selected, by our decomposition or by that which AOTAutograd has from torch 2.15 on."""
+    return aten.where.self in found or aten.masked_fill.Scalar in found or aten.masked_fill.Tensor in found
+
+
 @pytest.mark.parametrize("case", REWRITTEN)
 def test_one_number_at_one_mask_is_selected(case: str) -> None:
     found = calls_of(*REWRITTEN[case])
-    assert aten.where.self in found and aten.index_put.default not in found
+    assert selects(found) and aten.index_put.default not in found
 
 
 LEFT: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -113,7 +118,9 @@ LEFT: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("case", LEFT)
 def test_other_writes_by_index_stay(case: str) -> None:
     found = calls_of(*LEFT[case])
-    assert aten.index_put.default in found and aten.where.self not in found
+    assert (aten.index_put.default in found) != selects(found)
+    if torch.__version__ < "2.15":
+        assert not selects(found)
 
 
 @pytest.mark.parametrize("mask", [torch.ones(1, dtype=torch.bool), torch.ones(4, 1, dtype=torch.bool)])

@@ -10,12 +10,12 @@ import torch
 import fxpasses.inspect
 from fxpasses.base.units import amount, duration, size
 from fxpasses.inspect.dataflow import Dataflow
-from fxpasses.inspect.figures import before_and_after, figures, saved_before_and_after
+from fxpasses.inspect.figures import before_and_after, figures, saved_and_moved
 from fxpasses.inspect.ledger import ledger
 from fxpasses.inspect.memory import timeline
 from fxpasses.inspect.model import Graph, Node, Partition, Run, Saved, Stage
 from fxpasses.inspect.readable import readable
-from fxpasses.inspect.text import Style, report
+from fxpasses.inspect.text import Style, report, step_rows
 from fxpasses.inspect.whynot import near_misses
 from fxpasses.report import Reason, Refusal, Report, Transfer
 from tests.inspect.programs import recorded, refused
@@ -132,14 +132,18 @@ def test_refusals_of_offload_are_of_its_own_graphs():
     assert (miss.target, miss.bytes, miss.code, miss.where) == ("mul", 4096, "", "model.py:3")
 
 
-def test_what_is_saved_before_is_known_of_transfers_alone():
+def test_what_is_saved_on_the_device_and_off_it():
     graph = Graph(stages=[stage(given("x"), result("x"))])
-    assert saved_before_and_after(graph) == (None, None)
+    assert saved_and_moved(graph) == (0, 0) and step_rows(graph) == []
     graph.partition = Partition([1], [1], [Saved("a", 100, False, 0, 0, 0), Saved("b", 40, False, 0, 0, 0)])
-    assert saved_before_and_after(graph) == (None, 140)
+    assert saved_and_moved(graph) == (140, 0)
     report = Report("offload_activations", transfers=[Transfer("a", 100, 0, 0, 0)])
     graph.stages.append(Stage("offload_activations", report=report, partitioned=True))
-    assert saved_before_and_after(graph) == (140, 40)
+    assert saved_and_moved(graph) == (40, 100)
+    assert step_rows(graph) == [
+        ["saved for backward, on the device", "140 B", "40 B", ""],
+        ["moved off the device and back", "0 B", "100 B", ""],
+    ]
 
 
 def test_what_forward_keeps_for_backward():

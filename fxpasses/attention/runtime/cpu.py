@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from fxpasses.attention.runtime import dense, flash, masks, stats, written
 from fxpasses.attention.runtime.flash import Attention, Gradients
 from fxpasses.attention.runtime.plan import Kind, PlacedTile
+from fxpasses.base import sample
 
 _LONG = 768  # from this many rows on, the kernel takes 256 at a time, so that products of low precision are large
 
@@ -76,6 +77,9 @@ def forward(planned: Planned) -> tuple[torch.Tensor, torch.Tensor]:
     _check(view, query, key)
     computed = sum(part.pairs(*_broadcast(view, shape)) for part in view.plan.tiles)
     stats.count(computed, math.prod(shape), flops, tiled=True)
+    if sample.is_wanted():
+        first = (tile for tile in view.plan.tiles if tile.b0 == tile.h0 == 0)
+        sample.take_tiles(shape[2], shape[3], [[t.start, t.stop, t.left, t.right, int(t.kind)] for t in first])
     width, scale = value.shape[-1], attention.factor
     operands = _Casts(max(query.shape[-1], width), query, key, value)
     out = _empty_like(query, width, zero=not _covers(view))

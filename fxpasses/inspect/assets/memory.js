@@ -1,13 +1,6 @@
 // Charts: live memory in forward, what is kept for backward, and transfers against compute.
 
-const WIDTH = 800, HEIGHT = 200;
-
-function svg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
+const HEIGHT = 200;
 
 function chart(id, label, height, ...children) {
   return svg("svg", {id, class: "chart", role: "img", "aria-label": label, viewBox: `0 0 ${WIDTH} ${height}`, preserveAspectRatio: "none"}, ...children);
@@ -36,9 +29,21 @@ function memory(graph, step, open) {
       el("button", {onclick: () => open(name === "before" ? {before: peak[0]} : {after: peak[0]})}, graph.stages[index].nodes[peak[0]].name));
   });
   const curves = points.filter(([, , list]) => list.length).map(([, name, list]) => curve(name, list.map((p) => p[1]), top));
-  return el("div", {class: "scroll"}, el("h2", {}, "Live memory in forward"),
+  return el("div", {class: "scroll"}, stepMemory(graph), el("h2", {}, "Live memory in forward"),
     el("p", {class: "faint"}, `In the order of the nodes${step ? " (grey: before, blue: after)" : ""}; the top is ${bytes(top)}. An eager run of the traced sizes, without what autograd keeps.`),
     chart("live", "Live memory in forward", HEIGHT, ...curves), axis("first node", "last node"), el("ul", {}, notes), kept(graph), transfers(graph));
+}
+
+function stepMemory(graph) {
+  // Live memory over forward and backward, before and after all passes: the width of each curve is its own step.
+  if (!graph.step) return "";
+  const {before, after} = graph.step, same = JSON.stringify(before) === JSON.stringify(after);
+  const top = Math.max(1, before.peak_bytes, after.peak_bytes), x = (one) => one.turn / one.live.length * WIDTH;
+  const line = (name, one) => one.turn < one.live.length ? svg("line", {class: `turn ${name}`, x1: x(one), x2: x(one), y1: 0, y2: HEIGHT}) : "";
+  return el("figure", {id: "step"}, el("figcaption", {}, same ? `Live memory of a step: peak ${bytes(before.peak_bytes)}` : `Live memory of a step: peak ${bytes(before.peak_bytes)} (grey) → ${bytes(after.peak_bytes)} (blue)`),
+    svg("svg", {class: "chart step", role: "img", "aria-label": `peak ${bytes(before.peak_bytes)} before, ${bytes(after.peak_bytes)} after`, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none"},
+      line("before", before), line("after", after), curve("before", before.live, top), ...(same ? [] : [curve("after", after.live, top)])),
+    axis("forward", "backward"), el("p", {class: "faint"}, "Operator by operator, for the first batch's sizes, besides parameters and the batch; a vertical line is where backward begins."));
 }
 
 function axis(...labels) { return el("div", {class: "axis faint"}, labels.map((label) => el("span", {}, label))); }

@@ -37,7 +37,7 @@ function overview(record, open) {
   const versions = Object.entries(record.versions).map(([name, version]) => `${name} ${version}`).join(", ");
   return el("div", {class: "scroll"},
     el("h1", {}, `${record.graphs.length} compiled graph${record.graphs.length === 1 ? "" : "s"}`),
-    record.said.map((text) => el("p", {class: "said"}, text)),
+    opening(record),
     el("p", {class: "faint"}, [record.program, versions, record.started, record.rank === null || record.rank === undefined ? "" : `rank ${record.rank}`].filter(Boolean).join(" · ")),
     rows.length ? tableOf(["graph", "from", "what the passes did", "host reads a step", "once a batch", "operators", "left alone"], rows, [3, 4, 5, 6], "wide")
       : el("p", {}, "Nothing was compiled with the backend fastpack."));
@@ -55,7 +55,8 @@ function headline(graph) {
 }
 
 function changesView(graph, step, kinds, matches, open) {
-  if (!step) return el("div", {class: "scroll", id: "changes"}, headline(graph), el("p", {}, graph.transfers.length ? "No pass changed the captured graph. What was put into forward and backward, which were made of it: Memory (4)." : "No pass changed this graph."));
+  const first = record.graphs.length === 1 ? opening(record) : "";
+  if (!step) return el("div", {class: "scroll", id: "changes"}, first, headline(graph), el("p", {}, graph.transfers.length ? "No pass changed the captured graph. What was put into forward and backward, which were made of it: Memory (4)." : "No pass changed this graph."));
   let shown = 0;
   const sections = step.sections.map((section) => {
     const lines = section.lines.filter((line) => kinds.has(line.kind) && matches(`${line.what} ${line.source} ${line.module} ${line.code}`));
@@ -71,7 +72,7 @@ function changesView(graph, step, kinds, matches, open) {
     });
     return el("details", {open: true}, el("summary", {}, section.title), tableOf(["kind", "line", "code", "operators", ...(modules ? ["module"] : [])], rows, [], "stacks"));
   });
-  return el("div", {class: "scroll", id: "changes"}, headline(graph), shown ? sections : el("p", {}, "No change matches the filters."));
+  return el("div", {class: "scroll", id: "changes"}, first, headline(graph), shown ? sections : el("p", {}, "No change matches the filters."));
 }
 
 function leftAlone(graph) {

@@ -62,7 +62,7 @@ def _run_script(given: argparse.Namespace) -> tuple[int, Record]:
 
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = os.getcwd() if given.module else str(Path(given.script).resolve().parent)
-    with inspect.record() as record:
+    with inspect.record(measure=True) as record:
         record.program = " ".join(sys.argv)
         try:
             _check_is_there(given.script, given.module)  # may import the package that the module is in

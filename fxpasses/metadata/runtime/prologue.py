@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
+from fxpasses.base import sample
 from fxpasses.base.containment import say
 from fxpasses.errors import MetadataError, RecordingError
 from fxpasses.metadata.program import Check, Output, Program
@@ -258,7 +259,11 @@ def with_prologue(
             say("a prologue", error, "Batches on which it fails run as captured.")
             return results
         else:
-            return captured(*inputs) if found is None else main(*inputs, *found)
+            if found is None:
+                return captured(*inputs)
+            if sample.is_wanted():
+                sample.take_provided(fakes, found)
+            return main(*inputs, *found)
         try:
             raising(*inputs)
         except Exception as error:
