@@ -4,6 +4,10 @@
 PYTHON ?= python3
 ARGS ?=
 COMPAT_TORCH ?= 2.11.0 2.15.0
+# Of `make gpu`. GPU_PYTHON: a Python that has everything already.
+DEVICE ?= cuda
+TORCH ?=
+GPU_PYTHON ?=
 
 BIN := .venv/bin
 DEMO_INSTALLED := .venv/.demo-installed
@@ -19,7 +23,7 @@ COMPAT_PACKAGES := numpy transformers accelerate tabulate tqdm ninja pytest pyte
   expecttest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow device-coverage lint format docs bench bench-quick bench-report zoo compat clean
+.PHONY: help demo test test-slow device-coverage lint format docs bench bench-quick bench-report gpu zoo compat clean
 .NOTPARALLEL: # two targets would install into .venv at a time
 
 help: ## list the targets
@@ -61,6 +65,31 @@ bench-quick: $(INSTALLED) ## the same, reduced, in about 15 minutes on 2 cores, 
 bench-report: $(INSTALLED) ## write bench/RESULTS.md from bench/results/*.json
 	@$(BIN)/python -m bench report
 
+# .venv where its torch sees the device, and no other version is asked for; else .gpu/VERSION.
+ifneq ($(filter gpu,$(MAKECMDGOALS)),)
+  SEES_CUDA := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+  ifeq ($(filter $(DEVICE),cuda cpu),)
+    $(error DEVICE is "$(DEVICE)"; it takes cuda or cpu)
+  else ifneq ($(GPU_PYTHON),)
+    GPU_INSTALLED :=
+  else ifeq ($(DEVICE),cpu)
+    GPU_PYTHON := $(BIN)/python
+    GPU_INSTALLED := $(INSTALLED)
+  else ifneq ($(shell nvidia-smi -L >/dev/null 2>&1 && echo found),found)
+    $(error No NVIDIA card is found here: `nvidia-smi -L` fails. Install NVIDIA's driver, run this where there is a card, \
+      or try it on the CPU: make gpu DEVICE=cpu)
+  else ifeq ($(TORCH)$(shell $(BIN)/python $(SEES_CUDA) 2>/dev/null && echo sees),sees)
+    GPU_PYTHON := $(BIN)/python
+    GPU_INSTALLED := $(INSTALLED)
+  else
+    GPU_PYTHON := .gpu/$(or $(TORCH),2.13.0)/bin/python
+    GPU_INSTALLED := .gpu/$(or $(TORCH),2.13.0)/.installed
+  endif
+endif
+
+gpu: $(GPU_INSTALLED) ## with an NVIDIA card: what works there and what it saves, in 10 minutes, into bench/GPU.md; DEVICE=cpu without
+	@$(GPU_PYTHON) -m bench.gpu --device $(DEVICE) $(ARGS)
+
 zoo: $(INSTALLED) ## run every architecture of transformers, tiny, against eager mode and stock; takes hours; ARGS= names tasks or types
 	@$(BIN)/python -m tests.zoo.run $(ARGS)
 	@$(BIN)/python -m tests.zoo.page
@@ -76,9 +105,9 @@ compat: ## run what `test` runs on the torch versions COMPAT_TORCH, each in .com
 	done; \
 	printf "$$summary"; exit $$failed
 
-clean: ## remove caches and build outputs; .venv and .compat stay
+clean: ## remove caches and build outputs; .venv, .compat and .gpu stay
 	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find . -path ./.venv -prune -o -path ./.compat -prune -o -path ./.git -prune -o \
+	@find . -path ./.venv -prune -o -path ./.compat -prune -o -path ./.gpu -prune -o -path ./.git -prune -o \
 	  -type d -name __pycache__ -exec rm -rf {} +
 
 .venv/bin/pip:
@@ -108,4 +137,14 @@ $(DOCS_INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
 	@grep -vE '^(torch|triton|setuptools)==' constraints.txt > .compat/$*/constraints.txt
 	@.compat/$*/bin/python $(PIP_INSTALL) -c .compat/$*/constraints.txt torch==$* $(COMPAT_PACKAGES)
 	@.compat/$*/bin/python $(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+# PyPI's torch for Linux is a build for CUDA. Liger kernel is a peer in the benchmarks, which do without it.
+.gpu/%/.installed: pyproject.toml constraints.txt
+	@echo "Installing torch $* for CUDA and what the tests and benchmarks need into .gpu/$* ..."
+	@test -x .gpu/$*/bin/pip || $(PYTHON) -m venv .gpu/$*
+	@grep -vE '^(torch|triton|setuptools)==' constraints.txt > .gpu/$*/constraints.txt
+	@.gpu/$*/bin/python $(PIP_INSTALL) -c .gpu/$*/constraints.txt torch==$* $(COMPAT_PACKAGES) matplotlib
+	@.gpu/$*/bin/python $(PIP_INSTALL) --no-deps -e .
+	@.gpu/$*/bin/python $(PIP_INSTALL) --no-deps liger-kernel || echo "Liger kernel was not installed; it is left out."
 	@touch $@

@@ -5,6 +5,7 @@ A case is declared here and measured elsewhere, so that the parent process can l
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ CASES = (
     "qlora",
     "flash_path",
     "experts",
+    "grouped_products",
     "lora_experts",
     "offload",
     "offload_sweep",
+    "cuda_graphs",
     "all_together",
     "pass_time",
     "compile_time",
@@ -122,3 +125,25 @@ def load(name: str) -> Case:
         raise ValueError(f"there is no case {name!r}; cases: {', '.join(CASES)}")
     case: Case = importlib.import_module(name if "." in name else f"bench.cases.{name}").CASE
     return case
+
+
+def only(case: Case, wanted: Sequence[str]) -> Case:
+    """The case, reduced to the groups with these parameters, KEY=VALUE."""
+    pairs = [text.split("=", 1) for text in wanted]
+
+    def groups(device: str, quick: bool) -> Sequence[Parameters]:
+        found = case.groups(device, quick)
+        return [group for group in found if all(str(group.get(key)) == value for key, value in pairs)]
+
+    return dataclasses.replace(case, groups=groups)
+
+
+def among(case: Case, names: Sequence[str]) -> Case:
+    """The case with these contenders and the baseline; all of them if no name is given.
+
+    Raises ValueError for a name that the case does not have.
+    """
+    if unknown := [name for name in names if name not in {contender.name for contender in case.contenders}]:
+        raise ValueError(f"{case.name} has no contender {unknown[0]!r}; `python -m bench list` shows them")
+    chosen = [c for c in case.contenders if not names or c.name in (*names, case.baseline)]
+    return dataclasses.replace(case, contenders=chosen)

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from bench import results
-from bench.case import CASES, Case, Parameters, load
+from bench.case import CASES, among, load, only
 from bench.measuring import Settings, processes_of, run_case
 
 EXAMPLES = """examples:
@@ -104,28 +104,6 @@ def run(given: argparse.Namespace) -> None:
             if entry["outcome"] in ("wrong", "failed"):
                 who = f"{name}, {entry['contender']}, {entry['parameters']}"
                 print(f"{who}: {entry['outcome']}: {entry['why']}", file=sys.stderr)
-
-
-def only(case: Case, wanted: Sequence[str]) -> Case:
-    """The case, reduced to the groups with these parameters, KEY=VALUE."""
-    pairs = [text.split("=", 1) for text in wanted]
-
-    def groups(device: str, quick: bool) -> Sequence[Parameters]:
-        found = case.groups(device, quick)
-        return [group for group in found if all(str(group.get(key)) == value for key, value in pairs)]
-
-    return dataclasses.replace(case, groups=groups)
-
-
-def among(case: Case, names: Sequence[str]) -> Case:
-    """The case with these contenders and the baseline; all of them if no name is given.
-
-    Raises ValueError for a name that the case does not have.
-    """
-    if unknown := [name for name in names if name not in {contender.name for contender in case.contenders}]:
-        raise ValueError(f"{case.name} has no contender {unknown[0]!r}; `python -m bench list` shows them")
-    chosen = [c for c in case.contenders if not names or c.name in (*names, case.baseline)]
-    return dataclasses.replace(case, contenders=chosen)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,18 +15,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.case import Case, Parameters, tolerance
 from bench.peer import Peer, PeerFailed, PeerTooSlow
-from bench.results import Entry, find, spread
+from bench.results import NO_TIME, Entry, find, spread
 
 ROUNDS_AT_LEAST = 3
+READY = 0.75  # of the time that a group has, if it has a deadline: until then contenders compile
+SHORTEST_S = 10.0  # a contender that is ready is timed, even if that takes a little longer than there is time
 FIGURES = ("rounds_s", "q1_s", "median_s", "q3_s", "against")
 
 
@@ -35,7 +40,9 @@ class Settings:
     """rounds: at most, over all processes. round_s: how long a contender is timed in each. group_s: for all rounds.
 
     limit_s: for a contender to build, compile and see every batch once. processes: of each contender, one after the
-    other; the first has empty compile caches. lock: a file that runs on the same device share.
+    other; the first has empty compile caches. lock: a file that runs on the same device share. at_once: how many
+    contenders compile side by side. until: when a group has to be over, as `time.monotonic()` has it; contenders that
+    are not ready in time are left out.
     """
 
     device: str
@@ -46,6 +53,8 @@ class Settings:
     limit_s: float = 900.0
     processes: int = 2
     lock: Path | None = None
+    at_once: int = 1
+    until: float = math.inf
 
     @classmethod
     def quick(cls, device: str, threads: int) -> Settings:
@@ -55,6 +64,10 @@ class Settings:
 def processes_of(case: Case, settings: Settings) -> int:
     """One process per contender if nothing is compiled: there are no caches to fill."""
     return settings.processes if any(contender.compiles for contender in case.contenders) else 1
+
+
+class OutOfTime(PeerFailed):
+    """The group's time was over before the contender was ready."""
 
 
 class Group:
@@ -79,6 +92,7 @@ class Group:
         self.peers: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
         self.values: Mapping[str, float] | None = None
+        self.ready_by = math.inf
 
     def measure(self, names: list[str]) -> None:
         """Measure the contenders of these names beside the baseline, which gets no second entry if it has one."""
@@ -86,12 +100,15 @@ class Group:
         order = [self.case.baseline, *(name for name in names if name != self.case.baseline)]
         with tempfile.TemporaryDirectory(prefix="fxpasses-bench-", ignore_cleanup_errors=True) as folder:
             caches = {name: Path(folder) / str(number) for number, name in enumerate(order)}
+            if self._left() < math.inf:
+                self.ready_by = time.monotonic() + READY * self._left()
             for process in range(self.processes):
                 try:
                     with self._others(fcntl.LOCK_SH):
+                        answers = self._answers(order, caches, process)
                         for name in order:
                             if process > 0 or self._takes_part(name):
-                                self._prepare(name, caches[name], "cold" if process == 0 else "warm")
+                                self._prepare(name, answers[name], "cold" if process == 0 else "warm")
                     with self._others(fcntl.LOCK_EX):
                         self._rounds(process)
                         order = list(self.peers)
@@ -128,16 +145,55 @@ class Group:
             self._drop(name, "unavailable", missing)
         return not missing
 
-    def _prepare(self, name: str, cache: Path, caches: str) -> None:
-        """Start a new process. caches: whether the compilers' caches are "cold" or "warm"."""
-        self.note(f"{name}: build and compile, {caches} caches")
+    def _answers(
+        self, names: list[str], caches: Mapping[str, Path], process: int
+    ) -> dict[str, Callable[[], dict[str, Any]]]:
+        """What gives each contender's answer to "prepare". With `at_once`, those that are available have answered."""
+        asks: dict[str, Callable[[], dict[str, Any]]]
+        asks = {name: functools.partial(self._ask_to_prepare, name, caches[name], process) for name in names}
+        if self.settings.at_once == 1:
+            return asks  # one after the other, as they are asked for
+        contenders = {name: self.case.contender(name) for name in names}
+        there = [
+            name
+            for name, contender in contenders.items()
+            if process > 0 or not contender.unavailable(self.parameters, self.settings.device)
+        ]
+        with ThreadPoolExecutor(self.settings.at_once) as pool:
+            futures = {name: pool.submit(asks[name]) for name in there}
+            try:
+                wait(futures.values())
+            except KeyboardInterrupt:
+                for future in futures.values():
+                    future.cancel()
+                for peer in list(self.peers.values()):
+                    peer.process.kill()  # so that its thread gets an end, and no answer
+                raise
+        return asks | {name: future.result for name, future in futures.items()}
+
+    def _ask_to_prepare(self, name: str, cache: Path, process: int) -> dict[str, Any]:
+        """Start a new process, and have it build, compile and see every batch. Raises PeerFailed."""
+        self.note(f"{name}: build and compile, {'warm' if process else 'cold'} caches")
+        left = self.ready_by - time.monotonic()
+        if left <= 0:
+            raise OutOfTime("its turn came when the time of its group was over")
         peer = self.peers[name] = self._new_peer(name, cache)
+        try:
+            return dict(peer.ask("prepare", min(self.settings.limit_s, left)))
+        except PeerTooSlow:
+            if left < self.settings.limit_s:
+                raise OutOfTime(f"not ready after {left:.0f} s, when the time of its group was over") from None
+            raise
+
+    def _prepare(self, name: str, answer: Callable[[], dict[str, Any]], caches: str) -> None:
+        """Check what the contender's process computed. caches: whether the compilers' caches are "cold" or "warm"."""
         entry = self.entries[name]
         try:
-            found = peer.ask("prepare", self.settings.limit_s)
+            found = answer()
         except PeerFailed as error:
             self._failed(name, error)
             return
+        peer = self.peers[name]
         if self.values is None:  # the baseline comes first
             self.values = found["values"]
         difference, where = disagreement(self.values, found["values"])
@@ -172,11 +228,15 @@ class Group:
         self._record(entry)
 
     def _failed(self, name: str, error: PeerFailed) -> None:
-        self._drop(name, "too slow" if isinstance(error, PeerTooSlow) else "failed", str(error))
+        outcomes = {OutOfTime: NO_TIME, PeerTooSlow: "too slow"}
+        self._drop(name, outcomes.get(type(error), "failed"), str(error))
 
     def _limit(self, name: str, steps: float) -> float:
-        """A generous limit for that many steps."""
-        return 60 + 10 * steps * float(self.entries[name]["step_s"])
+        """A generous limit for that many steps, but little longer than the group has time."""
+        return min(60 + 10 * steps * float(self.entries[name]["step_s"]), max(SHORTEST_S, self._left()))
+
+    def _left(self) -> float:
+        return self.settings.until - time.monotonic()
 
     # All of them
 
@@ -188,7 +248,8 @@ class Group:
         numbers = {name: max(1, round(settings.round_s / self.entries[name]["step_s"])) for name in self.peers}
         # Two more: `Timer.timeit` warms up with two steps.
         cost = sum((number + 2) * self.entries[name]["step_s"] for name, number in numbers.items())
-        rounds = min(settings.rounds, max(ROUNDS_AT_LEAST, int(settings.group_s / cost)))
+        seconds = max(0.0, min(settings.group_s, self._left() / 2))
+        rounds = min(settings.rounds, max(ROUNDS_AT_LEAST, int(seconds / cost)))
         for turn in range(process, rounds, self.processes):
             names = list(self.peers)
             first = turn % max(1, len(names))
@@ -212,6 +273,8 @@ class Group:
     def _look(self) -> None:
         """Memory and counts, once timing is over."""
         for name in list(self.peers):
+            if self._left() <= 0:
+                return
             self.note(f"{name}: memory and counts")
             peer, entry = self.peers[name], self.entries[name]
             try:
@@ -242,6 +305,8 @@ class Group:
                 faster = [other for other in losses(self.entries[name]) if not self.case.contender(other).ours]
                 wanted.update([name, *faster] if faster else [])
         for name in wanted & set(self.peers):
+            if self._left() <= 0:
+                return
             self.note(f"{name}: profile")
             with contextlib.suppress(PeerFailed):  # it has its figures all the same
                 self.entries[name]["top"] = self.peers[name].ask("profile", self._limit(name, 100))["top"]

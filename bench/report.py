@@ -131,11 +131,13 @@ def origin(found: Mapping[str, Any], file: Path, base: Path) -> str:
     fixed = [key for key in found["entries"][0]["parameters"] if key not in plots.varying(found["entries"])]
     groups = ", ".join(f"{key} {found['entries'][0]['parameters'][key]}" for key in fixed)
     clock = "CPU time of its process; " if computing(found) else ""
+    together = f"up to {found['at_once']} compile side by side; " if found.get("at_once", 1) > 1 else ""
     return (
         f"{'Quick run' if found['quick'] else 'Full run'} of {found['started'][:10]} at commit {found['commit']}: "
         f"{machine['processor']}, {machine['cores']} cores{memory}{accelerator}; "
         f"{counted(found['threads'], 'thread')}, {counted(found.get('processes', 1), 'process')} of each contender; "
-        f"{clock}torch {versions['torch']}, transformers {versions['transformers']}, fxpasses {versions['fxpasses']}, "
+        f"{clock}{together}"
+        f"torch {versions['torch']}, transformers {versions['transformers']}, fxpasses {versions['fxpasses']}, "
         f"Python {versions['python']}{'; ' + groups if groups else ''}. [{file.name}]({file.relative_to(base)})\n"
     )
 

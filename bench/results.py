@@ -2,7 +2,8 @@
 
     {"case": ..., "machine": {...}, ..., "entries": [{"parameters": {...}, "contender": ..., "outcome": ..., ...}]}
 
-`outcome` is "measured", or why there are no figures: "wrong", "failed", "too slow", "unavailable"; `why` has the words.
+`outcome` is "measured", or why there are no figures: "wrong", "failed", "too slow", "unavailable", "no time"; `why` has
+the words.
 Keys end in their unit: `_s` seconds, `_bytes` bytes; ratios and counts have none.
 """
 
@@ -23,6 +24,7 @@ from bench.case import Parameters
 from bench.peer import ROOT
 
 Entry = dict[str, Any]
+NO_TIME = "no time"  # the run had a deadline, and the contender was not ready
 FOLDER = ROOT / "bench" / "results"
 # Figures of one file are compared with each other, so all of these must be the same for them.
 IDENTITY = ("case", "device", "quick", "threads", "machine", "versions", "commit")
@@ -56,8 +58,20 @@ def machine(device: str) -> dict[str, Any]:
         import torch
 
         found["accelerator"] = torch.cuda.get_device_name()
+        found["accelerator_bytes"] = torch.cuda.get_device_properties(0).total_memory
         found["cuda"] = torch.version.cuda
+        found["driver"] = driver()
     return found
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver; "unknown" without `nvidia-smi`."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return lines[0] if lines else "unknown"
 
 
 def processor() -> str:
@@ -100,12 +114,16 @@ def write(file: Path, results: Mapping[str, Any]) -> None:
 
 
 def begin(file: Path, fresh: dict[str, Any], resume: bool) -> tuple[dict[str, Any], str]:
-    """The results to add to, and why earlier ones were put aside ("" if none were, or none were requested)."""
+    """The results to add to, and why earlier ones were put aside ("" if none were, or none were requested).
+
+    What there was no time for is not among them, so that it is measured now.
+    """
     if not resume or not file.exists():
         return fresh, ""
     earlier = read(file)
-    other = [key for key in IDENTITY if earlier.get(key) != fresh[key]]
-    return (fresh, f"of another {', '.join(other)}") if other else (earlier, "")
+    if other := [key for key in IDENTITY if earlier.get(key) != fresh[key]]:
+        return fresh, f"of another {', '.join(other)}"
+    return earlier | {"entries": [entry for entry in earlier["entries"] if entry["outcome"] != NO_TIME]}, ""
 
 
 def find(entries: Iterable[Mapping[str, Any]], parameters: Parameters, contender: str) -> Mapping[str, Any] | None:

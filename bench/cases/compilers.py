@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -69,3 +70,12 @@ def usual(build: Build) -> list[Contender]:
         contender(STOCK_FLAGS, build, inductor_with_flags),
         ours(OURS, build),
     ]
+
+
+LIGER = "Liger kernel"
+
+
+def needs_liger(parameters: Parameters, device: str) -> str:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger_kernel is not installed"
+    return "" if device == "cuda" else "its kernels need a device"

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from bench.case import Case, Parameters, Program
-from bench.cases.compilers import EAGER, Compiler, contender, fastpack, inductor, ours, usual
+from bench.cases.compilers import (
+    EAGER,
+    LIGER,
+    Compiler,
+    contender,
+    eager,
+    fastpack,
+    inductor,
+    needs_liger,
+    ours,
+    usual,
+)
 
-ALL_ROWS, BY_HAND, BY_HAND_OURS = "fastpack, all rows", "by hand, Inductor", "by hand, fastpack, all rows"
+LIVE, ALL_ROWS = "fastpack, live rows", "fastpack, all rows"
+BY_HAND, BY_HAND_OURS = "by hand, Inductor", "by hand, fastpack, all rows"
 BATCHES, ROWS = 4, 8
 LABELLED = 0.4  # the part of each text that has labels, where its prompt has none
 SIZES = {"hidden": 512, "layers": 6, "heads": 8, "vocabulary": 32000}
@@ -28,13 +41,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 CAUSAL = ("Llama", "Qwen3")
 
 
-def build(compiler: Compiler, parameters: Parameters, device: str, by_hand: bool = False) -> Program:
+def build(
+    compiler: Compiler, parameters: Parameters, device: str, by_hand: bool = False, liger: bool = False
+) -> Program:
     import torch
 
     from bench.cases.training import training_program
 
     torch.manual_seed(0)
     model = model_of(parameters).to(device, getattr(torch, parameters["dtype"])).train()
+    if liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
     loss = compiler(LOSSES.get(parameters["model"], causal_loss)(model))
     batches = padded_batches(parameters, device)
     if by_hand:
@@ -170,12 +189,21 @@ def not_by_hand(parameters: Parameters, device: str) -> str:
     return "" if parameters["model"] in CAUSAL else "transformers packs causal language models alone"
 
 
+def not_by_liger(parameters: Parameters, device: str) -> str:
+    return needs_liger(parameters, device) if parameters["model"] in CAUSAL else "it is measured on causal ones alone"
+
+
+def as_by_default(parameters: Parameters, device: str) -> str:
+    return "" if device == "cuda" else 'on a CPU it is the default, "auto"'
+
+
 CASE = Case(
     name="live_rows",
     title="Live rows: padding and prompts, which no loss reads",
     groups=groups,
     contenders=[
         *usual(build),
+        dataclasses.replace(ours(LIVE, build, rows="live"), unavailable=as_by_default),
         ours(ALL_ROWS, build, rows="all"),
         contender(BY_HAND, functools.partial(build, by_hand=True), inductor, unavailable=not_by_hand),
         contender(
@@ -185,6 +213,7 @@ CASE = Case(
             ours=True,
             unavailable=not_by_hand,
         ),
+        contender(LIGER, functools.partial(build, liger=True), eager, unavailable=not_by_liger),
     ],
     baseline=EAGER,
     x="tokens",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.case import Case, Parameters, Program
-from bench.cases.compilers import EAGER, Compiler, contender, eager, ours, usual
+from bench.cases.compilers import EAGER, LIGER, Compiler, contender, eager, needs_liger, ours, usual
 
 FULL, CHUNKS, AUTO = "fastpack, logits in full", "fastpack, chunks", "Inductor, auto_chunker"
 BY_HAND, LINEAR = "chunks by hand", "F.linear_cross_entropy"
@@ -130,7 +130,13 @@ class _Chunked:
         return cls.function().apply(rows, weight, target)
 
 
-BY_HANDS: dict[str, Callable[..., Any]] = {BY_HAND: chunked, LINEAR: of_pytorch}
+def of_liger(head: Any, rows: Any, target: Any) -> Any:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()(head.weight, rows, target)
+
+
+BY_HANDS: dict[str, Callable[..., Any]] = {BY_HAND: chunked, LINEAR: of_pytorch, LIGER: of_liger}
 
 
 def inductor_in_chunks(function: Any) -> Any:
@@ -141,6 +147,10 @@ def inductor_in_chunks(function: Any) -> Any:
 
 def only_plain(parameters: Parameters, device: str) -> str:
     return "" if parameters["loss"] == "plain" else "it has plain cross-entropy alone"
+
+
+def liger_missing(parameters: Parameters, device: str) -> str:
+    return only_plain(parameters, device) or needs_liger(parameters, device)
 
 
 def groups(device: str, quick: bool) -> list[dict[str, Any]]:
@@ -170,6 +180,7 @@ CASE = Case(
         ours(CHUNKS, build, loss="chunks"),
         contender(BY_HAND, functools.partial(build, by_hand=BY_HAND), eager, unavailable=only_plain),
         contender(LINEAR, functools.partial(build, by_hand=LINEAR), eager, unavailable=only_plain),
+        contender(LIGER, functools.partial(build, by_hand=LIGER), eager, unavailable=liger_missing),
         contender(AUTO, build, inductor_in_chunks),
     ],
     baseline=EAGER,

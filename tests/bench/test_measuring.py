@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import results
+from bench import measuring, results
 from bench.case import Case, Contender
 from bench.measuring import Group, Settings, disagreement, losses, run_case
-from bench.peer import PeerFailed
+from bench.peer import PeerFailed, PeerTooSlow
 from bench.results import Entry, spread
 
 SETTINGS = Settings("cpu", threads=1, rounds=6, round_s=0.0, group_s=1e9)
@@ -226,8 +226,9 @@ def test_a_new_contender_is_measured_beside_the_baseline_which_keeps_its_entry()
 @pytest.mark.parametrize("key", results.IDENTITY)
 def test_results_of_another_run_are_put_aside(key: str, tmp_path: Path):
     fresh = {name: "x" for name in results.IDENTITY} | {"entries": []}
-    results.write(tmp_path / "r.json", fresh | {"entries": [1]})
-    assert results.begin(tmp_path / "r.json", fresh, resume=True)[0]["entries"] == [1]
+    entries = [{"outcome": "measured"}]
+    results.write(tmp_path / "r.json", fresh | {"entries": entries})
+    assert results.begin(tmp_path / "r.json", fresh, resume=True)[0]["entries"] == entries
     assert results.begin(tmp_path / "r.json", fresh, resume=False) == (fresh, "")
     assert results.begin(tmp_path / "r.json", fresh | {key: "y"}, resume=True)[1] == f"of another {key}"
 
@@ -236,3 +237,59 @@ def test_values_that_differ_or_are_missing_or_not_finite():
     assert disagreement({"loss": 2.0, "norm": 1.0}, {"loss": 2.0, "norm": 1.1}) == (pytest.approx(0.1), "norm")
     assert disagreement({"loss": 2.0}, {"loss": float("nan")})[0] == float("inf")
     assert disagreement({"loss": 2.0}, {})[0] == float("inf")
+
+
+# By a deadline
+
+
+class Slow(Pretender):
+    """Peers on a clock of their own: building takes "slow" longer than any limit, and others ten seconds."""
+
+    now = 0.0
+
+    def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+        if verb == "prepare":
+            Slow.now += min(10.0, limit_s) if self.name != "slow" else limit_s
+            if self.name == "slow" or limit_s < 10:
+                raise PeerTooSlow(f"prepare took more than {limit_s:.0f} s")
+        return super().ask(verb, limit_s, **arguments)
+
+
+@pytest.fixture
+def by_deadline(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Entry]]:
+    def measured(*names: str, until: float, at_once: int = 1) -> dict[str, Entry]:
+        monkeypatch.setattr(Slow, "now", 0.0)
+        monkeypatch.setattr(measuring.time, "monotonic", lambda: Slow.now)
+        settings = dataclasses.replace(SETTINGS, until=until, at_once=at_once, processes=1)
+        entries: list[Entry] = []
+        Group(case(*names), {"size": 1}, settings, entries.append, start=Slow).measure(list(names))
+        return {entry["contender"]: entry for entry in entries}
+
+    return measured
+
+
+def test_a_contender_that_is_not_ready_in_time_is_left_out_and_the_others_are_timed(by_deadline):
+    entries = by_deadline("a", "b", "slow", "c", until=100.0)
+    assert {name: entry["outcome"] for name, entry in entries.items()} == {
+        "a": "measured", "b": "measured", "slow": "no time", "c": "no time",
+    }  # fmt: skip
+    assert entries["slow"]["why"] == "not ready after 55 s, when the time of its group was over"
+    assert entries["c"]["why"] == "its turn came when the time of its group was over"
+
+
+def test_what_is_over_the_limit_of_a_contender_is_too_slow_also_by_a_deadline(by_deadline):
+    assert by_deadline("a", "slow", until=1e9)["slow"]["outcome"] == "too slow"
+
+
+def test_side_by_side_contenders_are_checked_as_one_after_the_other(by_deadline):
+    alone, together = (by_deadline("a", "other", "b", until=1e9, at_once=n) for n in (1, 3))
+    assert alone.keys() == together.keys() and together["other"]["outcome"] == "wrong"
+    assert together["b"]["outcome"] == "measured" and Pretender.started.count("b") == 2
+
+
+def test_what_there_was_no_time_for_is_measured_by_a_run_that_goes_on(tmp_path: Path) -> None:
+    fresh = results.new("toys", "cpu", True, 1)
+    entries = [{"outcome": "no time", "contender": "b"}, {"outcome": "measured", "contender": "a"}]
+    results.write(tmp_path / "toys.json", fresh | {"entries": entries})
+    found, why = results.begin(tmp_path / "toys.json", fresh, resume=True)
+    assert (found["entries"], why) == (entries[1:], "")

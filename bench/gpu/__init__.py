@@ -1,0 +1,1 @@
+"""`python -m bench.gpu`: what of fxpasses works on this machine's device, and what it saves there, by a deadline."""
