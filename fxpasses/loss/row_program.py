@@ -39,6 +39,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fxpasses.base.containment import say
 from fxpasses.runtime.dispatch_modes import unseen, with_autograd
 
+# Inductor of torch 2.11 may read an element of an operand after it has overwritten the operand; 2.12 was not tried.
+_KEEPS_ORDER = torch.__version__ >= "2.13"
 _ROWS = 48  # the number of rows while tracing: any number that is not a usual size
 
 
@@ -150,7 +152,8 @@ class RowProgram:
 
     def _compile(self, inputs: Sequence[Tensor], wanted: Wanted) -> Callable[..., Any]:
         """Compile under Dynamo's lock: tracing changes state that Dynamo's guards check, in other threads as well."""
-        step: Callable[..., Any] = self._step(wanted)
+        overwrites = self.inductor is None or _KEEPS_ORDER
+        step: Callable[..., Any] = self._step(wanted, overwrites)
         with compile_lock, unseen(), with_autograd(), torch.inference_mode(False), torch.no_grad():
             try:
                 traced, fakes, fake_mode = self._traced(step, inputs)
@@ -159,10 +162,12 @@ class RowProgram:
                 step = traced
                 with tracing(TracingContext(fake_mode)):
                     compiled: Any = compile_fx(traced, fakes, config_patches=dict(self.inductor) | _FIXED)
-                    return _in_inference(compiled)
+                    run = _in_inference(compiled)
+                    return run if overwrites else self._overwriting(run, wanted)
             except Exception as error:
                 say("compiling the loss of some rows", error, "It runs operator by operator.")
-        return step if isinstance(step, GraphModule) else _with_autograd(step)
+        run = step if isinstance(step, GraphModule) else _with_autograd(step)
+        return run if overwrites else self._overwriting(run, wanted)
 
     def _traced(self, step: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[GraphModule, list[Any], Any]:
         """The step as a graph of ATen operators for any number of rows, its fake inputs, and their mode."""
@@ -192,7 +197,19 @@ class RowProgram:
             found.append(torch.empty((*rows, *x.shape[len(rows) :]), dtype=x.dtype, device=x.device))
         return found
 
-    def _step(self, wanted: Wanted) -> Callable[..., Any]:
+    def _overwriting(self, run: Callable[..., Any], wanted: Wanted) -> Callable[..., Any]:
+        """A step that returns the gradients of products last, made to overwrite the products with them."""
+        at = [at for at in range(self.products) if wanted.gradients[at]]
+
+        def overwriting(*inputs: Tensor) -> list[Tensor]:
+            found = list(run(*inputs))
+            for product, gradient in zip(at, found[len(found) - len(at) :], strict=True):
+                inputs[product].copy_(gradient)
+            return found[: len(found) - len(at)]
+
+        return overwriting
+
+    def _step(self, wanted: Wanted, overwrites: bool) -> Callable[..., Any]:
         count = self.products + self.rows + self.shared
 
         def step(*inputs: Tensor) -> list[Tensor]:
@@ -214,14 +231,17 @@ class RowProgram:
                     [result for result, _ in outputs], needing, [c for _, c in outputs], materialize_grads=True
                 )
             )
+            of_products = []
             for at, operand in enumerate(operands):
                 if wanted.gradients[at]:
                     gradient = next(gradients)
-                    if at < self.products:
+                    if at >= self.products:
+                        found.append(gradient)
+                    elif overwrites:
                         operand.copy_(gradient)
                     else:
-                        found.append(gradient)
-            return found
+                        of_products.append(gradient)
+            return [*found, *of_products]
 
         return step
 

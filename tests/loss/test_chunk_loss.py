@@ -81,7 +81,9 @@ def test_one_compilation_for_any_number_of_rows() -> None:
     model = Head(lambda m, x, t, tokens: heads.entropy(m.head(x) * 1.5, t))
     step = compiled(model, "inductor", rows="all")
     for texts, length in ((3, 7), (2, 9)):
-        step(*batch(texts, length)).backward()
+        given = batch(texts, length)
+        # Inductor of torch 2.11 read the targets' logits after their gradient had overwritten them.
+        torch.testing.assert_close(results(step, given), results(model, given))
     (program,) = [each for key, each in row_program._programs.items() if key not in known]
     with torch._dynamo.config.patch(error_on_recompile=True):
         for texts, length in ((5, 6), (7, 11)):
