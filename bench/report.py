@@ -8,7 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench import plots, results
+from bench import overview, plots, results
 from bench.case import CASES, Case, load
 from bench.measuring import losses
 
@@ -32,7 +32,11 @@ def write(folder: Path, cases: Sequence[str] = CASES) -> Path:
     if not measured:
         raise ValueError(f"{folder} holds no results; `python -m bench run` writes them")
     target = (folder.parent if folder.resolve() == results.FOLDER else folder) / "RESULTS.md"
-    parts = [INTRODUCTION, *in_short(measured)]
+    parts = [INTRODUCTION]
+    if overview.draw(measured, folder):
+        place_of_figure = (folder / overview.FILE).relative_to(target.parent).as_posix()
+        parts.append(f"![Time, memory and time to compile of six kinds of steps]({place_of_figure})\n")
+    parts += in_short(measured)
     for name in cases:
         case = load(name)
         parts.append(f"## {case.title}\n")

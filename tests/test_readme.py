@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -34,5 +35,16 @@ def test_every_option_is_in_the_table():
 
     from fxpasses.options import Options
 
-    documented = set(re.findall(r"^\| `fastpack\.(\w+)` ", README, flags=re.MULTILINE))
+    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
+    documented = set(re.findall(r"^\| `fastpack\.(\w+)` ", page, flags=re.MULTILINE))
     assert documented == {field.name for field in fields(Options)} - {"inductor"}
+
+
+def test_options_that_readme_names_are_options():
+    from fxpasses.options import Options
+
+    section = README.split("## Options")[1].split("\n## ")[0]
+    pairs = re.findall(r'`"(fastpack\.\w+)": ([^`]+)`', section)
+    assert len(pairs) >= 9
+    for key, value in pairs:
+        Options.parse({key: ast.literal_eval(value)})
