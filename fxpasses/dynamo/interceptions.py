@@ -316,6 +316,7 @@ def _put(owner: Any, name: Any, value: Any) -> Callable[[], None]:
     if isinstance(owner, (list, dict)):
         before, owner[name] = owner[name], value
         return functools.partial(owner.__setitem__, name, before)
-    before = vars(owner).get(name)  # None if inherited
+    has_slots = not hasattr(owner, "__dict__")
+    before = getattr(owner, name) if has_slots else vars(owner).get(name)  # None if inherited
     setattr(owner, name, value)
     return (lambda: delattr(owner, name)) if before is None else (lambda: setattr(owner, name, before))

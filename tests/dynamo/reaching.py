@@ -164,6 +164,10 @@ def images(x: Tensor, lengths: Tensor) -> Tensor:
     return F.conv2d(x, W.unsqueeze(-1), padding=(1, 0))
 
 
+def checkpointed(x: Tensor, lengths: Tensor) -> Tensor:
+    return checkpoint(torch.sin, x, use_reentrant=False) * lengths.sum()
+
+
 PROGRAMS: dict[str, tuple[Callable[[], Any], str]] = {
     "shares": (lambda: shares, "eager"),
     "operands": (lambda: operands, "eager"),
@@ -175,4 +179,5 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], str]] = {
     "experts": (lambda: experts, "eager"),
     "rebinds": (lambda: rebinds, "aot_eager"),
     "images": (lambda: images, "eager"),
+    "checkpointed": (lambda: checkpointed, "eager"),
 }

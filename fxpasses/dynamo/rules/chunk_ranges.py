@@ -9,13 +9,15 @@ Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' site
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.lists import RangeVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
-from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Place, Proceed, Site, method
 from fxpasses.dynamo.trace import Trace
 
 _RANGE = "torch._dynamo.variables.lists.RangeVariable"
@@ -40,9 +42,20 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
     return made
 
 
-@handlers.at(method(_RANGE, "tp_getattro_impl", "var_getattr"))
-def attribute(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str) -> Any:
-    return trace.state(_Ends).get(self, NOT_HANDLED) if name == "stop" else NOT_HANDLED
+def _attributes() -> Iterator[Place]:
+    """Where `.stop` is read: in a table from torch 2.15 on, and in a method before."""
+    members = getattr(RangeVariable, "tp_members", {})
+    if "stop" in members:
+        yield members["stop"], "getter"
+    else:
+        yield RangeVariable, "var_getattr"
+
+
+@handlers.at(Site(f"{_RANGE}.var_getattr", _attributes))
+def attribute(trace: Trace, proceed: Proceed, self: Any, tx: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """args, kwargs: the name; none where the table has an entry for each."""
+    is_end = not args and not kwargs or "stop" in (*args, *kwargs.values())
+    return trace.state(_Ends).get(self, NOT_HANDLED) if is_end else NOT_HANDLED
 
 
 @handlers.at(method(_RANGE, "reconstruct"))
