@@ -19,6 +19,7 @@ from fxpasses.attention import documents
 from fxpasses.base import overrides
 from fxpasses.base.containment import contained, error_text, is_unsaid, say
 from fxpasses.base.once import warn_once
+from fxpasses.base.tested_torch import warn_if_untested
 from fxpasses.collectives import ddp_buckets
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.compiler import progress
@@ -78,6 +79,7 @@ def fastpack_backend(
     settings = default_options.parse(options, mode)
     settings = replace(settings, passes=overrides.passes(settings.passes, known=registry.names()))
     trace = tracing.running()
+    warn_if_untested()
     try:
         with progress.compiling(trace.code):
             outputs = _left_out(gm, settings, trace)

@@ -16,8 +16,6 @@ EPILOG = """\
 exit codes: 0 everything works; 1 something would be switched off or fail; 2 wrong arguments.
 """
 
-_OLDEST_TORCH = (2, 11)
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -69,11 +67,17 @@ def _versions() -> Iterator[Finding]:
     import torch
 
     import fxpasses
+    from fxpasses.base.tested_torch import NEWEST, OLDEST, release
 
     yield Finding("python", "ok", sys.version.split()[0])
-    new_enough = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= _OLDEST_TORCH
-    too_old = f"{torch.__version__}: fxpasses needs torch >= {'.'.join(map(str, _OLDEST_TORCH))}"
-    yield Finding.of("torch", new_enough, torch.__version__, too_old)
+    here = release(torch.__version__)
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    if here is not None and here < OLDEST:
+        yield Finding("torch", "off", f"{torch.__version__}: fxpasses needs torch >= {oldest}")
+    else:
+        is_tested = here is None or here <= NEWEST
+        untested = "" if is_tested else f" (tested with {oldest} to {newest} alone)"
+        yield Finding("torch", "ok" if is_tested else "note", torch.__version__ + untested)
     yield Finding("fxpasses", "ok", fxpasses.__version__)
     for package in ("transformers", "accelerate"):
         try:
