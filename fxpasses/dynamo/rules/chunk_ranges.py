@@ -54,7 +54,7 @@ def _attributes() -> Iterator[Place]:
 @handlers.at(Site(f"{_RANGE}.var_getattr", _attributes))
 def attribute(trace: Trace, proceed: Proceed, self: Any, tx: Any, /, *args: Any, **kwargs: Any) -> Any:
     """args, kwargs: the name; none where the table has an entry for each."""
-    is_end = not args and not kwargs or "stop" in (*args, *kwargs.values())
+    is_end = (not args and not kwargs) or "stop" in (*args, *kwargs.values())
     return trace.state(_Ends).get(self, NOT_HANDLED) if is_end else NOT_HANDLED
 
 
