@@ -1,7 +1,7 @@
 """The figure with which RESULTS.md and README begin: time, memory and compile time of six kinds of steps.
 
-A row is one group of a case. Each panel has the better of stock Inductor with its capture flags and without, by time, and
-ours; time and memory are relative to eager mode's, and a mark is the time of the fastest of all others.
+A row is one group of a case. Each panel has stock Inductor, with its capture flags or without (the faster), and ours;
+time and memory are relative to eager mode's, and a mark is the time of the fastest of all others.
 """
 
 from __future__ import annotations

@@ -89,6 +89,13 @@ def jump(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     return NOT_HANDLED if truth is None else take(tx, inst, truth)
 
 
+# `x[index] = y` of a tensor, which other versions of torch than 2.15 pass to `call_method`.
+ITEM_WRITE = Site(
+    f"{TENSOR}.mp_ass_subscript_impl",
+    lambda: [(TensorVariable, "mp_ass_subscript_impl")] * ("mp_ass_subscript_impl" in vars(TensorVariable)),
+)
+
+
 def indexes_tensor(builtin: Any, args: Any) -> bool:
     """Whether a call of a builtin is `x[index]` or `x[index] = y` of a tensor."""
     is_index = builtin.fn in (operator.getitem, operator.setitem)

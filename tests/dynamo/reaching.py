@@ -165,7 +165,10 @@ def images(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def checkpointed(x: Tensor, lengths: Tensor) -> Tensor:
-    return checkpoint(torch.sin, x, use_reentrant=False) * lengths.sum()
+    row, column = lengths % 2
+    table = torch.zeros(2, 2)
+    table[row, column] = 1.0
+    return checkpoint(torch.sin, x, use_reentrant=False) * lengths.sum() * table.sum()
 
 
 PROGRAMS: dict[str, tuple[Callable[[], Any], str]] = {

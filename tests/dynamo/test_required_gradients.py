@@ -203,6 +203,7 @@ def test_a_result_that_depends_on_the_request_alone() -> None:
     assert is_one_graph(Both(adapted=(True, True)))
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="the loss has no gradient there, under every backend")
 def test_a_result_of_a_checkpoint_that_depends_on_the_request_alone() -> None:
     class Returning(Biased):
         def forward(self, ids: Tensor) -> Any:

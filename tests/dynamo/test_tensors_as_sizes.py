@@ -123,8 +123,9 @@ def test_a_slice_whose_size_is_known_when_it_runs_again() -> None:
         return node.meta["unbacked_bindings"]
 
     for known in (size, torch.sym_max(size, other)):
-        with pytest.raises(AssertionError):
-            rebind(known)
+        if torch.__version__ < "2.15":
+            with pytest.raises(AssertionError):
+                rebind(known)
         with tracing.traced(Attempt(None, frozenset(Feature))):
             assert rebind(known) == {}
     with tracing.traced(Attempt(None, frozenset(Feature))):

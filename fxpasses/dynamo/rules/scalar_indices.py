@@ -18,7 +18,7 @@ from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.dynamo.hints import BUILTIN, indexes_tensor
+from fxpasses.dynamo.hints import BUILTIN, ITEM_WRITE, indexes_tensor
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.substitutions import TENSOR
 
@@ -34,6 +34,11 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
     if name not in ("__getitem__", "__setitem__") or not args or not _has_scalars(args[0]):
         return NOT_HANDLED
     return proceed(self, tx, name, [_stacked(tx, args[0]), *args[1:]], kwargs)
+
+
+@handlers.at(ITEM_WRITE, order=7, without=_WITHOUT)
+def write(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, value: Any) -> Any:
+    return proceed(self, tx, _stacked(tx, key), value) if _has_scalars(key) else NOT_HANDLED
 
 
 @handlers.at(method(BUILTIN, "call_function"), order=7, without=_WITHOUT)

@@ -88,10 +88,10 @@ class SharedTensors(Ledger):
 
 
 def _slots(*names: str) -> Site:
-    """Those of a dict variable's methods `names` that this torch has."""
+    """Those of a dict variable's methods `names` that this torch has; none where it calls `call_method` alone."""
 
     def places() -> Iterable[Place]:
-        return [(ConstDictVariable, name) for name in names if hasattr(ConstDictVariable, name)]
+        return [(ConstDictVariable, name) for name in names if _HAS_SLOTS and hasattr(ConstDictVariable, name)]
 
     return Site(f"{_DICT}.{names[0]}", places)
 

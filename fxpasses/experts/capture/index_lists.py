@@ -21,7 +21,7 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from fxpasses.dynamo.hints import BUILTIN, indexes_tensor
+from fxpasses.dynamo.hints import BUILTIN, ITEM_WRITE, indexes_tensor
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.substitutions import TENSOR
 from fxpasses.dynamo.trace import Trace
@@ -65,6 +65,11 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
     if name == "__setitem__" and len(args) == 2 and _has_list(args[0]):
         return proceed(self, tx, name, [_with_tensors(tx, args[0]), args[1]], kwargs)
     return NOT_HANDLED
+
+
+@handlers.at(ITEM_WRITE, order=5, without="`x[tok.tolist()] = y` breaks the graph")
+def write(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, value: Any) -> Any:
+    return proceed(self, tx, _with_tensors(tx, key), value) if _has_list(key) else NOT_HANDLED
 
 
 @handlers.at(method(BUILTIN, "call_function"), order=5, without="`x[tok.tolist()]` breaks the graph")
