@@ -1,5 +1,9 @@
 """A mixture of experts, written as a loop that skips experts without tokens; `fastpack` makes it one program."""
 
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's messages
+
 import torch
 import torch.nn.functional as F
 from tabulate import tabulate

@@ -112,12 +112,12 @@ def batch_sizes_of(tensor: torch.Tensor) -> list[int] | None:
     """
     if any(isinstance(size, torch.SymInt) and size.node.is_nested_int() for size in tensor.shape):
         return None  # ragged
-    sizes = [size if isinstance(size, int) else _in_batch(size) for size in tensor.shape]
+    sizes = [size if isinstance(size, int) else in_batch(size) for size in tensor.shape]
     return None if None in sizes else [int(size) for size in sizes]
 
 
-def _in_batch(size: torch.SymInt) -> Any:
-    """The traced value of a size; if it is unbacked, its value for the batch, if known (`dynamo/trace.py`)."""
+def in_batch(size: Any) -> Any:
+    """The traced value of a number; if it is unbacked, its value for the batch, if known (`dynamo/trace.py`)."""
     if size.node.hint is not None:
         return size.node.hint
     shape_env, unbacked = size.node.shape_env, unbacked_symbols(size)

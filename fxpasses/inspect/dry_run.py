@@ -27,7 +27,7 @@ from fxpasses.base.sample import Form
 from fxpasses.graph import flop_formulas
 from fxpasses.graph.aliases import storages
 from fxpasses.graph.effects import regions
-from fxpasses.graph.symbols import bytes_of
+from fxpasses.graph.symbols import bytes_of, in_batch
 from fxpasses.inspect.model import Step
 from fxpasses.inspect.snapshot import leaves_of
 from fxpasses.metadata.runtime.prologue import autocast_state
@@ -50,7 +50,8 @@ class DryRun:
         self._autocast = [(*state, torch.is_autocast_cache_enabled()) for state in autocast_state()]
 
     def step(self, share: float) -> Step | None:
-        """The figures; None if the graph is too large, or if the batch for which it was compiled was never run.
+        """The figures; None if the graph is too large, if the batch for which it was compiled was never run, or if it
+        has sizes that operators of the graph find out, as those of experts' tokens are.
 
         share: of the pairs of attention by a plan, those that are computed. Raises if the graph cannot be traced
         without numbers that only a batch knows.
@@ -64,6 +65,8 @@ class DryRun:
             return None
         given = [*self._examples[: len(self._examples) - self._provided], *from_prologue]
         forward, backward = self._traced(self._gm, mode, [_static(value, mode) for value in given])
+        if not all(_is_known(node) for gm in (forward, backward) if gm is not None for node in gm.graph.nodes):
+            return None
         return _measured(forward, backward, self._provided, share)
 
     def _traced(
@@ -100,10 +103,11 @@ def _copy(graph: Graph) -> Graph:
     for node in graph.nodes:
         value = node.meta.get("example_value")
         if node.op != "placeholder" and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            if value.node.has_hint():
-                made[node] = value.node.pytype(value.node.hint)
+            if (number := in_batch(value)) is not None:
+                made[node] = value.node.pytype(number)
                 continue
         made[node] = copy.node_copy(node, lambda one: made[one])
+        made[node].meta.pop("unbacked_bindings", None)  # of another shape environment
     return copy
 
 
@@ -168,6 +172,10 @@ def _lifetimes(nodes: list[Node], kept: Collection[str], outside: set[int]) -> d
                 if key in life:
                     life[key] = (*life[key][:2], max(life[key][2], number))
     return life
+
+
+def _is_known(node: Node) -> bool:
+    return all(bytes_of(leaf) is not None for leaf in leaves_of(node) if isinstance(leaf, torch.Tensor))
 
 
 def _bytes(node: Node) -> int:

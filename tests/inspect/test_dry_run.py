@@ -96,6 +96,19 @@ def test_nothing_is_measured_unless_it_is_asked_for():
     assert record.graphs[0].before is None
 
 
+def test_numbers_that_the_program_asked_for_are_those_of_the_batch():
+    def program(x, lengths):
+        for _ in range(2):
+            x = x @ torch.ones(4, lengths.max().item())[:, : lengths[0].item()]
+        return x.sum()
+
+    with fxpasses.inspect.record(measure=True) as record:
+        compiled(program, "aot_eager")(torch.ones(8, 4, requires_grad=True), torch.tensor([4, 3])).backward()
+    [graph] = record.graphs
+    assert graph.before.flops == graph.after.flops == 2 * 2 * (2 * 8 * 4 * 4)  # in backward, the gradient of x alone
+    assert graph.after.bytes_moved < graph.before.bytes_moved  # one matrix of ones instead of two
+
+
 def test_a_step_that_cannot_be_measured_is_recorded_all_the_same():
     def program(x, n):
         return x[x > 0].sum() * torch.ones(n.max().item()).sum()
