@@ -15,7 +15,8 @@ it does not receive ("name 's27' is not defined").
 Private names, checked on torch 2.13: `AOTDispatchAutograd.post_compile`, which AOTAutograd gives a graph's compiled
 forward and backward, new or from its cache, as an `AOTDispatchAutogradCompileSpec` with the fields used below;
 `_AutogradBackwardCompiler`, which compiles backward at the first call; and
-`torch._C._autograd._get_current_graph_task_keep_graph`. Torch 2.11 lacks the second: there backward stays as it is.
+`torch._C._autograd._get_current_graph_task_keep_graph`. Torch 2.11 lacks the second: there a backward that does not
+compile is replaced where Inductor would compile it, and none writes into saved tensors.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class Containment:
             with inductor_config.patch(_changes(gm, bool(is_backward))):
                 compiled = compile_fx_inner(gm, inputs, **options)
         except Exception as error:
+            if is_backward and _SPEC is None and not self.strict:
+                _warn(error)
+                return backward_by_operator(copy.deepcopy(gm))
             if is_backward and self.compiling:
                 raise BackwardFailed(error) from error
             raise
@@ -99,7 +103,7 @@ def containing_backward(strict: bool) -> Iterator[Containment]:
     patched = staticmethod(functools.partial(containment.post_compile, owner.post_compile))
     error: Exception | None = None
     try:
-        with mock.patch.object(owner, "post_compile", patched):
+        with mock.patch.object(owner, "post_compile", patched), _nothing_donated():
             yield containment
     except BackwardFailed as failed:
         error = failed.error
@@ -107,6 +111,15 @@ def containing_backward(strict: bool) -> Iterator[Containment]:
         containment.compiling = False
     if error is not None:  # raised outside of the handler: `BackwardFailed` must not become its context
         raise error
+
+
+def _nothing_donated() -> contextlib.AbstractContextManager[Any]:
+    """On torch 2.11, have backward write into no saved tensor: there is no way to compile it a second time."""
+    if _SPEC is not None:
+        return contextlib.nullcontext()
+    from torch._functorch._aot_autograd import graph_compile
+
+    return mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: [])
 
 
 _SPEC: Any = getattr(runtime_wrappers, "AOTDispatchAutogradCompileSpec", None)
@@ -142,6 +155,14 @@ def _compiled_later(spec: Any, uncompiled: _Uncompiled, strict: bool) -> Any:
     return dataclasses.replace(spec, bw_compiler=compile_backward, try_save_cache_entry=save if saves else None)
 
 
+def _warn(error: Exception) -> None:
+    warnings.warn(
+        f"fxpasses: compiling the backward pass of a graph failed ({type(error).__name__}: {error}). It runs "
+        "operator by operator.",
+        stacklevel=3,
+    )
+
+
 class _Uncompiled:
     """Runs a graph's backward operator by operator."""
 
@@ -159,11 +180,7 @@ class _Uncompiled:
         return self._run(arguments)
 
     def warn(self, error: Exception) -> None:
-        warnings.warn(
-            f"fxpasses: compiling the backward pass of a graph failed ({type(error).__name__}: {error}). It runs "
-            "operator by operator.",
-            stacklevel=2,
-        )
+        _warn(error)
 
 
 class _Retaining:
