@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/fxpasses/fxpasses"
+FILES = "https://raw.githubusercontent.com/fxpasses/fxpasses"
 LINK = r"\]\(([^)\s]+)\)"
 
 
@@ -58,6 +59,7 @@ def test_links_of_the_description_lead_to_the_repository(built):
     assert "Description-Content-Type: text/markdown" in fields and f"Project-URL: Homepage, {REPOSITORY}" in fields
     links = re.findall(LINK, description)
     assert len(links) == len(re.findall(LINK, readme)) > 0
-    paths = [link.removeprefix(f"{REPOSITORY}/blob/main/").split("#")[0] for link in links]
+    paths = [re.sub(rf"^({REPOSITORY}/blob|{FILES})/main/", "", link).split("#")[0] for link in links]
     assert [path for path in paths if not (ROOT / path).is_file()] == []
-    assert re.sub(rf"\]\({REPOSITORY}/blob/main/", "](", description).strip() == readme.strip()
+    assert f"]({FILES}/main/bench/results/overview.svg)" in description  # a page would not be shown as a picture
+    assert re.sub(rf"\]\(({REPOSITORY}/blob|{FILES})/main/", "](", description).strip() == readme.strip()
