@@ -45,7 +45,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool,
 
 
 def additive(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(mask, 0.0, LEAST))
+    # In the dtype of the queries: eager mode's kernel takes a float32 mask of float64 queries for a float64 one.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(mask, 0.0, LEAST).to(q.dtype))
 
 
 def written(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, _: Tensor) -> Tensor:
