@@ -26,11 +26,11 @@ def inductor(model: Any) -> Any:
     return torch.compile(model)
 
 
-def inductor_with_flags(model: Any) -> Any:
+def inductor_with_flags(model: Any, mode: str | None = None) -> Any:
     """With `.item()` and `nonzero` in the graph, as stock PyTorch can capture them."""
     torch._dynamo.config.capture_scalar_outputs = True
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    return torch.compile(model)
+    return torch.compile(model, mode=mode)
 
 
 def fastpack(model: Any, **options: Any) -> Any:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.case import Case, Parameters
-from bench.cases.compilers import (
-    EAGER,
-    OURS,
-    STOCK,
-    STOCK_FLAGS,
-    contender,
-    eager,
-    fastpack,
-    inductor,
-    inductor_with_flags,
-    ours,
-)
+from bench.cases.compilers import EAGER, contender, fastpack, inductor_with_flags, usual
 from bench.cases.packed_metadata import build
 
 MODE = "reduce-overhead"
@@ -24,11 +13,7 @@ STOCK_RECORDED, RECORDED = "Inductor, both flags, CUDA graphs", "fastpack, CUDA 
 
 
 def inductor_recorded(model: Any) -> Any:
-    import torch
-
-    torch._dynamo.config.capture_scalar_outputs = True
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    return torch.compile(model, mode=MODE)
+    return inductor_with_flags(model, mode=MODE)
 
 
 def fastpack_recorded(model: Any) -> Any:
@@ -52,11 +37,8 @@ CASE = Case(
     title="CUDA graphs: a small packed decoder",
     groups=groups,
     contenders=[
-        contender(EAGER, build, eager),
-        contender(STOCK, build, inductor),
-        contender(STOCK_FLAGS, build, inductor_with_flags),
+        *usual(build),
         contender(STOCK_RECORDED, build, inductor_recorded, unavailable=only_on_cuda),
-        ours(OURS, build),
         contender(RECORDED, build, fastpack_recorded, ours=True, unavailable=only_on_cuda),
     ],
     baseline=EAGER,

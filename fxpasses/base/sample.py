@@ -1,17 +1,20 @@
 """What a batch looks like while a record is open: what its tokens are, and which tiles attention computes.
 
 The first batch of a record is kept, as small plain numbers, for pictures of it. While no record is open, a step looks
-at one empty list.
+at one empty list; a failure costs the record its pictures, with one warning, and the step runs.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+
+from fxpasses.base.containment import contained
 
 MOST_TEXTS, MOST_RUNS, MOST_TILES = 64, 4096, 4096
 LABELLED, READ, UNREAD = 0, 1, 2
@@ -45,6 +48,23 @@ def close_sample(sample: Sample) -> None:
     _open[:] = [other for other in _open if other is not sample]
 
 
+def is_wanted() -> bool:
+    return bool(_open)
+
+
+def _for_records(take: Callable[..., None]) -> Callable[..., None]:
+    """What a user's step calls: it does nothing while no record is open, and its failure is contained."""
+
+    @functools.wraps(take)
+    def taking(*args: Any) -> None:
+        if is_wanted():
+            with contained("keeping the first batch for a record", "The record lacks it."):
+                take(*args)
+
+    return taking
+
+
+@_for_records
 def take_texts(labelled: torch.Tensor, read: torch.Tensor) -> None:
     """Keep the kinds of a batch's tokens. labelled: bool [B, T]; read: bool [B, T], with the labelled ones."""
     for sample in _open:
@@ -61,11 +81,16 @@ def _runs(kinds: torch.Tensor) -> list[int]:
     return torch.stack([values, counts], dim=1).view(-1).tolist()
 
 
-def take_tiles(rows: int, columns: int, tiles: list[list[int]]) -> None:
-    """Keep the tiles of an attention; see `Sample`."""
-    for sample in _open:
-        if not sample.tiles and len(tiles) <= MOST_TILES:
-            sample.rows, sample.columns, sample.tiles = rows, columns, tiles
+@_for_records
+def take_tiles(rows: int, columns: int, tiles: Iterable[Any]) -> None:
+    """Keep the tiles of an attention; see `Sample`. tiles: `PlacedTile`s of `attention/runtime/plan.py`."""
+    waiting = [sample for sample in _open if not sample.tiles]
+    if not waiting:
+        return
+    first = [[t.start, t.stop, t.left, t.right, int(t.kind)] for t in tiles if t.b0 == t.h0 == 0]
+    if len(first) <= MOST_TILES:
+        for sample in waiting:
+            sample.rows, sample.columns, sample.tiles = rows, columns, first
 
 
 class Form(NamedTuple):
@@ -87,10 +112,12 @@ class Form(NamedTuple):
 _provided: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
+@_for_records
 def take_provided(fakes: Sequence[Any], values: Sequence[Any]) -> None:
-    """Keep the sizes of what a prologue provides. fakes: stand for `values` while a graph is compiled."""
+    """Keep the sizes of what a prologue provides. fakes: stand for `values` while a graph is compiled, and may be those
+    that DDPOptimizer passes on, which say nothing."""
     shape_env = shape_env_of(fakes)
-    if shape_env is not None and shape_env not in _provided:
+    if values is not fakes and shape_env is not None and shape_env not in _provided:
         _provided[shape_env] = [Form.of(v) if isinstance(v, torch.Tensor) else v for v in values]
 
 
@@ -103,7 +130,3 @@ def shape_env_of(fakes: Sequence[Any]) -> Any:
     """The shape environment of fake tensors; None if there is none."""
     modes = (getattr(fake, "fake_mode", None) for fake in fakes)
     return next((mode.shape_env for mode in modes if mode is not None), None)
-
-
-def is_wanted() -> bool:
-    return bool(_open)

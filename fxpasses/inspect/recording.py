@@ -98,11 +98,11 @@ def record(measure: bool = False) -> Iterator[Record]:
         rows = row_stats().since(rows_before)
         opened.rows = {name: float(value) for name, value in asdict(rows).items()} if rows.steps else {}
         close_sample(opened.sample)
-        for recorder in opened._unmeasured or ():
-            recorder.measure(computed.pairs_computed / computed.pairs if computed.pairs else 1.0)
-        opened._unmeasured = None
         # By identity: two records with equal contents are equal.
         _open[:] = [other for other in _open if other is not opened]
+        recorders, opened._unmeasured = opened._unmeasured or [], None
+    for recorder in recorders:  # a block that raised is not measured
+        recorder.measure(computed.pairs_computed / computed.pairs if computed.pairs else 1.0)
 
 
 def load(path: str | Path) -> Record:

@@ -85,8 +85,7 @@ def attended_rows(seed: Tensor, masks: list[Tensor], batch: int, exact: list[boo
             _add_seen(live, mask)
         if torch.equal(before, live):
             break
-    if sample.is_wanted():
-        sample.take_texts(seed.view(batch, -1), live)
+    sample.take_texts(seed.view(batch, -1), live)
     for mask, is_exact in zip(masks, exact, strict=True):
         _check_blind(live, mask, is_exact)
     return live.reshape(-1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpasses.inspect
-from fxpasses.base import sample
+from fxpasses.base import once, sample
 from fxpasses.inspect.html import page_data
 from fxpasses.inspect.text import Style, report
 from tests.support import compiled
@@ -107,6 +108,28 @@ def test_numbers_that_the_program_asked_for_are_those_of_the_batch():
     [graph] = record.graphs
     assert graph.before.flops == graph.after.flops == 2 * 2 * (2 * 8 * 4 * 4)  # in backward, the gradient of x alone
     assert graph.after.bytes_moved < graph.before.bytes_moved  # one matrix of ones instead of two
+
+
+@pytest.mark.parametrize("piece", ["take_texts", "take_tiles", "take_provided"])
+def test_what_a_step_keeps_for_a_record_may_fail(piece, monkeypatch):
+    def fails(*_):
+        raise ZeroDivisionError(f"a defect of {piece}")
+
+    monkeypatch.setattr(sample, piece, sample._for_records(fails))
+    monkeypatch.setattr(once, "_given", set())
+    given, model = batch(), Decoder()
+    said = f"keeping the first batch for a record failed .*{piece}"
+    with pytest.warns(UserWarning, match=said) as caught, fxpasses.inspect.record():
+        found = [compiled(model, rows="live")(*given) for _ in range(2)]
+    assert len([each for each in caught if "for a record" in str(each.message)]) == 1
+    torch.testing.assert_close(found, [model(*given)] * 2)
+
+
+def test_a_record_whose_block_raises_is_closed_and_not_measured():
+    with pytest.raises(KeyError), fxpasses.inspect.record(measure=True) as record:
+        compiled(torch.sin, "aot_eager")(torch.ones(3))
+        raise KeyError
+    assert record.graphs[0].before is None and record._unmeasured is None and not sample.is_wanted()
 
 
 def test_a_step_that_cannot_be_measured_is_recorded_all_the_same():

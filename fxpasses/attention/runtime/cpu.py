@@ -77,9 +77,7 @@ def forward(planned: Planned) -> tuple[torch.Tensor, torch.Tensor]:
     _check(view, query, key)
     computed = sum(part.pairs(*_broadcast(view, shape)) for part in view.plan.tiles)
     stats.count(computed, math.prod(shape), flops, tiled=True)
-    if sample.is_wanted():
-        first = (tile for tile in view.plan.tiles if tile.b0 == tile.h0 == 0)
-        sample.take_tiles(shape[2], shape[3], [[t.start, t.stop, t.left, t.right, int(t.kind)] for t in first])
+    sample.take_tiles(shape[2], shape[3], view.plan.tiles)
     width, scale = value.shape[-1], attention.factor
     operands = _Casts(max(query.shape[-1], width), query, key, value)
     out = _empty_like(query, width, zero=not _covers(view))

@@ -261,8 +261,7 @@ def with_prologue(
         else:
             if found is None:
                 return captured(*inputs)
-            if sample.is_wanted():
-                sample.take_provided(fakes, found)
+            sample.take_provided(fakes, found)
             return main(*inputs, *found)
         try:
             raising(*inputs)
