@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -267,7 +268,9 @@ class _Recorder(Observer):
         """Measure the step before and after the passes, on the first batch's sizes. share: see `DryRun.step`."""
         before, after, self.captured, self.rewritten = self.captured, self.rewritten, None, None
         if before is not None and self.graph.before is None:
-            with contextlib.suppress(Exception):  # a size that only a batch knows: the figures are left out
+            # A size that only a batch knows: the figures are left out, and what PyTorch says of it is not the user's.
+            with contextlib.suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 self.graph.before = before.step(share)
                 self.graph.after = after.step(share) if after is not None else self.graph.before
 
