@@ -88,13 +88,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         raise
 
 
-@pytest.fixture(scope="module")
-def little_garbage() -> Iterator[None]:
-    """`gc.collect` looks only at what the module's tests make: all that a run leaves behind takes it seconds."""
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage() -> None:
+    """The collector looks only at what the module's tests make: all that a run leaves behind takes it seconds."""
+    torch._dynamo.reset()
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

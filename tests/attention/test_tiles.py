@@ -17,9 +17,6 @@ SOME = settings(max_examples=60, deadline=None, suppress_health_check=list(Healt
 MANY = settings(SOME, max_examples=500)
 
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
-
 @pytest.fixture(autouse=True)
 def calls_are_free(monkeypatch):
     """At these sizes nearly every plan would be dense, or one tile."""

@@ -41,11 +41,6 @@ def backward_is_traced() -> None:
             x.backward()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def garbage(little_garbage: None) -> None:
-    """Most tests collect it, to see that what was moved is let go."""
-
-
 @pytest.fixture(autouse=True)
 def sim() -> Iterator[None]:
     """Two devices in a fresh state, in the late order. No test may write to memory that it has released."""

@@ -46,7 +46,7 @@ from tests.dynamo.reaching import BATCH, PROGRAMS, X, requires_gradient
 from tests.support import results
 
 pytestmark = [
-    pytest.mark.usefixtures("no_failures_before", "little_garbage"),
+    pytest.mark.usefixtures("no_failures_before"),
     pytest.mark.each_quick,  # each handler, each pass, each piece of bookkeeping fails, one by one
 ]
 

@@ -17,8 +17,6 @@ from fxpasses.metadata.runtime.batch_cache import BatchCache, State, batch_cache
 from fxpasses.metadata.runtime.prologue import live_prologues
 from tests.support import compiled, events
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
 TOKENS = 12
 
 

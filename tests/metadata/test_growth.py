@@ -20,8 +20,6 @@ from fxpasses.data import PrefetchLoader
 from fxpasses.metadata.runtime.batch_cache import BatchCache, State, batch_cache
 from tests.support import compiled
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
 
 @pytest.fixture
 def few_entries(monkeypatch):

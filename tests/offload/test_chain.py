@@ -22,8 +22,6 @@ from fxpasses.offload.runtime import chain, device_copies, disk, operators, pinn
 from fxpasses.offload.runtime.disk import DiskTier, UnlinkedFile
 from fxpasses.offload.runtime.host import HostTier
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
 CPU = torch.device("cpu")
 
 

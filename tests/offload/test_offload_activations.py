@@ -21,8 +21,6 @@ from tests.offload import programs
 from tests.offload.programs import Broken, Decoder, Packed, Plain
 from tests.support import each
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
 CASES: dict[str, tuple[Any, programs.Step]] = {
     "one step": (Decoder, programs.one_step),
     "three steps": (Decoder, programs.one_after_the_other),
