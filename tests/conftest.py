@@ -4,6 +4,7 @@ Fixtures that tests of several folders ask for are here as well.
 """
 
 import gc
+import itertools
 import os
 import tempfile
 import traceback
@@ -51,23 +52,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(collection_path in (path, *path.parents) for path in asked) else True
 
 
-# Of a test that compiles in each of its cases, so many are quick, evenly spaced; of the others, half are slow, and half
-# run with THOROUGH=1 alone. `each_quick` marks tests that are exempt.
+# Of a test that compiles in each of its cases, so many are quick: `quick(n)` says another number, `each_quick` all.
+# Of the others, one in three is slow, and the rest run with THOROUGH=1 alone.
 MOST_QUICK = 6
-_COMPILING = ("capture", "device", "distributed", "end_to_end", "passes", "rows")
+_COMPILING = {
+    *("attention", "compiler", "device", "distributed", "dynamo", "end_to_end", "experts", "fold", "inspect"),
+    *("integrations", "loss", "metadata", "offload", "programs", "rows", "topk"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.path.parent.name in _COMPILING:
-            if not item.get_closest_marker("slow") and not item.get_closest_marker("each_quick"):
-                families.setdefault((item.path, item.originalname), []).append(item)
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        if item.get_closest_marker("slow") or item.get_closest_marker("each_quick"):
+            continue
+        if item.get_closest_marker("quick") or item.path.parent.name in _COMPILING:
+            families.setdefault((item.path, item.originalname), []).append(item)
     for family in families.values():
-        step = -(-len(family) // MOST_QUICK)
-        for at, item in enumerate(item for at, item in enumerate(family) if at % step):
+        mark = family[0].get_closest_marker("quick")
+        quick = _spread(len(family), mark.args[0] if mark else MOST_QUICK)
+        for at, item in enumerate(item for at, item in enumerate(family) if at not in quick):
             item.add_marker("slow")
-            if at % 2:
+            if at % 3:
                 item.add_marker(thorough)
     if torch.cuda.is_available():
         return
@@ -75,6 +83,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _spread(cases: int, number: int) -> set[int]:
+    """So many of the cases, all over them, and without a period, which several parameters would have in common."""
+    found: set[int] = set()
+    steps = itertools.count()
+    while len(found) < min(cases, number):
+        found.add(int(next(steps) * 0.618034 % 1 * cases))
+    return found
 
 
 @pytest.hookimpl(wrapper=True)

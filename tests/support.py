@@ -32,15 +32,6 @@ ASSIGNS_SLICES = torch.__version__ >= "2.12"
 thorough = pytest.mark.skipif(not THOROUGH, reason="takes long; THOROUGH=1 runs it")
 
 
-def each(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Cases of a parametrized test, of which each `step`-th is quick; of its twins, half are slow, half thorough."""
-
-    def marks(at: int) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.slow, thorough][: 0 if at % step == 0 else 1 if at % (2 * step) < step else 2]
-
-    return [pytest.param(case, marks=marks(at)) for at, case in enumerate(cases)]
-
-
 def captured(program: Any, *inputs: Any) -> GraphModule:
     """The graph that Dynamo makes of a program that it captures whole."""
     graphs: list[GraphModule] = []

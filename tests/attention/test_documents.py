@@ -57,6 +57,7 @@ def test_nothing_is_told_of_others(positions: list[list[int]], masked: bool) -> 
     ] == []  # fmt: skip
 
 
+@pytest.mark.each_quick
 @pytest.mark.parametrize(
     ("positions", "expected"),
     [

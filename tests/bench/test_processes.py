@@ -24,6 +24,7 @@ def entry(found: dict[str, Any], contender: str) -> dict[str, Any]:
     return next(entry for entry in found["entries"] if entry["contender"] == contender)
 
 
+@pytest.mark.slow
 def test_every_contender_has_an_entry(found):
     assert {entry["contender"]: entry["outcome"] for entry in found["entries"]} == {
         "plain": "measured",

@@ -42,6 +42,7 @@ def returned_and_saved(x: Tensor, lengths: Tensor) -> Tensor:
     return (x * 2)[:, : lengths.max().item()].transpose(1, 2).flatten(0, 1).relu()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("program", [saved_in_other_strides, returned_and_saved])
 def test_gradients_are_eager_modes(program: Any) -> None:
     assert_same(program, BATCHES, "inductor", tolerance=1e-5)

@@ -58,6 +58,7 @@ def train_both(rank: int) -> list[dict[str, Any]]:
     return [train(rank, "stacked", 2, True, "aot_eager", 2), train(rank, "listed", 1, False, "aot_eager", 1)]
 
 
+@pytest.mark.slow
 def test_a_step_is_eager_modes_bit_for_bit() -> None:
     """With checkpoints and without. The second batch has another number of tokens: sizes are not known any more."""
     for checkpointed, listed in run_on_ranks(train_both, seconds=240):

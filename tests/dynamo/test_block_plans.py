@@ -41,6 +41,7 @@ def step(model: Any, program: Any, ids: Tensor) -> tuple[dict[str, Tensor], Any,
     return {"loss": loss.detach(), **grads}, forward, numpy.random.random()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "checkpointed"]
 )

@@ -56,6 +56,7 @@ def trained_and_generated(mode: bool, steps: int, **options: Any) -> tuple[Recor
     return record, counts
 
 
+@pytest.mark.slow
 def test_a_model_that_generates_while_it_trains_has_two_graphs_one_for_any_size() -> None:
     _, counts = trained_and_generated(True, steps=4)
     assert counts == [1, 2, 2, 2]

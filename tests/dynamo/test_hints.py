@@ -83,6 +83,7 @@ class Layers(torch.nn.Module):
         return x
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("program", WHOLE, ids=lambda p: p.__name__)
 def test_one_graph_for_all_packings(program: Program, checkpointed: bool) -> None:
@@ -215,6 +216,7 @@ def test_questions_do_not_break_the_graph(program: Program, lowering: str) -> No
     assert len(again.graphs) <= 1
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("program", CHOICES, ids=lambda p: p.__name__)
 def test_questions_in_a_checkpoint(program: Program) -> None:
     def checkpointed(x: Tensor, lengths: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ def test_a_number_that_an_operator_takes(name: str) -> None:
     assert_same(lambda x, lengths: OF_NUMBERS[name](x, lengths.max().item()), batches(), "aot_eager")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", OF_SLICES)
 def test_the_size_of_a_slice_that_an_operator_takes(name: str) -> None:
     """Before, the next batch had the first one's size."""

@@ -54,6 +54,7 @@ def assert_same_step(eager: Any, program: Any, model: Any, ids: Tensor, loss_of:
     return actual
 
 
+@pytest.mark.quick(1)
 @both_kinds
 def test_router_logits_for_the_loss_that_balances_experts(checkpointed: bool) -> None:
     model: Any = model_of("qwen3_moe", layers=2)
@@ -68,6 +69,7 @@ def test_router_logits_for_the_loss_that_balances_experts(checkpointed: bool) ->
     assert reports_of(record, "group_experts")[0].figures["loops_grouped"] == 2
 
 
+@pytest.mark.quick(1)
 @both_kinds
 def test_hidden_states_that_a_loss_is_made_of(checkpointed: bool) -> None:
     torch.manual_seed(0)

@@ -45,6 +45,7 @@ def by_a_mask(x: Tensor, lengths: Tensor) -> Tensor:
 CUTS = [by_a_number, by_a_tensor, the_last, every_second, padded, joined, by_a_mask]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_branch_on_what_is_cut_alike(capture_flags: None, cut: Cut, lowering: str) -> None:

@@ -60,6 +60,7 @@ def resized(images: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("program", "tolerance"), [(cropped, 0.0), (merged, 0.0), (resized, 1e-6)])
 def test_one_graph_for_images_of_all_sizes(program: object, tolerance: float) -> None:
     batches = [(IMAGES, SIZES), (IMAGES, SIZES.flip(0)), (IMAGES, torch.tensor([[8, 8], [8, 16]]))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fxpasses.inspect
@@ -10,6 +11,7 @@ from tests.end_to_end.test_training_step import Decoder, batches
 from tests.support import results
 
 
+@pytest.mark.slow
 def test_reduce_overhead_equals_eager_mode_and_compiles_once_for_all_batches(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what a cache has is not partitioned, so not reported
     model = Decoder(1, checkpointed=False)

@@ -101,6 +101,7 @@ def graphs_of_stock(model: PreTrainedModel, batches: list[Batch]) -> int:
 # Packed, with `position_ids` alone
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "checkpointed"),
     [
@@ -132,6 +133,7 @@ def test_one_graph_with_inductor(checkpointed):
     assert len(record.graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_sequence_is_one_more_graph():
     model = new_model(layers=2)
     with fxpasses.inspect.record() as record:
@@ -140,6 +142,7 @@ def test_a_batch_of_one_sequence_is_one_more_graph():
     assert len(record.graphs) == 2
 
 
+@pytest.mark.slow
 def test_another_number_of_tokens_is_one_more_graph():
     model = new_model(layers=2)
     with fxpasses.inspect.record() as record:
@@ -170,6 +173,7 @@ def test_host_reads_do_not_depend_on_the_number_of_layers(checkpointed):
     assert eager[6] > 2 * eager[2]
 
 
+@pytest.mark.slow
 @both_kinds
 def test_a_step_reads_all_that_it_needs_before_its_first_layer(checkpointed):
     """So it is one transfer where the batch lies on a device: nothing else waits for the device until the step ends."""
@@ -217,6 +221,7 @@ def test_a_padded_batch_makes_no_more_graphs_than_stock(checkpointed):
     assert ours == len(record.graphs) <= graphs_of_stock(model, batches)
 
 
+@pytest.mark.slow
 def test_a_mask_without_padding_is_one_more_graph():
     model = new_model(layers=2)
     with fxpasses.inspect.record() as record:

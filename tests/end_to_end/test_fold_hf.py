@@ -130,6 +130,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "checkpointed"), cases())
 def test_folded_layers_give_the_same_numbers(name, checkpointed):

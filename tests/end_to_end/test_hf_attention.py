@@ -105,6 +105,7 @@ CASES = [(name, make) for name in DECODERS for make in (packed, padded)] + [(n, 
 QUICK = [("llama", "sdpa", packed), ("gemma3", "eager", padded), ("modernbert", "sdpa", padded)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "implementation", "make"), QUICK)
 def test_a_plan_for_each_mask(name, implementation, make):
     assert check(name, implementation, make).figures == {"attentions": 2, "masks": MASKS.get(name, 1)}
@@ -129,6 +130,7 @@ def test_every_model(name, make, implementation, checkpointed):
     assert report.figures == {"attentions": 2, "masks": MASKS.get(name, 1)} and not report.refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
 def test_changed_scores_are_refused(name):
     """A sink beside the scores; scores under tanh."""
@@ -136,6 +138,7 @@ def test_changed_scores_are_refused(name):
     assert not report.changed and {refusal.reason for refusal in report.refusals} == {Reason.SCORES_CHANGED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_bias_of_relative_positions_is_refused(implementation):
     """Encoder and decoder of T5; the decoder looks at the encoder's tokens through the padding mask alone."""

@@ -74,6 +74,7 @@ def assert_same_steps(model: Any, program: Any, batches: list[torch.Tensor], bou
             torch.testing.assert_close(value, expected[name], **close)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_own_loop_is_one_graph(name: str) -> None:
     model = model_of(name)
@@ -86,6 +87,7 @@ def test_own_loop_is_one_graph(name: str) -> None:
     assert counts["aten::nonzero"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, loops", [pytest.param("longcat_flash", 4, marks=pytest.mark.slow), ("jetmoe", 8)])
 def test_loops_of_other_forms(name: str, loops: int) -> None:
     """Experts that return their input; and two projections, with attention between, of rows that are cut by counts."""
@@ -101,6 +103,7 @@ def test_loops_of_other_forms(name: str, loops: int) -> None:
     assert counts["aten::_local_scalar_dense"] == counts["aten::_assert_async"]
 
 
+@pytest.mark.slow
 def test_with_checkpointing() -> None:
     """Two layers, each in a checkpoint, each routed in backward as in forward."""
     model = model_of("mixtral", layers=2)

@@ -132,6 +132,7 @@ def test_trains_where_stock_inductor_fails():
     assert_same(Twice(), batches(), "inductor", tolerance=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("fullgraph", "dynamic"),
     [

@@ -56,6 +56,7 @@ def test_one_graph_and_the_numbers_of_eager_mode(tower):
     assert len(record.graphs) == 1
 
 
+@pytest.mark.slow
 def test_images_of_other_sizes_take_the_same_graph():
     """As long as there are as many, with as many patches together."""
     batches = [batch((1, 8, 4), (1, 4, 6)), batch((1, 4, 8), (1, 6, 4)), batch((1, 4, 4), (1, 10, 4))]

@@ -60,6 +60,7 @@ OTHER_BOUNDS: dict[str, Bounds] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OTHER_BOUNDS)
 def test_slices_of_another_order_stay(name: str) -> None:
     assert level_of(check(assigned(OTHER_BOUNDS[name]))) == 0
@@ -140,6 +141,7 @@ STAY = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", STAY)
 def test_what_stays(name: str) -> None:
     # Gradients of rows that are used twice are summed in another order.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpasses.inspect import Record
 from fxpasses.inspect.figures import figures
-from tests.support import ASSIGNS_SLICES, assert_same, compiled, each, events, reports_of
+from tests.support import ASSIGNS_SLICES, assert_same, compiled, events, reports_of
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -243,7 +243,8 @@ DECOYS: dict[str, Loop] = {
 }
 
 
-@pytest.mark.parametrize("name", each(2, DECOYS))
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", DECOYS)
 def test_decoys_stay_loops(name: str) -> None:
     # The rows that `overlapping` returns are as many as no batch tells: the graph breaks, and gradients are summed in
     # another order.

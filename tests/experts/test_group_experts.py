@@ -13,7 +13,7 @@ import fxpasses.inspect
 from fxpasses.inspect import Record
 from tests.experts.models import HIDDEN, LoraLinears
 from tests.experts.spellings import DECOYS, SPELLINGS, Moe, cases, name_of
-from tests.support import ASSIGNS_SLICES, assert_same, compiled, each, events, reports_of
+from tests.support import ASSIGNS_SLICES, assert_same, compiled, events, reports_of
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -150,7 +150,7 @@ def test_masks_of_a_router_that_are_not_known_are_named() -> None:
     assert any("×3" in refusal.text for refusal in report.refusals), report
 
 
-@pytest.mark.parametrize("case", each(2, BASIC), ids=name_of)
+@pytest.mark.parametrize("case", BASIC, ids=name_of)
 def test_no_query_at_run_time(case: Any) -> None:
     """But for assertions, which read on the CPU and do not wait on a device."""
     model, x = model_of(case), tokens(case)
@@ -164,7 +164,7 @@ def test_no_query_at_run_time(case: Any) -> None:
 
 
 @pytest.mark.parametrize("case", UNEVEN, ids=name_of)
-@pytest.mark.parametrize("favour", each(2, ["one expert", "one token each"]))
+@pytest.mark.parametrize("favour", ["one expert", "one token each"])
 def test_uneven_choices(case: Any, favour: str) -> None:
     """All tokens on the same experts, so that others are empty; and an expert with one token."""
     model, x = model_of(case), tokens(case, 4 if favour == "one token each" else TOKENS)
@@ -193,7 +193,7 @@ def test_few_tokens(case: Any, number: int, count: int) -> None:
     check(case, model_of(case, count), tokens(case, number))
 
 
-@pytest.mark.parametrize("case", each(3, UNEVEN), ids=name_of)
+@pytest.mark.parametrize("case", UNEVEN, ids=name_of)
 def test_in_a_checkpoint(case: Any) -> None:
     model = model_of(case)
 
@@ -203,7 +203,7 @@ def test_in_a_checkpoint(case: Any) -> None:
     assert check(case, model, tokens(case), program, "aot_eager").figures("group_experts")["loops_grouped"] == 1
 
 
-@pytest.mark.parametrize("case", each(3, BASIC), ids=name_of)
+@pytest.mark.parametrize("case", BASIC, ids=name_of)
 def test_another_number_of_tokens(case: Any) -> None:
     model = model_of(case)
     program = compiled(model, "aot_eager", dynamic=True)

@@ -22,6 +22,8 @@ from fxpasses.experts.runtime.grouped_linear import (
 )
 from tests.support import events
 
+pytestmark = pytest.mark.each_quick
+
 GROUPS = {
     "mixed": [3, 0, 8, 7],
     "one_row": [0, 1, 0, 0],

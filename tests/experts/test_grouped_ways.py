@@ -8,6 +8,8 @@ import torch
 from fxpasses.experts.runtime import grouped_ways
 from fxpasses.experts.runtime.grouped_ways import Way, reads_offsets, way_of
 
+pytestmark = pytest.mark.each_quick
+
 CUDA, XPU, OTHER, CPU = (torch.device(name) for name in ("cuda", "xpu", "privateuseone", "cpu"))
 
 

@@ -14,6 +14,8 @@ from torch._dynamo.bytecode_transformation import cleaned_instructions
 
 from fxpasses.experts.capture.liveness import follow, live_at
 
+pytestmark = pytest.mark.each_quick
+
 
 def loop_temporary(xs: Any) -> Any:
     total = 0

@@ -22,7 +22,7 @@ from fxpasses.experts.runtime import grouped_kernels, grouped_ways
 from fxpasses.experts.runtime.grouped_ways import Way
 from tests.experts.models import HIDDEN
 from tests.experts.spellings import SPELLINGS, Moe, cases, name_of
-from tests.support import compiled, each, events, reports_of
+from tests.support import compiled, events, reports_of
 
 LAYERS, TOKENS = 3, 24
 CASES = [case for case in cases(SPELLINGS) if name_of(case) in (
@@ -102,8 +102,9 @@ def check_one_copy(model: Layers, lowering: str, offsets: Offsets) -> None:
     assert all(one.data_ptr() in copies for one in offsets.read)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["stored", "recomputed"])
-@pytest.mark.parametrize("case", each(2, CASES), ids=name_of)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_one_copy_serves_forward_backward_and_recomputation(case: Any, checkpointed: bool, offsets: Offsets) -> None:
     check_one_copy(Layers(case, checkpointed), "aot_eager", offsets)
 

@@ -27,6 +27,8 @@ from fxpasses.experts.routing_facts import (
     Sorted,
 )
 
+pytestmark = pytest.mark.each_quick
+
 TOKENS, EXPERTS, SLOTS = 7, 5, 2
 Program = Callable[[Tensor], Tensor]
 

@@ -25,7 +25,7 @@ from fxpasses.dynamo.flags import Values
 from fxpasses.experts.group_experts import GroupExperts
 from tests.experts.skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
 from tests.experts.skipping_decoys import NOT_SPECULATED, OTHER_MASKS, TAKEN_BACK, looks_at_hits
-from tests.support import compiled, each, events
+from tests.support import compiled, events
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -101,7 +101,8 @@ def was_taken_back(caplog: pytest.LogCaptureFixture) -> bool:
     return any(Feature.HINTS in attempt.features and Feature.NUMPY not in attempt.features for attempt in attempts)
 
 
-@pytest.mark.parametrize("program", each(2, TAKEN_BACK), ids=lambda program: program.__name__)
+@pytest.mark.quick(5)
+@pytest.mark.parametrize("program", TAKEN_BACK, ids=lambda program: program.__name__)
 def test_what_a_body_does_without_tokens_is_not_lost(program: Program, caplog: pytest.LogCaptureFixture) -> None:
     """The trace goes through the branches, and is taken back. What Python then decides may well be one program."""
     caplog.set_level(logging.INFO, retracing.__name__)

@@ -66,6 +66,7 @@ def test_few_tokens(case: Any, number: int, count: int) -> None:
     check(case, model_of(case, count), tokens(case, number))
 
 
+@pytest.mark.slow
 def test_many_experts_without_tokens() -> None:
     case = FIRST["dense_scores"]
     check(case, model_of(case, 64), tokens(case, 8))
@@ -80,6 +81,7 @@ def test_all_tokens_on_the_same_experts(case: Any) -> None:
     check(case, model, tokens(case))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", BASIC, ids=name_of)
 def test_another_number_of_tokens(case: Any) -> None:
     model = model_of(case)
@@ -163,6 +165,7 @@ def test_the_graph_of_the_docstring() -> None:
     assert [str(*read.meta["unbacked_bindings"]) for read in reads] == ["u0", "u1"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "counts"), [(0, (8, 48)), (1, (8, 16))], ids=["stacked", "list"])
 def test_the_graph_does_not_grow_with_the_experts(kind: int, counts: tuple[int, int]) -> None:
     """But for the weights of a list, which are inputs of the graph, one by one."""

@@ -73,6 +73,7 @@ def report_of(record: Record) -> Report:
     return reports_of(record, "fold_layers")[0]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", FOLDED)
 def test_equal_layers_become_one_body(name):
     plan, layers = FOLDED[name]
@@ -172,6 +173,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_crosses_layers_otherwise_is_refused(name):
     make, lowering, reason = REFUSED[name]
@@ -201,6 +203,7 @@ def test_verify_runs_a_folded_graph():
     assert report_of(assert_same_steps(BLOCKS, verify=True)).changed
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("changes", "folded"), [("fold_layers:0", 0), ("fold_layers:1", 1)])
 def test_the_environment_limits_the_kinds(changes, folded, monkeypatch):
     """By which `fxpasses bisect` finds the kind that is to blame."""

@@ -21,6 +21,7 @@ def small_layers(monkeypatch):
     monkeypatch.setattr(Options, "folds", True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("plan", "pieces", "each"),
     [

@@ -19,6 +19,8 @@ from fxpasses.base.cuda_graphs import Capturability, NumberInput, Obstruction
 from fxpasses.inspect.capturability import capturability
 from tests.support import captured
 
+pytestmark = pytest.mark.each_quick
+
 aten = torch.ops.aten
 GPU, OTHER, CPU = "cuda:0", "cuda:1", "cpu"
 FLOAT, INTS, MASK = torch.float32, torch.int64, torch.bool

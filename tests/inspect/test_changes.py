@@ -95,6 +95,7 @@ CHANGES: dict[str, tuple[Stage, Stage, list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_quick
 @pytest.mark.parametrize("name", CHANGES)
 def test_one_kind_of_change(name: str) -> None:
     before, after, expected = CHANGES[name]

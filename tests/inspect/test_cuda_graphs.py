@@ -113,6 +113,7 @@ def test_a_grouped_mixture_can_be_recorded_whole(name: str) -> None:
     assert graphs_of(record) == dict.fromkeys(("graph", "forward", "backward"), Capturability())
 
 
+@pytest.mark.slow
 @both_kinds
 def test_the_flash_path_can_be_recorded_whole_for_each_two_numbers(checkpointed: bool) -> None:
     """The kernel takes as many ends as there are sequences, and the longest length as a Python number."""

@@ -43,6 +43,7 @@ def trace(tmp_path):
     return log
 
 
+@pytest.mark.slow
 def test_the_structured_trace_holds_our_artefacts(trace):
     lines = [line for line in trace.read_text().splitlines() if '"artifact"' in line and "fxpasses" in line]
     events = [json.loads(line[line.index("{") :]) for line in lines]
@@ -50,6 +51,7 @@ def test_the_structured_trace_holds_our_artefacts(trace):
     assert {event["frame_id"] for event in events} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TLPARSE is None, reason="needs tlparse (pip install tlparse), not installed")
 def test_tlparse_shows_our_artefacts(trace, tmp_path):
     out = tmp_path / "out"
@@ -80,6 +82,7 @@ def written(tmp_path, graph):
     return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_a_reproduction_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("FXPASSES_RECORD_VALUES", "1")
     done = written(tmp_path, recorded().graphs[0])

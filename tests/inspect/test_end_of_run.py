@@ -90,16 +90,19 @@ def test_what_breaks_by_design_in_pytorchs_own_frames_is_left_out(monkeypatch: p
     assert list(dynamo_history.breaks()) == [dynamo_history.Break("test_end_of_run.py:7", "b")]
 
 
+@pytest.mark.slow
 def test_nobody_asked(tmp_path: Path) -> None:
     assert summary(tmp_path, PROGRAM.split("with torch")[0]) == ""
 
 
+@pytest.mark.slow
 def test_a_backend_that_compiled_nothing_says_so_and_other_ranks_are_silent(tmp_path: Path) -> None:
     program = "import torch; torch.compile(torch.sin, backend='fastpack')"
     assert "No graph was compiled with fastpack" in summary(tmp_path, program, FXPASSES_SUMMARY="1", RANK="0")
     assert summary(tmp_path, program, FXPASSES_SUMMARY="1", RANK="1") == ""
 
 
+@pytest.mark.each_quick
 @pytest.mark.parametrize(
     ("guard", "text", "advice"),
     [

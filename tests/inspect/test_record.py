@@ -220,6 +220,7 @@ if "--kill" in sys.argv:
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("arguments", [[], ["--kill"]])
 def test_the_environment_records_a_process(tmp_path, arguments):
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -253,6 +254,7 @@ os.wait()
 """
 
 
+@pytest.mark.slow
 def test_each_process_that_compiles_has_its_own_file_and_no_other(tmp_path):
     """A worker of a data loader compiles and writes nothing; a forked process leaves its parent's file alone."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))

@@ -101,6 +101,7 @@ def test_trainers_take_the_name(tmp_path: Path, environment: dict[str, str]) -> 
     assert graphs(tmp_path) == ["aot_eager"]
 
 
+@pytest.mark.slow
 def test_accelerates_configuration_file_takes_the_name(tmp_path: Path, environment: dict[str, str]) -> None:
     script, config = tmp_path / "prepare.py", tmp_path / "config.yaml"
     script.write_text(PREPARED)

@@ -17,6 +17,8 @@ import fxpasses.inspect
 from fxpasses import registry
 from fxpasses.dynamo.flags import FLAGS
 
+pytestmark = pytest.mark.each_quick
+
 EXPERTS, TOKENS, HIDDEN = 4, 24, 8
 
 

@@ -71,6 +71,7 @@ def assert_same_steps(models: Any, batches: list[dict[str, Tensor]], **arguments
     return program, record
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("adapted", "reentrant"),
     [

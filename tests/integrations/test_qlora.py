@@ -87,6 +87,7 @@ def graphs_of_eager_modes_steps(kind: dict[str, Any], folder: Path) -> int:
     return len(record.graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_is_eager_modes_step(kind: dict[str, Any], tmp_path: Path) -> None:
     assert graphs_of_eager_modes_steps(kind, tmp_path) == 1 and not counters["graph_break"]

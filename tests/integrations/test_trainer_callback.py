@@ -53,6 +53,7 @@ def collate(features: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {name: torch.tensor([feature[name] for feature in features]) for name in features[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_model_is_compiled_as_it_is_trained(lora: bool, tmp_path: Path) -> None:
     """PEFT's model calls the base model's `forward`: compiled before PEFT has wrapped it, nothing would be compiled."""
@@ -69,6 +70,7 @@ def test_the_model_is_compiled_as_it_is_trained(lora: bool, tmp_path: Path) -> N
     assert not any("_orig_mod" in name for name in trainer.model.state_dict())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "more", [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}]
 )

@@ -39,6 +39,7 @@ def default_options() -> Iterator[None]:
     fxpasses.set_default_options({})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("default_options")
 @pytest.mark.parametrize(
     ("callbacks", "backend", "graphs", "before", "during"),

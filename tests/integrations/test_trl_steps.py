@@ -111,6 +111,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "with_lora"), cases())
 def test_nothing_is_compiled_after_the_third_step_and_all_is_as_in_eager_mode(
     make: Any, with_lora: bool, tmp_path: Path

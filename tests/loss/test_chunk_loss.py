@@ -49,11 +49,13 @@ def check(loss: Loss, taken: bool = True, lowering: str = "eager", batches: Any 
     return record
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("loss", TAKEN)
 def test_losses_and_gradients_are_eager_modes(loss: Loss) -> None:
     check(loss)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("loss", LEFT)
 def test_logits_that_something_else_reads_stand(loss: Loss) -> None:
     if loss is heads.with_dropout:
@@ -69,6 +71,7 @@ def test_what_needs_a_gradient_may_weigh_the_losses() -> None:
     check(heads.weighed_by_what_trains)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("loss", [heads.mean, heads.log_probabilities, heads.accuracy_and_entropy])
 @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_under_a_compiler(loss: Loss, lowering: str) -> None:

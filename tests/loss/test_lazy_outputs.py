@@ -210,6 +210,7 @@ def test_checkpointed_layers() -> None:
     torch.testing.assert_close(out["logits"] + 0, expected["logits"])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("wrap", ["around DDP", "inside DDP", "unused parameters", "FSDP2"])
 def test_wrapped_models(wrap: str, single_process_group: None) -> None:
     """DDP and FSDP2 look for gradients in what a model returns, which reads nothing."""

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from fxpasses.loss.lazy_tensor import LazyTensor, Source, lazy_output
 
+pytestmark = pytest.mark.each_quick
+
 SIZES = (2, 3, 4)
 
 

@@ -95,6 +95,7 @@ def tensor_bytes():
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_meta)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("few_entries")
 @pytest.mark.parametrize(("kind", "keeps_batches"), [(Biased, False), (Documents, True)])
 def test_nothing_grows_with_the_sizes_that_came(kind, keeps_batches):

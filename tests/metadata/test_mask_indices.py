@@ -60,6 +60,7 @@ def by_other_indices(x: Tensor, w: Tensor, labels: Tensor) -> Any:
     return x[mask, 1:] @ w[1:], x[mask, 2], x[mask, None].sum(1), x[..., 0][mask], x[mask[:, 0]], rows
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("program", [head, layers, by_other_indices])
 def test_the_positions_come_from_the_prologue(program: Any) -> None:
     record = assert_same(program, BATCHES, "aot_eager")

@@ -60,6 +60,7 @@ def fresh_counts() -> None:
     fxpasses.offload_stats(reset=True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("step", "times"),
     [

@@ -19,7 +19,6 @@ from fxpasses.offload import offload_activations
 from fxpasses.report import Reason
 from tests.offload import programs
 from tests.offload.programs import Broken, Decoder, Packed, Plain
-from tests.support import each
 
 CASES: dict[str, tuple[Any, programs.Step]] = {
     "one step": (Decoder, programs.one_step),
@@ -79,8 +78,9 @@ def nothing_is_left() -> Any:
     assert fxpasses.offload_stats().bytes_held == 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", each(3, CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_results_are_equal_bit_for_bit(name, device):
     make, step = CASES[name]
     expected = numbers(make, step, device, "off")

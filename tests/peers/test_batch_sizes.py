@@ -70,6 +70,7 @@ def named(names: Iterable[str]) -> list[Any]:
     return [info for info in op_db if samples.name_of(info) in names]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("trimmed", [of_a_tensor, of_a_number])
 def test_operators(trimmed: Any) -> None:
     assert not faults(named(OPERATORS), "aot_eager", trimmed, at_most=1)

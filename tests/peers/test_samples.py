@@ -64,6 +64,7 @@ def named(names: list[str], infos: list[Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_operators() -> None:
     check(samples.operators(named(OPERATORS, op_db)), at_least=len(OPERATORS))
 

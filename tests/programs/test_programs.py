@@ -29,6 +29,7 @@ def groups() -> list[Any]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("lowering", "seeds"), groups())
 def test_programs_train_as_in_eager_mode(lowering, seeds):

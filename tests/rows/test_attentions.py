@@ -14,6 +14,7 @@ from tests.rows.test_live_rows import BATCHES, check, loss, shifted_loss
 from tests.support import reports_of
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -172,6 +173,7 @@ def test_scores_in_which_dead_keys_are_seen(attention: Any) -> None:
     check(Model(loss, spelling="seen"), BATCHES[:2], taken=False)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("spelling", ["additive", "written", "filled", "einsum"])
 def test_attention_in_every_spelling(spelling: str) -> None:
     check(Model(loss, spelling=spelling), BATCHES)

@@ -43,6 +43,7 @@ def flat_loss(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(y[..., :-1, :].reshape(-1, VOCABULARY), labels[:, 1:].flatten())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("exit", [loss, flat_loss, losses_of_labelled, shifted_loss])
 @pytest.mark.parametrize("spelling", ["fused", "written", "by_groups"])
 def test_packed_documents(exit: Exit, spelling: str) -> None:

@@ -123,6 +123,7 @@ def with_zeros(found: dict[str, Any], model: Model) -> dict[str, Any]:
     return {**found, "gradients": [torch.zeros_like(p) if gradient is None else gradient for gradient, p in pairs]}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("exit", EXITS)
 @pytest.mark.parametrize("attention", ["both", "padding", "causal"])
 def test_what_reaches_the_loss_is_eager_modes(exit: Exit, attention: str) -> None:
@@ -132,11 +133,13 @@ def test_what_reaches_the_loss_is_eager_modes(exit: Exit, attention: str) -> Non
     assert len(record.graphs) <= 4  # for batches with few dead rows as well, and for another number of texts
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("exit", [shifted_loss, losses_of_parts])
 def test_parts_of_the_rows(exit: Exit) -> None:
     check(Model(exit), BATCHES)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("exit", [loss, mean_of_text])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_checkpoints(exit: Exit, dynamic: bool | None) -> None:
@@ -144,6 +147,7 @@ def test_checkpoints(exit: Exit, dynamic: bool | None) -> None:
     check(Model(exit, checkpoints=True), BATCHES[:4], lowering="aot_eager", dynamic=dynamic)
 
 
+@pytest.mark.slow
 def test_sizes_of_rows_that_are_numbers() -> None:
     def scaled(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
         return checkpoint(lambda y: model.head(y) * y.shape[1], x, use_reentrant=False)[:, 0]
@@ -358,6 +362,7 @@ def written_before_and_after(model: Model, x: Tensor, seen: Tensor, labels: Tens
     return loss(model, y, seen, labels) + moved[:, 0].sum()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("exit", [mean_beside_the_loss, last_layers_rows_moved, written_before_and_after])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_what_takes_all_rows_leaves_the_rest_packed(

@@ -62,6 +62,7 @@ class Mixture(Model):
         return x + y[back].view(*rows.shape[:1], 2, WIDTH).sum(1).view(x.shape), counts
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("exit", [loss, first_token])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_mixtures(exit: Exit, dynamic: bool | None) -> None:
@@ -113,6 +114,7 @@ class LoopMixture(Model):
         return x + out.view(x.shape)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("exit", [loss, first_token])
 def test_loops_over_experts(exit: Exit) -> None:
     check(LoopMixture(exit), BATCHES[:4])
