@@ -160,7 +160,7 @@ def test_no_query_at_run_time(case: Any) -> None:
     assert counts["aten::nonzero"] == counts["aten::masked_select"] == 0
     assert counts["aten::_local_scalar_dense"] == counts["aten::_assert_async"]
     if "slices" not in name_of(case):  # whose bounds are compared; the places that a query finds are not negative
-        assert counts["aten::lt"] == 0
+        assert events(lambda: program(x))["aten::lt"] == 0  # that of clamps compares in backward on torch 2.15
 
 
 @pytest.mark.parametrize("case", UNEVEN, ids=name_of)
