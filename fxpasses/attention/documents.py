@@ -24,19 +24,19 @@ from fxpasses.report import Reason, Refusal, Report
 
 
 def report(gm: GraphModule, inputs: Callable[[Sequence[int]], Sequence[Any]]) -> Report | None:
-    """A report, besides one warning, if positions restart in the batch at hand and all attention is just causal.
+    """A report, besides one warning, if positions restart in the batch at hand and no mask of attention knows of them.
 
     inputs: returns the batch's tensors at some positions of the graph's inputs.
     """
     attentions = [node for node in nodes_in(gm) if is_fused_attention(node)]
-    if not attentions or not all(map(_is_causal_alone, attentions)):
+    if not attentions or not all(map(_is_of_any_batch, attentions)):
         return None
     placeholders = gm.graph.find_nodes(op="placeholder")
     candidates = [at for at, node in enumerate(placeholders) if _may_be_positions(node)]
     for at, positions in zip(candidates, inputs(candidates) if candidates else (), strict=True):
         if restarts(positions):
             name = in_program(source(placeholders[at])) or placeholders[at].name
-            text = f"`{name}` restarts within a row, as for several texts, and attention has no mask"
+            text = f"`{name}` restarts within a row, as for several texts, and no mask of attention knows of them"
             warn_once(
                 ("documents", name),
                 f"{text}: each text attends to those before it, in eager mode too. transformers makes the mask from "
@@ -58,8 +58,21 @@ def restarts(positions: torch.Tensor) -> bool:
     return bool(starts.any())
 
 
-def _is_causal_alone(attention: Node) -> bool:
-    return argument(attention, "attn_mask") is None and argument(attention, "is_causal") is True
+def _is_of_any_batch(attention: Node) -> bool:
+    """Whether it is causal without a mask, or its mask is the same for every batch of that size."""
+    mask = argument(attention, "attn_mask")
+    if not isinstance(mask, Node):
+        return argument(attention, "is_causal") is True
+    found, waiting = {mask}, [mask]
+    while waiting:
+        node = waiting.pop()
+        is_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
+        if node.op == "placeholder" and is_tensor and "_buffers" not in (source(node) or ""):
+            return False
+        new = [operand for operand in node.all_input_nodes if operand not in found]
+        found.update(new)
+        waiting += new
+    return True
 
 
 def _may_be_positions(placeholder: Node) -> bool:

@@ -23,6 +23,11 @@ def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(once, "_given", set())
 
 
+def causal(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    q, places = (x * position_ids.cos()[..., None])[:, None], torch.arange(x.shape[1])
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=places[:, None] >= places)[:, 0]
+
+
 def attend(x: torch.Tensor, position_ids: torch.Tensor, masked: bool = False) -> torch.Tensor:
     q = (x * position_ids.cos()[..., None])[:, None]
     mask = (position_ids.eq(0).cumsum(-1)[:, :, None] == position_ids.eq(0).cumsum(-1)[:, None]).tril()[:, None]
@@ -44,6 +49,10 @@ def test_texts_without_a_mask_are_told_of_once() -> None:
     assert len(texts) == 1 and "`position_ids`" in texts[0] and "use_cache=False" in texts[0]
     (refusal,) = [refusal for refusal in refusals if refusal.reason is Reason.TEXTS_MIX]
     assert refusal.where.startswith("test_documents.py:")
+
+
+def test_texts_whose_mask_is_that_of_any_batch_are_told_of() -> None:
+    assert len(told(causal, torch.randn(1, 8, 4), torch.tensor(PACKED))[0]) == 1
 
 
 @pytest.mark.parametrize(

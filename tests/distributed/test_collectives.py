@@ -5,6 +5,7 @@ Ranks choose among these ways alone, so a difference pairs one rank's collective
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -116,6 +117,7 @@ def calls_up_to_the_error(
     group.calls.clear()
     with pytest.raises(errors):
         program(X.clone().requires_grad_(), torch.tensor(lengths))
+    gc.collect()  # on torch 2.11, a checkpoint that raised sees all that is saved until its frames are gone
     return list(group.calls)
 
 
