@@ -28,6 +28,10 @@ THOROUGH = os.environ.get("THOROUGH", "0") != "0"
 # breaks the graph too at `y[a:b] = f(x[a:b])`, which asks whether the sizes are equal.
 ASSIGNS_SLICES = torch.__version__ >= "2.12"
 
+# Inductor 2.11 sees that [2, u0, 4] is not [2, Min(8, u0), 4] and raises, so that the graph runs uncompiled.
+slices_to_the_longest = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11's Inductor does not compile gradients of x[:, :longest]"
+)
 
 thorough = pytest.mark.skipif(not THOROUGH, reason="takes long; THOROUGH=1 runs it")
 

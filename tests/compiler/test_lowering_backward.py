@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._inductor.utils import get_donated_idxs
 
 from fxpasses.compiler.lowering_by_operator import forward_by_operator
-from tests.support import assert_same, compiled, results
+from tests.support import assert_same, compiled, results, slices_to_the_longest
 
 
 def trimmed(x: Tensor, lengths: Tensor) -> Tensor:
@@ -110,6 +110,7 @@ def test_the_deviation_of_one_token_has_the_gradient_of_eager_mode() -> None:
     assert_same(program, [batch(3, 2), batch(1, 1)], "aot_eager")
 
 
+@slices_to_the_longest
 def test_backward_asserts_nothing_of_sizes_that_it_is_not_given(capture_flags: None) -> None:
     """Before, "name 's27' is not defined" from `.backward()`, in the second batch."""
     linear = torch.nn.Linear(4, 5)

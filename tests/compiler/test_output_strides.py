@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support import assert_same, compiled
+from tests.support import assert_same, compiled, slices_to_the_longest
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -42,12 +42,14 @@ def returned_and_saved(x: Tensor, lengths: Tensor) -> Tensor:
     return (x * 2)[:, : lengths.max().item()].transpose(1, 2).flatten(0, 1).relu()
 
 
+@slices_to_the_longest
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("program", [saved_in_other_strides, returned_and_saved])
 def test_gradients_are_eager_modes(program: Any) -> None:
     assert_same(program, BATCHES, "inductor", tolerance=1e-5)
 
 
+@slices_to_the_longest
 def test_a_contiguous_result_is_contiguous() -> None:
     step = compiled(returned, "inductor")
     for x, lengths in BATCHES:

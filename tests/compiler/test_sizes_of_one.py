@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from fxpasses.compiler import lowering
-from tests.support import assert_same
+from tests.support import ASSIGNS_SLICES, assert_same, slices_to_the_longest
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -50,11 +50,13 @@ def test_results_are_eager_modes(program: Any) -> None:
     assert_same(program, [batch(8, 3), batch(1, 1), batch(5, 2)], "aot_eager", tolerance=1e-6)
 
 
+@slices_to_the_longest
 def test_inductor_broadcasts_them() -> None:
     """Before, it read other elements, in silence."""
     assert_same(first_token, [batch(8, 3), batch(1, 1)], "inductor", tolerance=1e-6)
 
 
+@pytest.mark.skipif(not ASSIGNS_SLICES, reason="torch 2.11 gives each such slice a size of its own")
 def test_only_the_operator_that_makes_one_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[GraphModule] = []
 
