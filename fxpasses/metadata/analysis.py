@@ -23,6 +23,7 @@ from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import expression, is_symbolic, symbol
 from fxpasses.graph.values import Allocation, Many, Scalar, Tensor, Value, ValueTable, number_of
+from fxpasses.metadata.given_masks import is_given_mask
 from fxpasses.metadata.size_expressions import arithmetic, is_arithmetic
 from fxpasses.report import Reason, Refusal
 
@@ -150,7 +151,9 @@ class Walk:
             return Reason.UNSUPPORTED_VALUE, f"`{node.name}`"
         if isinstance(example, torch.nn.Parameter):
             return Reason.PARAMETER, f"`{node.name}`"
-        if example.dtype.is_floating_point or example.dtype.is_complex or example.requires_grad:
+        if example.requires_grad or example.dtype.is_complex:
+            return Reason.ACTIVATION, f"`{node.name}`"
+        if example.dtype.is_floating_point and not (example.device.type == "cpu" and is_given_mask(self.main, node)):
             return Reason.ACTIVATION, f"`{node.name}`"
         if type(example) is not torch._subclasses.FakeTensor or example.layout is not torch.strided:
             return Reason.UNSUPPORTED_VALUE, f"`{node.name}` is a {type(example).__name__}"
