@@ -52,9 +52,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(collection_path in (path, *path.parents) for path in asked) else True
 
 
-# Of a test that compiles in each of its cases, so many are quick: `quick(n)` says another number, `each_quick` all.
-# Of the others, one in three is slow, and the rest run with THOROUGH=1 alone.
+# Of a parametrized test, so many cases are quick, where it compiles in each of them; `quick(n)` says another number. Of
+# the others, and of those that are marked as slow, so many are slow, and the rest need THOROUGH=1. `all_cases`: no rule.
 MOST_QUICK = 6
+MOST_SLOW = 2
 _COMPILING = {
     *("attention", "compiler", "device", "distributed", "dynamo", "end_to_end", "experts", "fold", "inspect"),
     *("integrations", "loss", "metadata", "offload", "programs", "rows", "topk"),
@@ -64,25 +65,30 @@ _COMPILING = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-            continue
-        if item.get_closest_marker("slow") or item.get_closest_marker("each_quick"):
-            continue
-        if item.get_closest_marker("quick") or item.path.parent.name in _COMPILING:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("all_cases"):
             families.setdefault((item.path, item.originalname), []).append(item)
     for family in families.values():
-        mark = family[0].get_closest_marker("quick")
-        quick = _spread(len(family), mark.args[0] if mark else MOST_QUICK)
-        for at, item in enumerate(item for at, item in enumerate(family) if at not in quick):
-            item.add_marker("slow")
-            if at % 3:
-                item.add_marker(thorough)
+        _sort_by_speed(family)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _sort_by_speed(family: list[pytest.Item]) -> None:
+    first = family[0]
+    quick = [item for item in family if not item.get_closest_marker("slow")]
+    mark = first.get_closest_marker("quick")
+    most = mark.args[0] if mark else MOST_QUICK if first.path.parent.name in _COMPILING else len(family)
+    kept = _spread(len(quick), most)
+    for item in (item for at, item in enumerate(quick) if at not in kept):
+        item.add_marker("slow")
+    slow = [item for item in family if item.get_closest_marker("slow") and not item.get_closest_marker("skipif")]
+    kept = _spread(len(slow), MOST_SLOW)
+    for item in (item for at, item in enumerate(slow) if at not in kept):
+        item.add_marker(thorough)
 
 
 def _spread(cases: int, number: int) -> set[int]:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 GROUPS = sorted({path.stem.split("_")[1] for path in ROOT.glob("tests/device/test_*.py")})
 
 
+@pytest.mark.all_cases
 @pytest.mark.timeout(2400)  # a first run builds the device, and one test here is many
 @pytest.mark.parametrize("speed", ["not slow", pytest.param("slow", marks=pytest.mark.slow)], ids=["short", "long"])
 @pytest.mark.parametrize("group", GROUPS)

@@ -19,7 +19,7 @@ from tests.support import reports_of
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.each_quick]
+pytestmark = [pytest.mark.gpu, pytest.mark.all_cases]
 
 TOKENS, ROWS, VOCABULARY = 384, 4, 128
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}

@@ -66,7 +66,7 @@ def test_nothing_is_told_of_others(positions: list[list[int]], masked: bool) -> 
     ] == []  # fmt: skip
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("positions", "expected"),
     [

@@ -134,7 +134,7 @@ def check_gradients(mask):
     assert torch.autograd.gradcheck(planned(mask, plan), leaves, fast_mode=True)
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize(
     "mask", [documents([300, 20, 200]), window(600, 100), causal(512)[None, None]], ids=["documents", "window", "one"]
@@ -180,7 +180,7 @@ def test_masks_are_broadcast_as_sdpa_does(calls_are_free, shape):
         assert_as_exact_as_sdpa(results(planned(said, plan), leaves, grad), leaves, grad, said)
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("least", [None, "-inf", "min"])
 def test_rows_that_see_nothing(calls_are_free, dtype, least):
@@ -214,7 +214,7 @@ def test_scale_and_strides(calls_are_free):
 # Dense plans
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("backend", [None, SDPBackend.MATH])

@@ -117,7 +117,7 @@ LEFT: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("case", LEFT)
 def test_other_writes_by_index_stay(case: str) -> None:
     found = calls_of(*LEFT[case])

@@ -47,7 +47,7 @@ from tests.support import results
 
 pytestmark = [
     pytest.mark.usefixtures("no_failures_before"),
-    pytest.mark.each_quick,  # each handler, each pass, each piece of bookkeeping fails, one by one
+    pytest.mark.all_cases,  # each handler, each pass, each piece of bookkeeping fails, one by one
 ]
 
 ROWS = interceptions.table()

@@ -209,7 +209,7 @@ CAUGHT: list[Callable[..., Tensor]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("program", CAUGHT)
 def test_the_program_catches_its_errors(program: Any) -> None:
     step = compiled(program, "aot_eager")

@@ -144,7 +144,7 @@ def test_neighbours_of_equal_effect_are_one() -> None:
     assert keys_of(hooks) == [0, 3, 4, 5]
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("hook", [doubles, counts, reads_a_global, with_default, replaces, loops, print, nn.ReLU()])
 def test_what_is_not_known_to_be_idempotent_stays(hook: Any) -> None:
     assert keys_of([hook, hook]) == [0, 1]

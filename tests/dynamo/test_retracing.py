@@ -232,7 +232,7 @@ def around(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     return marked(gm, example_inputs)
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("backend", "options", "expected"),
     [

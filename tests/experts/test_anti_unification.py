@@ -117,7 +117,7 @@ PARTS: dict[str, tuple[Branch, str]] = {
 }
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("name", PARTS)
 def test_where_branches_part_is_said(name: str) -> None:
     branch, text = PARTS[name]

@@ -22,7 +22,7 @@ from fxpasses.experts.runtime.grouped_linear import (
 )
 from tests.support import events
 
-pytestmark = pytest.mark.each_quick
+pytestmark = pytest.mark.all_cases
 
 GROUPS = {
     "mixed": [3, 0, 8, 7],

@@ -8,7 +8,7 @@ import torch
 from fxpasses.experts.runtime import grouped_ways
 from fxpasses.experts.runtime.grouped_ways import Way, reads_offsets, way_of
 
-pytestmark = pytest.mark.each_quick
+pytestmark = pytest.mark.all_cases
 
 CUDA, XPU, OTHER, CPU = (torch.device(name) for name in ("cuda", "xpu", "privateuseone", "cpu"))
 

@@ -14,7 +14,7 @@ from torch._dynamo.bytecode_transformation import cleaned_instructions
 
 from fxpasses.experts.capture.liveness import follow, live_at
 
-pytestmark = pytest.mark.each_quick
+pytestmark = pytest.mark.all_cases
 
 
 def loop_temporary(xs: Any) -> Any:

@@ -27,7 +27,7 @@ from fxpasses.experts.routing_facts import (
     Sorted,
 )
 
-pytestmark = pytest.mark.each_quick
+pytestmark = pytest.mark.all_cases
 
 TOKENS, EXPERTS, SLOTS = 7, 5, 2
 Program = Callable[[Tensor], Tensor]

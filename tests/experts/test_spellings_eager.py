@@ -19,7 +19,7 @@ def outputs_and_gradients(model, forward, x):
     return {"y": y.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("case", cases(SPELLINGS), ids=name_of)
 def test_agrees_with_every_expert_on_every_token(case):
     spelling, kind = case
@@ -33,7 +33,7 @@ def test_agrees_with_every_expert_on_every_token(case):
             torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance * largest)
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("case", cases(DECOYS), ids=name_of)
 def test_decoys_compute_something_else(case):
     spelling, kind = case

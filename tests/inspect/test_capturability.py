@@ -19,7 +19,7 @@ from fxpasses.base.cuda_graphs import Capturability, NumberInput, Obstruction
 from fxpasses.inspect.capturability import capturability
 from tests.support import captured
 
-pytestmark = pytest.mark.each_quick
+pytestmark = pytest.mark.all_cases
 
 aten = torch.ops.aten
 GPU, OTHER, CPU = "cuda:0", "cuda:1", "cpu"

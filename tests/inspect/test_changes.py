@@ -95,7 +95,7 @@ CHANGES: dict[str, tuple[Stage, Stage, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("name", CHANGES)
 def test_one_kind_of_change(name: str) -> None:
     before, after, expected = CHANGES[name]

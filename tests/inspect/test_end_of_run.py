@@ -102,7 +102,7 @@ def test_a_backend_that_compiled_nothing_says_so_and_other_ranks_are_silent(tmp_
     assert summary(tmp_path, program, FXPASSES_SUMMARY="1", RANK="1") == ""
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("guard", "text", "advice"),
     [

@@ -41,7 +41,7 @@ FLOPS = [
 ]
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize(("program", "expected"), FLOPS)
 def test_flops_are_those_of_the_counter_of_torch(program, expected):
     from torch.utils.flop_counter import FlopCounterMode

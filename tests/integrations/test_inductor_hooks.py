@@ -17,7 +17,7 @@ import fxpasses.inspect
 from fxpasses import registry
 from fxpasses.dynamo.flags import FLAGS
 
-pytestmark = pytest.mark.each_quick
+pytestmark = pytest.mark.all_cases
 
 EXPERTS, TOKENS, HIDDEN = 4, 24, 8
 

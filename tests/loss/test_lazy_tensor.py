@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxpasses.loss.lazy_tensor import LazyTensor, Source, lazy_output
 
-pytestmark = pytest.mark.each_quick
+pytestmark = pytest.mark.all_cases
 
 SIZES = (2, 3, 4)
 

@@ -13,7 +13,7 @@ from fxpasses.report import Reason
 MIB = 1 << 20
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize("layers", [1, 2, 16])
 @pytest.mark.parametrize(("c", "g"), [(1.0, 4.0), (4.0, 1.0), (2.0, 2.0), (0.0, 1.0)])
 def test_equal_layers_follow_the_formulas(layers, c, g):

@@ -42,16 +42,14 @@ def check(end: Callable[..., Any], batches: Any) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.each_quick
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if at % 3 else ()) for at, name in enumerate(DECOYS)]
-)
+@pytest.mark.quick(24)
+@pytest.mark.parametrize("name", DECOYS)
 def test_decoys_are_eager_modes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "MOST_LIVE", 10.0)  # each is packed if any of its rows is
     check(DECOYS[name], BATCHES)
 
 
-@pytest.mark.each_quick
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", ["mean_of_tokens", "texts_against_each_other", "first_token_expanded", "tied_weights"])
 @pytest.mark.parametrize(
     "batches",

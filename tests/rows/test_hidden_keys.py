@@ -153,7 +153,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.each_quick
+@pytest.mark.all_cases
 @pytest.mark.parametrize(("program", "labels"), PROGRAMS)
 def test_what_is_computed_is_eager_modes(program: Any, labels: Tensor) -> None:
     tokens = torch.randint(1, 9, (2, LENGTH))
