@@ -1,7 +1,7 @@
 """Sharded, split and pipelined training: the numbers of eager mode bit for bit, on every rank, in few graphs.
 
 Under stock PyTorch each rank reads its batch's numbers in every block, and once more where a checkpoint computes it
-again, and builds as many masks. README's table of arrangements says what these tests assert.
+again, and builds as many masks. The table of arrangements in docs/distributed.md says what these tests assert.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README's table of arrangements has the figures that the tests of this folder assert."""
+"""The table of arrangements in docs/distributed.md has the figures that the tests of this folder assert."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from tests.distributed import test_ddp, test_expert_parallel
 from tests.distributed.test_sharded import FAST, SLOW
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 
 
 def rows() -> dict[str, list[str]]:
-    section = README.read_text().split("## Several processes")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Arrangements")[1].split("\n## ")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {name: figures for name, _, *figures in cells[2:]}
 
