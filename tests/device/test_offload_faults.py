@@ -161,6 +161,7 @@ def test_blocks_of_the_pool_are_written_behind_the_copies_that_read_them(order):
 FAILING = {("host", "forward", "late"), ("host", "backward", "early"), ("disk", "backward", "late")}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("tier", "when", "order"),
     [

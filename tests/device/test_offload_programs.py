@@ -32,6 +32,7 @@ def nothing_is_left(sim):
     assert fxpasses.offload_stats().bytes_held == 0
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("name", "tier", "order"),
     [
@@ -64,6 +65,7 @@ def test_a_warm_step_moves_each_activation_once_each_way_and_the_host_waits_for_
     assert found.bytes_out == stats.bytes_out and found.bytes_in == stats.bytes_in
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("tier", "order"),
     [

@@ -43,13 +43,13 @@ def checking(examples: int) -> Any:
     return lambda function: settings(given(function))
 
 
-@checking(examples=10)
+@checking(examples=5)
 def test_each_rank_issues_what_eager_mode_issues(source: str, steps: Any, lowering: str) -> None:
     check(source, steps, lowering)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@checking(examples=1000 if THOROUGH else 60)
+@checking(examples=1000 if THOROUGH else 25)
 def test_each_rank_issues_what_eager_mode_issues_in_many_programs(source: str, steps: Any, lowering: str) -> None:
     check(source, steps, lowering)

@@ -73,7 +73,7 @@ def test_checkpoints_that_write_to_one_buffer():
     check(Plan(kinds, True, all_of_them, none, none, False, (), False), 0)
 
 
-@hypothesis.settings(max_examples=5, **_SETTINGS)
+@hypothesis.settings(max_examples=3, **_SETTINGS)
 @hypothesis.given(plans(), st.integers(0, 1000))
 def test_a_few_random_stacks(plan, seed):
     check(plan, seed)
@@ -81,7 +81,7 @@ def test_a_few_random_stacks(plan, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@hypothesis.settings(max_examples=200 if THOROUGH else 50, **_SETTINGS)
+@hypothesis.settings(max_examples=200 if THOROUGH else 25, **_SETTINGS)
 @hypothesis.given(plans(), st.integers(0, 1000))
 def test_random_stacks(plan, seed):
     check(plan, seed)

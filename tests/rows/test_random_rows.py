@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxpasses.inspect
 from tests.rows.programs import Batch, Plan, Program, batches, plan
-from tests.support import compiled, reports_of
+from tests.support import THOROUGH, compiled, reports_of
 
 
 def seen(step: Any, model: Program, batch: Batch) -> dict[str, Any]:
@@ -58,10 +58,10 @@ def run(seeds: range) -> None:
 
 
 def test_random_programs_are_eager_modes() -> None:
-    run(range(2000, 2010))
+    run(range(2005, 2010))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_many_random_programs_are_eager_modes() -> None:
-    run(range(150))
+    run(range(500 if THOROUGH else 50))
