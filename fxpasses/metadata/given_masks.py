@@ -18,6 +18,12 @@ from fxpasses.graph.traits import CASTS, VIEWS
 
 _PASSES_ON = CASTS | VIEWS | {"clone", "contiguous", "detach", "expand_as", "squeeze"}  # as frameworks do with a mask
 _LOOKS = frozenset({"dim", "getattr", "size", "sym_size"})
+# Take the mask as this argument; passes make the last two of the first.
+_ATTENTIONS = {
+    "scaled_dot_product_attention": "attn_mask",
+    "fxpasses::sparse_attention": "mask",
+    "fxpasses::attention_plan": "mask",
+}
 
 
 def is_given_mask(region: Region, node: Node) -> bool:
@@ -29,8 +35,8 @@ def is_given_mask(region: Region, node: Node) -> bool:
             if user.target is CHECKPOINT and user in region.bodies:
                 body = region.bodies[user]
                 waiting += [(body, inner) for inner, operand in body.operands.items() if operand is node]
-            elif operator_of(user) == "scaled_dot_product_attention" and user.all_input_nodes.count(node) == 1:
-                if argument(user, "attn_mask") is not node:
+            elif name := _ATTENTIONS.get(operator_of(user)):
+                if argument(user, name) is not node or [*user.args, *user.kwargs.values()].count(node) > 1:
                     return False
                 read = True
             elif operator_of(user) in _PASSES_ON and user.args and user.args[0] is node:

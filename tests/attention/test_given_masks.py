@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention.test_sparsify_attention import NAME, TOKENS, documents
-from tests.support import assert_same, compiled, reports_of
+from tests.support import assert_same, compiled, events, reports_of, results
 
 LEAST = torch.finfo(torch.float32).min
 
@@ -51,6 +51,13 @@ def inputs(mask: Tensor) -> tuple[Tensor, Tensor]:
 def test_one_graph_by_plan_for_whatever_the_mask_holds() -> None:
     record = assert_same(layers, map(inputs, BATCHES.values()), "aot_eager", tolerance=5e-6)
     assert [len(report.changes) for report in reports_of(record, NAME)] == [2]
+
+
+def test_it_is_read_once_per_batch() -> None:
+    step = compiled(layers, "aot_eager")
+    results(step, inputs(BATCHES["packed"]))
+    batch = inputs(BATCHES["packed otherwise"])
+    assert events(lambda: results(step, batch))["fxpasses::attention_plan"] == 1
 
 
 def test_a_mask_that_is_written_to_is_read_anew() -> None:
