@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.support import thorough
+
 Program = Callable[..., Any]
 Check = Callable[[Program, Any], None]
 EXPERTS, LENGTHS, COUNT = [0, 1, 0, 1, 1, 0], [2, 4], [3]
@@ -211,6 +213,7 @@ def test_it_runs_with_the_flags_on(name: str, check_capturing: Check) -> None:
     check_capturing(*PROGRAMS[name])
 
 
+@thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_vision_tower_of_qwen2_vl_runs(

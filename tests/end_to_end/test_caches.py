@@ -18,6 +18,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 import fxpasses
 
+from tests.support import thorough
+
 def layer(x, lengths, w):
     longest = lengths.max().item()
     if "check" in sys.argv:
@@ -66,6 +68,7 @@ def hits(cache: Path, *arguments: str, program: str = PROGRAM) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@thorough
 @pytest.mark.slow
 def test_a_second_process_finds_the_compiled_program(tmp_path):
     assert hits(tmp_path) == 0

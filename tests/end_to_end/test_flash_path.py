@@ -27,7 +27,7 @@ from transformers import (
 
 import fxpasses.inspect
 from examples.varlen_attention import install
-from tests.support import HOST_READS, compiled, events, host_reads
+from tests.support import HOST_READS, compiled, events, host_reads, thorough
 
 TOKENS, VOCABULARY, WINDOW = 32, 64, 8
 MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
@@ -133,6 +133,7 @@ def test_one_graph_with_inductor(checkpointed):
     assert len(record.graphs) == 1
 
 
+@thorough
 @pytest.mark.slow
 def test_a_batch_of_one_sequence_is_one_more_graph():
     model = new_model(layers=2)
@@ -209,6 +210,7 @@ def test_on_a_device_a_step_has_one_transfer_to_the_host(checkpointed):
 # Padded, with a 2-D mask
 
 
+@thorough
 @pytest.mark.slow
 @both_kinds
 def test_a_padded_batch_makes_no_more_graphs_than_stock(checkpointed):
@@ -221,6 +223,7 @@ def test_a_padded_batch_makes_no_more_graphs_than_stock(checkpointed):
     assert ours == len(record.graphs) <= graphs_of_stock(model, batches)
 
 
+@thorough
 @pytest.mark.slow
 def test_a_mask_without_padding_is_one_more_graph():
     model = new_model(layers=2)
@@ -230,6 +233,7 @@ def test_a_mask_without_padding_is_one_more_graph():
     assert len(record.graphs) == 2
 
 
+@thorough
 @pytest.mark.slow
 @both_kinds
 def test_host_reads_of_a_padded_batch_do_not_depend_on_the_number_of_layers(checkpointed):

@@ -138,6 +138,7 @@ def test_changed_scores_are_refused(name):
     assert not report.changed and {refusal.reason for refusal in report.refusals} == {Reason.SCORES_CHANGED}
 
 
+@thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_bias_of_relative_positions_is_refused(implementation):

@@ -63,12 +63,14 @@ def test_images_of_other_sizes_take_the_same_graph():
     assert len(assert_same(Qwen2(), batches, "aot_eager").graphs) == 1
 
 
+@thorough
 @pytest.mark.slow
 def test_more_frames_are_another_graph_with_the_numbers_of_eager_mode():
     batches = [batch((1, 8, 4), (1, 4, 6)), batch((2, 4, 4), (1, 6, 4)), batch((1, 4, 4), (1, 10, 4))]
     assert len(assert_same(Qwen2(), batches, "aot_eager").graphs) == 2
 
 
+@thorough
 @pytest.mark.slow
 @towers
 def test_host_reads_do_not_depend_on_the_number_of_layers(tower):
