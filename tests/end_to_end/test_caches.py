@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.support import thorough
+
 PROGRAM = """
 import json, sys
 import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 import fxpasses
-
-from tests.support import thorough
 
 def layer(x, lengths, w):
     longest = lengths.max().item()
