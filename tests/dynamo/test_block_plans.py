@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxpasses.inspect import record
-from tests.support import compiled
+from tests.support import compiled, thorough
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,6 +69,7 @@ def test_evaluation_draws_nothing() -> None:
     assert len(seen.graphs) == 1
 
 
+@thorough
 @pytest.mark.slow
 def test_other_lengths_are_eager_modes_too() -> None:
     """A symbolic length breaks the graph, as under stock PyTorch, and the blocks are those of eager mode."""

@@ -145,4 +145,4 @@ def test_five_heads() -> None:
 
 @pytest.mark.slow
 def test_many_heads() -> None:
-    assert run(range(5, 300 if THOROUGH else 50))["left"] <= 20
+    assert run(range(5, 300 if THOROUGH else 25))["left"] <= 20

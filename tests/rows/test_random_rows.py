@@ -64,4 +64,4 @@ def test_random_programs_are_eager_modes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_many_random_programs_are_eager_modes() -> None:
-    run(range(500 if THOROUGH else 50))
+    run(range(500 if THOROUGH else 15))
