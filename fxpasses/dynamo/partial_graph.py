@@ -208,8 +208,8 @@ class _PartialWalk(Walk):
         return other
 
     def obstacle_of_input(self, node: Node, example: Any) -> tuple[Reason, str] | None:
-        if isinstance(example, torch.Tensor) and is_passed(input_of(node)):
-            return Reason.ACTIVATION, f"`{node.name}`"
+        if isinstance(example, torch.Tensor) and (is_passed(input_of(node)) or example.dtype.is_floating_point):
+            return Reason.ACTIVATION, f"`{node.name}`"  # whether it is a mask alone shows when all users are there
         if isinstance(getattr(node.meta.get("grapharg"), "source", None), RandomValueSource):
             return Reason.RANDOM, f"`{node.name}`"  # of `random.randint`, which the frame calls after its guards
         return super().obstacle_of_input(node, example)

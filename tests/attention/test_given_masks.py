@@ -80,8 +80,9 @@ def test_a_mask_that_is_written_to_is_read_anew() -> None:
         lambda x, mask: attend(x, mask) + F.scaled_dot_product_attention(mask, mask, mask).sum(),
         lambda x, mask: attend(x, mask * 2),
         lambda x, mask: (attend(x, mask), mask + 1),
+        lambda x, mask: attend(x, mask) * (mask == 0).sum().item(),
     ],
-    ids=["its sum", "a query too", "a multiple", "returned"],
+    ids=["its sum", "a query too", "a multiple", "a result", "a number that is read after attention"],
 )
 def test_what_is_read_otherwise_is_data(program: Callable[..., Tensor]) -> None:
     record = assert_same(program, [inputs(BATCHES["packed"]), inputs(BATCHES["a bias"])], tolerance=5e-6)
