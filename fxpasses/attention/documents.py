@@ -20,6 +20,7 @@ from fxpasses.base.once import warn_once
 from fxpasses.graph.bodies import nodes_in
 from fxpasses.graph.calls import argument
 from fxpasses.graph.provenance import in_program, source, where
+from fxpasses.graph.reachability import reached
 from fxpasses.report import Reason, Refusal, Report
 
 
@@ -63,16 +64,12 @@ def _is_of_any_batch(attention: Node) -> bool:
     mask = argument(attention, "attn_mask")
     if not isinstance(mask, Node):
         return argument(attention, "is_causal") is True
-    found, waiting = {mask}, [mask]
-    while waiting:
-        node = waiting.pop()
-        is_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
-        if node.op == "placeholder" and is_tensor and "_buffers" not in (source(node) or ""):
-            return False
-        new = [operand for operand in node.all_input_nodes if operand not in found]
-        found.update(new)
-        waiting += new
-    return True
+    return not any(_is_of_the_batch(node) for node in reached([mask], lambda node: node.all_input_nodes))
+
+
+def _is_of_the_batch(node: Node) -> bool:
+    is_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
+    return node.op == "placeholder" and is_tensor and "_buffers" not in (source(node) or "")
 
 
 def _may_be_positions(placeholder: Node) -> bool:
