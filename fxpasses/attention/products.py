@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from fxpasses.attention.match import Operand
 from fxpasses.attention.spelling import shape_of, tensor_of
-from fxpasses.graph.calls import OperatorCall, argument, operator_of
+from fxpasses.graph.calls import OperatorCall, argument, operator_of, swaps_last_dimensions
 from fxpasses.graph.traits import BATCHED_PRODUCTS
 
 
@@ -108,7 +108,7 @@ def _permutation(node: Node) -> tuple[int, ...] | None:
         return None
     order = list(range(rank))
     axes = call.sequence("dims") if name == "permute" else (call.argument("dim0"), call.argument("dim1"))
-    if name == "getattr" and node.args[1:] == ("mT",):
+    if swaps_last_dimensions(node):
         axes = (-2, -1)
     elif name not in ("transpose", "permute") or not all(type(axis) is int for axis in axes):
         return None

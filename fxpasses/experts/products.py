@@ -64,10 +64,10 @@ def of_each_expert(lifting: Lifting, template: Template) -> Weights:
             whole = first == 0 and source.meta["example_value"].shape[0] == count
             stacked = source if whole else lifting.emit(operator.getitem, (source, slice(first, first + count)))
             return Weights(stacked, ())
-    if template.name in ("t", "transpose", "mT", "T", "getattr") and isinstance(template.args[0], Template):
+    if template.name in ("t", "transpose", "mT", "numpy_T", "getattr") and isinstance(template.args[0], Template):
         dims = template.args[1:]
         rank = _rank(template.args[0])
-        swaps = template.name == "t" or (template.name == "getattr" and dims in (("mT",), ("T",)))
+        swaps = template.name in ("t", "mT", "numpy_T") or (template.name == "getattr" and dims in (("mT",), ("T",)))
         swaps = swaps or (len(dims) == 2 and {d % rank for d in dims if isinstance(d, int)} == {rank - 1, rank - 2})
         inner = lifting.lift(template.args[0])
         if swaps and rank == 2 and isinstance(inner, Weights):

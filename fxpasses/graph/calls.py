@@ -49,6 +49,11 @@ def operator_of(node: Node) -> str:
     return _name(node.target) if node.op in _CALLS else ""
 
 
+def swaps_last_dimensions(node: Node) -> bool:
+    """Whether a node is `x.mT`: an attribute, or an operator from torch 2.15 on."""
+    return operator_of(node) == "mT" or (operator_of(node) == "getattr" and node.args[1:] == ("mT",))
+
+
 @dataclass(frozen=True)
 class OperatorCall:
     """An operator and its arguments: nodes, or their representatives elsewhere, such as `Ref` or `Template`."""

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fxpasses.graph.aliases import storages
 from fxpasses.graph.building import NodeBuilder, erase_unused
-from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
+from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of, swaps_last_dimensions
 from fxpasses.graph.modes import autocast_regions, modes
 from fxpasses.graph.regions import Region
 from fxpasses.graph.traits import is_pointwise
@@ -120,7 +120,7 @@ def _columns_last(x: Node) -> Node | None:
     dims = (call.argument("dim0"), call.argument("dim1"))
     swaps = name == "transpose" and {dim % 3 for dim in dims if isinstance(dim, int)} == {1, 2}
     swaps = swaps or (name == "permute" and call.sequence("dims") in ((0, 2, 1), (0, -1, 1), (0, -1, -2)))
-    swaps = swaps or (name == "getattr" and x.args[1:] == ("mT",))
+    swaps = swaps or swaps_last_dimensions(x)
     y = call.argument("input", x.args[0] if x.args else None)
     return y if swaps and isinstance(y, Node) else None
 

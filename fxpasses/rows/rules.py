@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpasses.experts.rowwise_rules import ALONG
-from fxpasses.graph.calls import OperatorCall, is_in_place
+from fxpasses.graph.calls import OperatorCall, is_in_place, swaps_last_dimensions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.traits import ALONG_DIMENSION, BATCHED_PRODUCTS, KEEPS_VALUES, RESHAPES, is_pointwise
 from fxpasses.rows.nodes import first_of, is_tensor, refused, shape_of, unfollowed, whole_index
@@ -97,7 +97,7 @@ class Rules:
             return self.regrouped(node)
         if name in ("view_as_complex", "view_as_real"):
             return tags[:-1] if name == "view_as_complex" else (*tags, None)
-        if name == "getattr" and node.args[1:] == ("mT",):
+        if swaps_last_dimensions(node):
             return (*tags[:-2], tags[-1], tags[-2])
         if name in ("transpose", "permute", "unsqueeze", "squeeze", "expand"):
             return self._rearranged(node, call, name, tags)
