@@ -35,7 +35,8 @@ class Attempt:
     refused: the places whose questions about the batch get no answer (`dynamo/variants.py`). given_up: the functions
     whose branches are not speculated on (`dynamo/unproved.py`). left: the checkpoints at which an earlier attempt broke
     the graph. strict: errors of this package are raised. answered: the questions about sizes that the batch answers
-    in place of PyTorch's defaults (`dynamo/size_defaults.py`).
+    in place of PyTorch's defaults (`dynamo/size_defaults.py`). unrolled: the places of lists of the batch's numbers whose
+    loops are unrolled (`sequences/loops.py`).
     """
 
     flags: Values | None = None
@@ -45,6 +46,7 @@ class Attempt:
     left: frozenset[Left] = frozenset()
     strict: bool = False
     answered: frozenset[Question] = frozenset()
+    unrolled: frozenset[Place] = frozenset()
 
     def without(self, *features: Feature) -> Attempt:
         """The same attempt without some features and the features that need them."""
@@ -66,6 +68,10 @@ class Attempt:
 
     def leaving(self, left: Iterable[Left]) -> Attempt:
         return replace(self, left=self.left.union(left))
+
+    def unrolling(self, places: Iterable[Place]) -> Attempt:
+        """The same attempt, in which the loops over more lists are unrolled."""
+        return replace(self, unrolled=self.unrolled.union(places))
 
     def answering(self, questions: Iterable[Question]) -> Attempt:
         """The same attempt, in which the batch answers more questions about sizes."""

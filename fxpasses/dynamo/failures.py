@@ -41,6 +41,10 @@ class Unprovable(Rejected):
     """No pass could discharge a branch, and the graph lacks some of its effects: the frame is traced again."""
 
 
+class Unrolled(Rejected):
+    """A loop over parts of the batch cannot be one computation: the frame is traced again with the loop unrolled."""
+
+
 class Failure(NamedTuple):
     """An error of this package, and the feature without which it does not recur."""
 

@@ -202,6 +202,13 @@ class Feature(enum.Enum):
         until="Dynamo has lists of a length without a value",
         needs=("HINTS", "SPECULATION"),
     )
+    SEQUENCES = _Line(
+        "loops over parts",
+        "fxpasses.sequences.handlers",
+        "loops over the parts that a list of the batch's numbers cuts are unrolled, and compile for each number of parts",
+        until="nothing is planned in Dynamo that could take its place",
+        needs=("HINTS", "SPECULATION"),
+    )
     HOOKS = _Line(
         "repeated hooks",
         _rule("repeated_hooks"),

@@ -60,6 +60,15 @@ class PartialGraph:
         self.walk_on()
         self._over = True
 
+    def erase(self, nodes: list[Node]) -> None:
+        """Take nodes out of a graph that is being written, which nothing else reads."""
+        gone = set(nodes)
+        for region in self._regions.values():
+            while region.last in gone:
+                region.last = region.last.prev
+        for node in reversed(nodes):
+            node.graph.erase_node(node)
+
     # Queries
 
     def is_metadata(self, node: Node) -> bool:
@@ -299,12 +308,12 @@ class _PartialRegion(Region):
         super().__init__(cast(GraphModule, _Modules(tracer.graph, output.nn_modules)))
         self.parent = parent
         self._tracer = tracer
-        self._last: Node | None = None
+        self.last: Node | None = None
         self._autocast: tuple[Any, ...] = ()
 
     def was_rolled_back(self) -> bool:
         """Whether Dynamo has erased nodes that were already walked."""
-        return self._last is not None and self._last._erased
+        return self.last is not None and self.last._erased
 
     def advance(self, walk: _PartialWalk) -> None:
         for node in self.placeholders():  # Dynamo inserts them before the other nodes at any time
@@ -316,13 +325,13 @@ class _PartialRegion(Region):
             elif self._has_operand(node):
                 walk.visit(self, node, self._autocast)
         graph = self._tracer.graph
-        node = self._last.next if self._last is not None else next(iter(graph.nodes), graph._root)
+        node = self.last.next if self.last is not None else next(iter(graph.nodes), graph._root)
         while node is not graph._root:
             if node.next is graph._root and node.op != "placeholder" and "example_value" not in node.meta:
                 return  # Dynamo is still writing this node
             if node.op != "placeholder":
                 self._autocast = walk.visit(self, node, self._autocast)
-            self._last = node
+            self.last = node
             node = node.next
 
     def _has_operand(self, node: Node) -> bool:

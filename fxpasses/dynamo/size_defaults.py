@@ -170,6 +170,11 @@ class SizeDefaults:
         """Whether the program may catch an error of the operator that runs."""
         return self._node is not None and self._current().is_caught
 
+    def concerns(self, symbol: Any) -> bool:
+        """Whether a question or an assertion is about a symbol."""
+        found = (condition for run in self._runs for condition in (*run.questions, *run.assertions))
+        return any(symbol in condition.free_symbols for condition in found)
+
     # When the trace is complete
 
     def check(self, rewritten: GraphModule | None = None) -> None:

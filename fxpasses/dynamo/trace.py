@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 
 from fxpasses.dynamo.attempt import Attempt, Left, Place
 from fxpasses.dynamo.dynamo_names import in_short, is_in_try, user_place
-from fxpasses.dynamo.failures import Failure, is_ours
+from fxpasses.dynamo.failures import Failure, Unrolled, is_ours
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.partial_graph import NotKnown, PartialGraph, input_of
 from fxpasses.dynamo.size_defaults import SizeDefaults
@@ -110,6 +110,8 @@ class Trace:
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
+        self.unrolled: set[Place] = set()  # lists of the batch's numbers whose loops another attempt unrolls
+        self.sizes_of_parts: dict[Any, frozenset[Place]] = {}  # symbols of which nothing may be asked, by their lists
         self.suspects: set[Feature] = set()  # to be left out first if the graph does not compile
         self.has_communicated = False  # whether the program has issued a collective
         self.has_read = False  # whether a number was read since the last walk
@@ -220,6 +222,9 @@ class Trace:
         """The value of a symbol, or None."""
         if not self._answering or self.graph is None or self._is_refused():
             return None
+        if symbol in self.sizes_of_parts:
+            self.unrolled.update(self.sizes_of_parts[symbol])
+            raise Unrolled("a loop over parts of the batch asks for the size of one")
         if symbol in self.definitions:
             return self.number(self.definitions[symbol].value)
         try:

@@ -386,6 +386,11 @@ def stamp(variable: Any, time: int | None = None) -> None:
     variable.fxpasses_born = next(_clock) if time is None else time
 
 
+def now() -> int:
+    """A time after that of all variables so far."""
+    return next(_clock)
+
+
 def born(variable: Any) -> int:
     """The time at which one of Dynamo's variables was created, -1 if unknown or before the trace."""
     mark = getattr(variable, "mutation_type", None)

@@ -1,0 +1,466 @@
+"""The rules by which a loop's body, traced for one part of unknown size u, is computed for all parts at once.
+
+The parts lie one after another in a dimension of size T, the sum of their sizes; there are n of them:
+
+    for one part                      for all
+    q: [1, 8, u, 64]                  rows   [1, 8, T, 64]    a dimension of size u is one of size T
+    q.mean(2): [1, 8, 64]             each   [n, 1, 8, 64]    no dimension of size u: one value for each part
+    q @ k.mT: [1, 8, u, u]            pairs  [1, 8, T, T]     right where both rows are of one part
+
+What a value is shows in its sizes for one part, so each rule is checked by the sizes of its result. An operator that
+computes each row from the same rows of its operands runs on all rows. Attention runs with a mask of the pairs that are
+of one part, of which `sparsify_attention` makes a plan; softmax over pairs hides the others. Sums over the rows of a
+part are sums by index. Anything else is refused, and the loop is unrolled.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
+from fxpasses.graph.symbols import constant, expression
+from fxpasses.graph.traits import CASTS, COPIES, RESHAPES, is_pointwise
+
+_KEEPS = CASTS | COPIES | {"alias", "type_as"}
+_NORMS = frozenset({"layer_norm", "rms_norm"})
+_SIZES = frozenset({"add", "floor_divide", "getattr", "getitem", "mul", "numel", "size", "sub", "sym_size"})
+_SPLITS = frozenset({"chunk", "split", "unbind"})
+
+
+class Unbatched(Exception):
+    """No rule applies."""
+
+
+@dataclass(frozen=True)
+class Batched:
+    """A value for all parts.
+
+    node: in the graph. dims: its dimensions of size T; none if it has a value for each part, in dimension 0. hides: of
+    pairs, whether those of two parts are 0.
+    """
+
+    node: Node
+    dims: tuple[int, ...]
+    hides: bool = False
+
+
+class Graph(Protocol):
+    """The graph that is being written.
+
+    rows, count: T and n, each a number or its node. ids: [T], the part of each row. lengths: [n]. same: [T, T], whether
+    two rows are of one part. The last three are made on first use.
+    """
+
+    rows: Any
+    count: Any
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add a call; returns its node, or a list of the nodes of its results."""
+
+    def ids(self) -> Node: ...
+
+    def lengths(self) -> Node: ...
+
+    def same(self) -> Node: ...
+
+
+class Batching:
+    """Computes the nodes of a body for all parts. size: the symbol u. known: the parts themselves."""
+
+    def __init__(self, graph: Graph, size: Any, size_node: Node) -> None:
+        self.graph, self._size = graph, size
+        self.known: dict[Node, Batched] = {}
+        self.several: dict[Node, list[Batched]] = {}  # the results of operators that have several
+        self.numbers: set[Node] = {size_node}  # numbers that depend on u
+
+    # Of values
+
+    def depends(self, node: Node) -> bool:
+        return node in self.known or node in self.numbers or node in self.several
+
+    def shape(self, node: Node) -> tuple[Any, ...]:
+        """The sizes of a value for one part."""
+        example = node.meta.get("example_value")
+        if not isinstance(example, Tensor):
+            raise Unbatched(f"`{node.name}` is no tensor")
+        return tuple(map(expression, example.shape))
+
+    def dims_of(self, node: Node) -> tuple[int, ...]:
+        """The dimensions of size u of a value."""
+        shape = self.shape(node)
+        for size in shape:
+            if size != self._size and self._size in getattr(size, "free_symbols", ()):
+                raise Unbatched(f"`{node.name}` has a size that is computed from a part's")
+        return tuple(at for at, size in enumerate(shape) if size == self._size)
+
+    def visit(self, node: Node) -> None:
+        """Compute a node of the body for all parts, if it depends on the part. Raises `Unbatched`."""
+        if not any(map(self.depends, node.all_input_nodes)):
+            return
+        name, example = operator_of(node), node.meta.get("example_value")
+        if is_in_place(name) or not name or OperatorCall.of(node).argument("out") is not None:
+            raise Unbatched(f"`{node.name}` writes, or is no operator")
+        if node.args and node.args[0] in self.several:
+            self.known[node] = self.several[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif isinstance(example, Tensor):
+            found = self._rule(node, name)
+            self._check(node, example, found)
+            self.known[node] = found
+        elif isinstance(example, (tuple, list)) and name in _SPLITS:
+            self.several[node] = self._split(node, name)
+        elif name in _SIZES:
+            self.numbers.add(node)
+        else:
+            raise Unbatched(f"`{node.name}` differs from part to part, and is no tensor")
+
+    def _check(self, node: Node, example: Tensor, found: Batched) -> None:
+        """Raise `Unbatched` unless the sizes of a result are those that its rule promises."""
+        shape, dims = list(self.shape(node)), self.dims_of(node)
+        if dims != found.dims or len(dims) > 2:
+            raise Unbatched(f"`{node.name}` mixes the parts")
+        for at in dims:
+            shape[at] = _value(self.graph.rows)
+        if not dims:
+            shape = [_value(self.graph.count), *shape]
+        actual = found.node.meta["example_value"]
+        if [*map(expression, actual.shape)] != shape or actual.dtype != example.dtype:
+            raise Unbatched(f"`{node.name}` has other sizes for all parts: {[*actual.shape]}, not {shape}")
+
+    # Rules
+
+    def _rule(self, node: Node, name: str) -> Batched:
+        call = OperatorCall.of(node)
+        kinds = {len(self.known[o].dims) for o in node.all_input_nodes if o in self.known}
+        if not kinds:
+            raise Unbatched(f"`{name}` makes a tensor of a part's size")
+        if name == "scaled_dot_product_attention":
+            return self._attention(node, call)
+        if is_pointwise(name) or name in _KEEPS or (name == "dropout" and _keeps_all(call)):
+            return self._pointwise(node, call, name)
+        first = call.argument("input", node.args[0] if node.args else None)
+        if not isinstance(first, Node) or first not in self.known:
+            raise Unbatched(f"`{name}` of something else than a part")
+        others = [o for o in node.all_input_nodes if o in self.known and o is not first]
+        if name in ("matmul", "bmm", "mm", "linear"):
+            return self._product(node, call, name)
+        if others:
+            raise Unbatched(f"`{name}` of several values of a part")
+        state = self.known[first]
+        if name in ("sum", "mean"):
+            return self._reduced(node, call, name, first, state)
+        if name in ("softmax", "log_softmax"):
+            return self._softmax(node, call, name, first, state)
+        if name in _NORMS:
+            over = call.argument("normalized_shape", ())
+            many = len(over) if isinstance(over, (tuple, list, torch.Size)) else 1
+            if any(at >= len(self.shape(first)) - many for at in state.dims):
+                raise Unbatched(f"`{name}` over the rows of a part")
+            return self._as_it_is(node, state.dims, state)
+        if name in RESHAPES | {"expand"}:
+            return self._reshaped(node, call, name, first, state)
+        if name in ("transpose", "permute", "unsqueeze", "squeeze", "getitem", "narrow"):
+            return self._rearranged(node, call, name, first, state)
+        raise Unbatched(f"`{name}` has no rule for parts")
+
+    def _as_it_is(self, node: Node, dims: tuple[int, ...], state: Batched, hides: bool = False) -> Batched:
+        """The same call, on all rows."""
+        args, kwargs = self._arguments(node)
+        return Batched(self.graph.emit(node.target, *args, **kwargs), dims, hides)
+
+    def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def replaced(operand: Node) -> Any:
+            if operand in self.known:
+                return self.known[operand].node
+            if operand not in self.numbers:
+                return operand
+            if expression(operand.meta.get("example_value")) == self._size:
+                return self.graph.rows
+            raise Unbatched(f"`{node.name}` takes a number that is computed from a part's size")
+
+        return map_arg(node.args, replaced), map_arg(node.kwargs, replaced)
+
+    def _pointwise(self, node: Node, call: OperatorCall, name: str) -> Batched:
+        dims = self.dims_of(node)
+        ndim = len(self.shape(node))
+        operands = [o for o in node.all_input_nodes if o in self.known]
+        hides = len(dims) == 2 and all(self.known[o].hides for o in operands) and name in _KEEPS | {"dropout", "mul"}
+        if hides and name == "mul" and any(isinstance(o, Node) and o not in self.known for o in node.args):
+            hides = False  # it may be infinite
+        fitted = {o: self._fitted(o, dims, ndim) for o in node.all_input_nodes}
+        if any(o in self.numbers for o in node.all_input_nodes):
+            raise Unbatched(f"`{name}` of a part's size")
+        args = map_arg(node.args, fitted.__getitem__)
+        kwargs = map_arg(node.kwargs, fitted.__getitem__)
+        return Batched(self.graph.emit(node.target, *args, **kwargs), dims, hides)
+
+    def _fitted(self, operand: Node, dims: tuple[int, ...], ndim: int) -> Node:
+        """An operand of an elementwise operator, whose result has some dimensions of rows, so that it broadcasts."""
+        if operand not in self.known:
+            example = operand.meta.get("example_value")
+            if not dims and isinstance(example, Tensor) and example.ndim > ndim:
+                raise Unbatched("an operand has more dimensions than its result")
+            return operand
+        state = self.known[operand]
+        own = len(self.shape(operand))
+        if state.dims or not isinstance(operand.meta.get("example_value"), Tensor):
+            return state.node
+        if dims:  # the value of its part for each row
+            if len(dims) > 1:
+                raise Unbatched("a value of each part is combined with pairs of rows")
+            found = self.graph.emit(torch.index_select, state.node, 0, self.graph.ids())
+            at = dims[0] - (ndim - own)
+            if at >= 0:  # its dimension of size 1
+                found = self.graph.emit(torch.squeeze, found, at + 1)
+                return self.graph.emit(torch.movedim, found, 0, at)
+            for _ in range(-at - 1):
+                found = self.graph.emit(torch.unsqueeze, found, 1)
+            return found
+        found = state.node
+        for _ in range(ndim - own):
+            found = self.graph.emit(torch.unsqueeze, found, 1)
+        return found
+
+    def _product(self, node: Node, call: OperatorCall, name: str) -> Batched:
+        dims = self.dims_of(node)
+        one = call.argument("input")
+        other = call.argument("weight" if name == "linear" else "other", node.args[1])
+        if other not in self.known:
+            state = self.known[one]
+            last = len(self.shape(one)) - 1
+            if last in state.dims or len(state.dims) > 1:
+                raise Unbatched(f"`{name}` sums over the rows of a part")
+            weight = len(self.shape(other))
+            if weight > 2 or name == "bmm" or len(self.shape(node)) != last + 1:
+                raise Unbatched(f"`{name}` of a part and a batch of matrices")
+            if name == "mm":  # one value for each part has a dimension more
+                args, kwargs = self._arguments(node)
+                return Batched(self.graph.emit(torch.matmul, *args, **kwargs), dims)
+            return self._as_it_is(node, dims, state)
+        if one not in self.known or name == "linear":
+            raise Unbatched(f"`{name}` with a part as the weight")
+        a, b = self.known[one], self.known[other]
+        ndim = len(self.shape(one))
+        if ndim < 2 or len(self.shape(other)) != ndim or len(self.shape(node)) != ndim:
+            raise Unbatched(f"`{name}` of other dimensions")
+        if a.dims == (ndim - 2,) and b.dims == (ndim - 1,):  # queries by keys
+            return self._as_it_is(node, dims, a)
+        if a.dims == (ndim - 2, ndim - 1) and b.dims == (ndim - 2,) and a.hides:  # weights by values
+            return self._as_it_is(node, dims, a)
+        raise Unbatched(f"`{name}` sums over the rows of a part")
+
+    def _attention(self, node: Node, call: OperatorCall) -> Batched:
+        q, k, v = (call.argument(name, None) for name in ("query", "key", "value"))
+        mask = call.argument("attn_mask")
+        if mask is not None or call.argument("dropout_p", 0.0) != 0:
+            raise Unbatched("attention with a mask of its own, or with dropout")
+        ndim = len(self.shape(node))
+        if any(o not in self.known or self.known[o].dims != (ndim - 2,) for o in (q, k, v)):
+            raise Unbatched("attention of something else than rows of parts")
+        causal = call.argument("is_causal", False)
+        if type(causal) is not bool:
+            raise Unbatched("attention that may be causal")
+        options = {n: call.argument(n) for n in ("scale", "enable_gqa") if call.argument(n) is not None}
+        operands = [self.known[o].node for o in (q, k, v)]
+        same = self.graph.same()
+        if causal:
+            same = self.graph.emit(torch.tril, same)
+        result = self.graph.emit(F.scaled_dot_product_attention, *operands, attn_mask=same, **options)
+        return Batched(result, (ndim - 2,))
+
+    def _softmax(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
+        ndim = len(self.shape(first))
+        dim = call.argument("dim")
+        if type(dim) is not int:
+            raise Unbatched(f"`{name}` over unknown dimensions")
+        dim %= ndim
+        if dim not in state.dims:
+            return self._along(node, call, state, dim - ndim)
+        if state.dims != (ndim - 2, ndim - 1) or dim != ndim - 1 or name != "softmax":
+            raise Unbatched(f"`{name}` over the rows of a part")
+        hidden = self.graph.emit(torch.logical_not, self.graph.same())
+        scores = self.graph.emit(torch.masked_fill, state.node, hidden, float("-inf"))
+        kwargs = {"dtype": call.argument("dtype")} if call.argument("dtype") is not None else {}
+        return Batched(self.graph.emit(F.softmax, scores, dim=-1, **kwargs), state.dims, hides=True)
+
+    def _along(self, node: Node, call: OperatorCall, state: Batched, dim: int) -> Batched:
+        kwargs = {"dtype": call.argument("dtype")} if call.argument("dtype") is not None else {}
+        target = getattr(F, call.name)
+        return Batched(self.graph.emit(target, state.node, dim=dim, **kwargs), state.dims)
+
+    def _reduced(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
+        shape = self.shape(first)
+        ndim = len(shape)
+        if not first.meta["example_value"].is_floating_point() or call.argument("dtype") is not None:
+            raise Unbatched(f"`{name}` in another dtype")
+        dims = call.argument("dim")
+        over = range(ndim) if dims is None else [dims] if type(dims) is int else dims
+        if not over or any(type(dim) is not int for dim in over):
+            over = range(ndim)
+        keep = bool(call.argument("keepdim", False))
+        chosen = sorted({dim % ndim for dim in over})
+        rows = [at for at in chosen if at in state.dims]
+        if rows and len(state.dims) > 1:
+            raise Unbatched(f"`{name}` over pairs of rows")
+        found, target = state.node, getattr(torch, name)
+        others = [dim - ndim for dim in chosen if dim not in rows]
+        if others:
+            found = self.graph.emit(target, found, dim=others, keepdim=True)
+        if rows:
+            found = self._segment_sum(found, rows[0])
+            if name == "mean":
+                sizes = self.graph.lengths()
+                for _ in range(ndim):
+                    sizes = self.graph.emit(torch.unsqueeze, sizes, -1)
+                found = self.graph.emit(torch.div, found, sizes)
+        # of each part, [n, ..., 1, ...]; of rows, [..., 1, ...]
+        each = not state.dims or bool(rows)
+        if not keep:
+            for dim in reversed(chosen):
+                found = self.graph.emit(torch.squeeze, found, dim + each)
+        kept = tuple(at - (0 if keep else sum(dim < at for dim in chosen)) for at in state.dims if at not in rows)
+        return Batched(found, kept)
+
+    def _segment_sum(self, node: Node, dim: int) -> Node:
+        """[..., T, ...] to [n, ..., 1, ...]: the sum over the rows of each part, in dimension `dim`."""
+        example = node.meta["example_value"]
+        moved = self.graph.emit(torch.movedim, node, dim, 0)
+        sizes = [_constant(node, size) for at, size in enumerate(example.shape) if at != dim]
+        zeros = self.graph.emit("new_zeros", node, [self.graph.count, *sizes])
+        found = self.graph.emit(torch.index_add, zeros, 0, self.graph.ids(), moved)
+        return self.graph.emit(torch.unsqueeze, found, dim + 1)
+
+    def _reshaped(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
+        dims = self.dims_of(node)
+        before, after = self.shape(first), self.shape(node)
+        if len(state.dims) > 1 or bool(state.dims) != bool(dims):
+            raise Unbatched(f"`{name}` mixes rows with other dimensions")
+        if not dims:
+            found = state.node
+            for _ in range(len(after) - len(before) if name == "expand" else 0):
+                found = self.graph.emit(torch.unsqueeze, found, 1)
+            sizes = [self.graph.count, *(_constant(node, size) for size in after)]
+            return Batched(self.graph.emit("expand" if name == "expand" else "reshape", found, sizes), ())
+        at, to = state.dims[0], dims[0]
+        same = at - len(before) == to - len(after) if name == "expand" else _product(before[:at]) == _product(after[:to])
+        if not same:
+            raise Unbatched(f"`{name}` mixes rows with other dimensions")
+        return self._as_it_is(node, dims, state)
+
+    def _rearranged(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
+        ndim = len(self.shape(first))
+        each = not state.dims
+        if name == "transpose":
+            pair = [call.argument(n) % ndim for n in ("dim0", "dim1")]
+            order = list(range(ndim))
+            order[pair[0]], order[pair[1]] = order[pair[1]], order[pair[0]]
+        elif name == "permute":
+            order = [dim % ndim for dim in call.sequence("dims")]
+        else:
+            return self._indexed(node, call, name, first, state)
+        dims = tuple(sorted(order.index(at) for at in state.dims))
+        if each:
+            order = [0, *(at + 1 for at in order)]
+        if len(state.dims) == 2 and order.index(state.dims[0]) > order.index(state.dims[1]) and state.hides:
+            return Batched(self.graph.emit(torch.permute, state.node, order), dims, state.hides)
+        return Batched(self.graph.emit(torch.permute, state.node, order), dims, state.hides)
+
+    def _indexed(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
+        ndim = len(self.shape(first))
+        each = not state.dims
+        if name in ("unsqueeze", "squeeze"):
+            dim = call.argument("dim")
+            if type(dim) is not int:
+                raise Unbatched(f"`{name}` of unknown dimensions")
+            dim %= ndim + (name == "unsqueeze")
+            if dim in state.dims and name == "squeeze":
+                raise Unbatched("`squeeze` of the rows of a part, which may be one")
+            target = getattr(torch, name)
+            by = 1 if name == "unsqueeze" else -1
+            if name == "squeeze" and len(self.shape(node)) == ndim:
+                return state
+            dims = tuple(at + by if at > dim or (at == dim and by > 0) else at for at in state.dims)
+            return Batched(self.graph.emit(target, state.node, dim + each), dims, state.hides)
+        if name == "narrow":
+            dim = call.argument("dim") % ndim
+            if dim in state.dims:
+                raise Unbatched("a slice of a part")
+            found = self.graph.emit(torch.narrow, state.node, dim + each, call.argument("start"), call.argument("length"))
+            return Batched(found, state.dims)
+        if name != "getitem":
+            raise Unbatched(f"`{name}` has no rule for parts")
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return self._sliced(node, index, ndim, state)
+
+    def _sliced(self, node: Node, index: tuple[Any, ...], ndim: int, state: Batched) -> Batched:
+        """`x[...]` by numbers, slices, None and an ellipsis."""
+        given = sum(part is not None and part is not Ellipsis for part in index)
+        full: list[Any] = []
+        for part in index:
+            full += [slice(None)] * (ndim - given) if part is Ellipsis else [part]
+        full += [slice(None)] * (ndim - sum(part is not None for part in full))
+        if any(isinstance(part, (Node, Tensor, list)) or type(part) is bool for part in full):
+            raise Unbatched("an index that is no constant")
+        at, dims, out = 0, [], 0
+        for part in full:
+            if part is None:
+                out += 1
+                continue
+            if at in state.dims:
+                if part != slice(None):
+                    raise Unbatched("a slice of a part")
+                dims.append(out)
+            elif isinstance(part, slice) and any(isinstance(bound, Node) for bound in (part.start, part.stop, part.step)):
+                raise Unbatched("a slice that is no constant")
+            out += not isinstance(part, int)
+            at += 1
+        if not state.dims:
+            full = [slice(None), *full]
+        return Batched(self.graph.emit(operator.getitem, state.node, tuple(full)), tuple(dims))
+
+    def _split(self, node: Node, name: str) -> list[Batched]:
+        """`chunk`, `split` and `unbind` in a dimension that is not that of the rows."""
+        call = OperatorCall.of(node)
+        first = call.argument("input", node.args[0])
+        state, ndim = self.known[first], len(self.shape(first))
+        dim = call.argument("dim", 0)
+        if type(dim) is not int or dim % ndim in state.dims or len(state.dims) > 1:
+            raise Unbatched(f"`{name}` of the rows of a part")
+        dim %= ndim
+        how = {"chunk": ["chunks"], "split": ["split_size"], "unbind": []}[name]
+        given = [call.argument(parameter) for parameter in how]
+        if any(isinstance(operand, Node) for operand in given):
+            raise Unbatched(f"`{name}` by a number that is no constant")
+        found = self.graph.emit(getattr(torch, name), state.node, *given, dim=dim + (not state.dims))
+        dims = tuple(at - (name == "unbind" and at > dim) for at in state.dims)
+        return [Batched(part, dims) for part in found]
+
+
+def _keeps_all(call: OperatorCall) -> bool:
+    return call.argument("p", 0.5) == 0 or call.argument("training", True) is False
+
+
+def _product(sizes: Any) -> Any:
+    found: Any = 1
+    for size in sizes:
+        found = found * size
+    return found
+
+
+def _constant(node: Node, size: Any) -> int:
+    found = constant(size)
+    if found is None:
+        raise Unbatched(f"`{node.name}` has sizes that are no constants")
+    return int(found)
+
+
+def _value(number: Any) -> Any:
+    """The expression of a number that may be given by its node."""
+    return expression(number.meta["example_value"] if isinstance(number, Node) else number)

@@ -1,0 +1,226 @@
+"""The handlers by which Dynamo traces a loop over parts of the batch once (`sequences/loops.py`).
+
+Private names, checked on torch 2.11, 2.13 and 2.15, are those of the handlers' sites, and `instructions` and `stack` of
+a translator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from fxpasses.dynamo.hints import BUILTIN
+from fxpasses.dynamo.interceptions import NOT_HANDLED, TRANSLATOR, Handlers, Proceed, method, opcodes
+from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
+from fxpasses.dynamo.trace import Trace
+from fxpasses.experts.capture.speculation import born
+from fxpasses.graph.values import Tensor as TensorValue
+from fxpasses.sequences import lists
+from fxpasses.sequences.joining import cat, pad_sequence, stack, total
+from fxpasses.sequences.lists import Lengths, Parts, Results, Sizes
+from fxpasses.sequences.loops import PartIterator, Sequences
+
+_EFFECTS = "torch._dynamo.side_effects.SideEffects"
+_SPLITS = (torch.split, torch.split_with_sizes)
+_SPLIT_METHODS = ("split", "split_with_sizes")
+_JOINS: dict[Any, Callable[..., Any]] = {
+    torch.cat: cat, torch.concat: cat, torch.concatenate: cat, torch.stack: stack,
+    torch._C._nn.pad_sequence: pad_sequence,
+}  # fmt: skip
+# What may stand between the iterator of a comprehension and its loop, which Python 3.12 inlines.
+_PREPARES = ("LOAD_FAST_AND_CLEAR", "SWAP", "BUILD_LIST", "COPY", "NOP", "RESUME", "CACHE")
+
+handlers = Handlers()
+
+
+def changed(trace: Trace) -> None:
+    trace.state(Sequences).changed()
+
+
+# Lists of the batch's numbers, and what they cut
+
+
+@handlers.at(method(TENSOR, "call_method"), order=0)
+def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name == "tolist" and not args and not kwargs:
+        lengths = _lengths(trace, self)
+        if lengths is None:
+            return NOT_HANDLED
+        return lists.sizes(lengths, _reading(trace, lengths, lambda: proceed(self, tx, name, args, kwargs).items))
+    if name in _SPLIT_METHODS and args:
+        return _split(trace, proceed, tx, (self, *args), kwargs, lambda *given: proceed(self, tx, name, given[1:], {}))
+    return NOT_HANDLED
+
+
+@handlers.at(method(TORCH_FUNCTION, "call_function"), order=0)
+def function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if self.value in _SPLITS and args:
+        return _split(trace, proceed, tx, args, kwargs, lambda *given: proceed(self, tx, list(given), {}))
+    join = _JOINS.get(self.value) if callable(self.value) else None
+    if join is None or not args or type(args[0].realize()) not in (Results, Parts):
+        return NOT_HANDLED
+    return join(trace.state(Sequences), tx, *args, **kwargs)
+
+
+def _lengths(trace: Trace, tensor: Any) -> Lengths | None:
+    """The lengths that a tensor holds; None if it may hold something else, or if its loops are unrolled."""
+    found = example(tensor)
+    if not isinstance(found, Tensor) or found.ndim != 1 or found.dtype not in (torch.int32, torch.int64):
+        return None
+    place = trace.place()
+    if place in trace.attempt.unrolled or trace.state(Sequences).open is not None or trace.graph is None:
+        return None
+    node = tensor.as_proxy().node
+    if not trace.graph.is_metadata(node):
+        return None
+    value = trace.graph.walk.values[node]
+    assert isinstance(value, TensorValue)
+    return Lengths(tensor, (value.number, value.memory.version), place)
+
+
+def _reading(trace: Trace, lengths: Lengths, read: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
+    """The elements of a list, which is read later than the program makes it."""
+    node, gradients = lengths.tensor.as_proxy().node, torch.is_grad_enabled()
+
+    def elements() -> list[Any]:
+        assert trace.graph is not None
+        trace.graph.walk_on()
+        value = trace.graph.walk.values.get(node)
+        same = isinstance(value, TensorValue) and (value.number, value.memory.version) == lengths.key
+        if not same or torch.is_grad_enabled() != gradients:
+            trace.state(Sequences).refuse(lengths.place, why="its list is read after something has changed")
+        return read()
+
+    return elements
+
+
+def _split(trace: Trace, proceed: Proceed, tx: Any, args: Any, kwargs: Any, read: Callable[..., Any]) -> Any:
+    """`tensor.split(sizes, dim)`."""
+    given = dict(zip(("tensor", "sizes", "dim"), args, strict=False))
+    for name, value in kwargs.items():
+        given[{"split_size_or_sections": "sizes", "split_size": "sizes", "split_sizes": "sizes"}.get(name, name)] = value
+    found = {name: value.realize() for name, value in given.items()}
+    tensor, sizes, dim = found.get("tensor"), found.get("sizes"), found.get("dim", ConstantVariable.create(0))
+    if type(sizes) is not Sizes or not isinstance(tensor, TensorVariable) or not dim.is_python_constant():
+        return NOT_HANDLED
+    whole, at = example(tensor), dim.as_python_constant()
+    if len(found) != len(args) + len(kwargs) or whole.layout is not torch.strided or type(at) is not int:
+        return NOT_HANDLED
+    if not -whole.ndim <= at < whole.ndim:
+        return NOT_HANDLED
+    lengths = sizes.lengths
+
+    def elements() -> list[Any]:
+        return list(read(tensor, sizes, dim).items)
+
+    return lists.parts(lengths, _reading(trace, lengths, elements), tensor, at % whole.ndim)
+
+
+# Loops
+
+
+@handlers.at(method(BUILTIN, "call_function"), order=1)
+def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if not args:
+        return NOT_HANDLED
+    if self.fn is zip and not kwargs.keys() - {"strict"} and all(_is_of_parts(arg) for arg in args):
+        if _opname(tx, 0) != "GET_ITER" or not _loops(trace, tx, 1, args):
+            return NOT_HANDLED
+        return PartIterator(trace.state(Sequences), [arg.realize() for arg in args], is_zip=True)
+    if len(args) == 1 and not kwargs and _is_of_parts(args[0]):
+        value = args[0].realize()
+        if self.fn is len:
+            return value.lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
+        if self.fn is sum and type(value) is Results:
+            return total(trace.state(Sequences), tx, value)
+    return NOT_HANDLED
+
+
+@handlers.at(opcodes("GET_ITER"), order=2)
+def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    value = tx.stack[-1].realize()
+    if isinstance(value, PartIterator):
+        return None
+    if not _is_of_parts(value) or not _loops(trace, tx, 0, [value]):
+        return NOT_HANDLED
+    tx.pop()
+    tx.push(PartIterator(trace.state(Sequences), [value], is_zip=False))
+    return None
+
+
+def _is_of_parts(value: Any) -> bool:
+    return type(value.realize()) in (Sizes, Parts, Results)
+
+
+def _loops(trace: Trace, tx: Any, after: int, over: Any) -> bool:
+    """Whether the program loops over some lists, which belong together, and a loop over their parts can be traced."""
+    found = [value.realize() for value in over]
+    if trace.state(Sequences).open is not None or len({value.lengths.key for value in found}) != 1:
+        return False
+    if not any(type(value) is Parts or (type(value) is Results and value.whole.dims) for value in found):
+        return False
+    while _opname(tx, after) in _PREPARES:
+        after += 1
+    if _opname(tx, after) == "FOR_ITER":
+        return True
+    function = getattr(tx.stack[-2], "code", None) if len(tx.stack) > 1 else None
+    name = getattr(getattr(function, "value", function), "co_name", "")
+    return name in ("<listcomp>",) or _is_comprehension(tx)
+
+
+def _is_comprehension(tx: Any) -> bool:
+    """Whether the iterator is for a list comprehension, which is a function before Python 3.12."""
+    for value in tx.stack[-4:]:
+        get_name = getattr(value, "get_name", None)
+        if get_name is not None and get_name() in ("<listcomp>",):
+            return True
+    return False
+
+
+def _opname(tx: Any, after: int) -> str:
+    place = tx.instruction_pointer + after
+    return tx.instructions[place].opname if place < len(tx.instructions) else ""
+
+
+# What a loop's body does
+
+
+@handlers.at(opcodes("LIST_APPEND"))
+def list_append(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    loop = trace.state(Sequences).open
+    made = tx.stack[-1 - inst.argval].realize() if loop is not None else None
+    if loop is None or type(made) is not ListVariable or born(made) >= loop.born:
+        return NOT_HANDLED
+    loop.append(made, tx.pop())
+    return None
+
+
+@handlers.at(method("torch._dynamo.variables.lists.ListVariable", "call_method"), order=2)
+def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    loop = trace.state(Sequences).open
+    if loop is None or name != "append" or len(args) != 1 or kwargs or type(self) is not ListVariable:
+        return NOT_HANDLED
+    if born(self) >= loop.born:
+        return NOT_HANDLED
+    loop.append(self, args[0])
+    return ConstantVariable.create(None)
+
+
+@handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=3)
+def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
+    trace.state(Sequences).changed(born(args[0]))
+    return NOT_HANDLED
+
+
+@handlers.at(method(TRANSLATOR, "step"), order=3)
+def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
+    loop = trace.state(Sequences).open
+    if loop is not None and loop.spoiled:
+        loop.refuse(loop.spoiled)
+    return NOT_HANDLED

@@ -1,0 +1,76 @@
+"""What a program makes of a list with one value for each part: a concatenation, a stack, a padded batch, a sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dynamo.variables import ConstantVariable
+
+from fxpasses.sequences.lists import Parts, Results
+from fxpasses.sequences.loops import Sequences, Value, Writer
+
+
+def cat(sequences: Sequences, tx: Any, tensors: Any, dim: Any = None) -> Any:
+    """The values of all rows, which already lie one after another, or those of all parts."""
+    found, writer, value = _whole(sequences, tx, tensors)
+    at = 0 if dim is None else dim.as_python_constant()
+    node = writer.local(value.variable)
+    ndim = node.meta["example_value"].ndim - (not value.dims)
+    at %= ndim
+    if value.dims not in ((), (at,)):
+        sequences.refuse(found.lengths.place, why="its values are concatenated in another dimension")
+    if not value.dims:
+        node = writer.emit(torch.flatten, writer.emit(torch.movedim, node, 0, at), at, at + 1)
+    return writer.variables[writer.emit(torch.clone, node, memory_format=torch.contiguous_format)]
+
+
+def stack(sequences: Sequences, tx: Any, tensors: Any, dim: Any = None) -> Any:
+    found, writer, value = _whole(sequences, tx, tensors)
+    if value.dims:
+        sequences.refuse(found.lengths.place, why="parts of several sizes are stacked")
+    at = 0 if dim is None else dim.as_python_constant()
+    node = writer.local(value.variable)
+    node = writer.emit(torch.movedim, node, 0, at % node.meta["example_value"].ndim)
+    return writer.variables[writer.emit(torch.clone, node, memory_format=torch.contiguous_format)]
+
+
+def total(sequences: Sequences, tx: Any, results: Any) -> Any:
+    """`sum(results)`."""
+    found, writer, value = _whole(sequences, tx, results)
+    if value.dims:
+        sequences.refuse(found.lengths.place, why="parts of several sizes are summed")
+    return writer.variables[writer.emit(torch.sum, writer.local(value.variable), 0)]
+
+
+def pad_sequence(
+    sequences: Sequences, tx: Any, tensors: Any, batch_first: Any = None, padding_value: Any = None, side: Any = None
+) -> Any:
+    found, writer, value = _whole(sequences, tx, tensors)
+    if value.dims != (0,) or side is not None:
+        sequences.refuse(found.lengths.place, why="something else than rows is padded")
+    rows, ids, lengths = writer.local(value.variable), writer.ids(), writer.lengths()
+    longest = writer.number(writer.emit(torch.amax, lengths))
+    ends = writer.emit(torch.cumsum, lengths, 0)
+    starts = writer.emit(torch.index_select, writer.emit(torch.sub, ends, lengths), 0, ids)
+    device = rows.meta["example_value"].device
+    places = writer.emit(torch.sub, writer.emit(torch.arange, writer.rows, device=device), starts)
+    sizes = [int(size) for size in rows.meta["example_value"].shape[1:]]
+    fill = 0.0 if padding_value is None else padding_value.as_python_constant()
+    whole = writer.emit("new_full", rows, [writer.count, longest, *sizes], fill)
+    result = writer.emit(torch.index_put, whole, [ids, places], rows)
+    if batch_first is None or not batch_first.as_python_constant():
+        result = writer.emit(torch.clone, writer.emit(torch.transpose, result, 0, 1), memory_format=torch.contiguous_format)
+    return writer.variables[result]
+
+
+def _whole(sequences: Sequences, tx: Any, given: Any) -> tuple[Any, Writer, Value]:
+    found = given.realize()
+    value = found.whole if type(found) is Results else Value(found.tensor, (found.dim,))
+    assert type(found) in (Results, Parts)
+    at = value.dims[0] if value.dims else 0
+    rows = value.variable.call_method(tx, "size", [ConstantVariable.create(at)], {})
+    writer = Writer(sequences, tx, found.lengths, rows)
+    if type(found) is Parts and not writer.fits():
+        sequences.refuse(found.lengths.place, why="its parts do not sum to their tensor")
+    return found, writer, value

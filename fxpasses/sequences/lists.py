@@ -1,0 +1,119 @@
+"""The lists of a program that cuts its batch into parts, as Dynamo's variables.
+
+    sizes = lengths.tolist()             Sizes
+    parts = x.split(sizes)               Parts
+    results = [f(p) for p in parts]      Results, one for each part
+
+How many there are is a size of the batch, so Dynamo's own lists, which have their elements, would make a graph for each
+number. These have none. `Sizes` and `Parts` read them when Dynamo first asks for an element, and are Dynamo's own from
+then on. `Results` cannot: the frame is traced again, with the loop unrolled.
+
+Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: the attribute `items` of Dynamo's
+lists, through which it accesses the elements, and `_nonvar_fields`, the attributes that are no variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.lists import ListVariable, TupleVariable
+
+from fxpasses.dynamo.attempt import Place
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """The sizes of the parts of a batch.
+
+    tensor: Dynamo's variable, of integers [n]. key: equal for two tensors of the same values. place: where the program
+    makes a list of them.
+    """
+
+    tensor: Any
+    key: Any
+    place: Place
+
+
+class _Unread:
+    """A list that reads its elements when Dynamo asks for them."""
+
+    _fields = frozenset({"lengths", "tensor", "dim", "read", "plain"})
+    read: Callable[[], list[Any]]
+    plain: type
+    lengths: Lengths
+
+    @property
+    def items(self) -> list[Any]:
+        self.items = self.read()
+        return self.items
+
+    @items.setter
+    def items(self, items: list[Any]) -> None:
+        self.__class__ = self.plain
+        for name in self._fields & self.__dict__.keys():
+            del self.__dict__[name]
+        self.items = items
+
+    def clone(self, **kwargs: Any) -> Any:
+        assert self.items is not None  # reads them
+        return self.clone(**kwargs)
+
+
+class Sizes(_Unread, ListVariable):
+    """`lengths.tolist()`."""
+
+    _nonvar_fields = {*_Unread._fields, *ListVariable._nonvar_fields}
+
+
+class Parts(_Unread, TupleVariable):
+    """`tensor.split(lengths.tolist(), dim)`. tensor: Dynamo's variable."""
+
+    _nonvar_fields = {*_Unread._fields, *TupleVariable._nonvar_fields}
+    tensor: Any
+    dim: int
+
+
+class Results(ListVariable):
+    """A list to which a loop over parts has appended one value for each. whole: that of all parts.
+
+    refuse: raises, and has the frame traced again with the loop unrolled.
+    """
+
+    _nonvar_fields = {"lengths", "whole", "refuse", *ListVariable._nonvar_fields}
+    lengths: Lengths
+    whole: Any
+    refuse: Callable[[str], Any]
+
+    @property
+    def items(self) -> list[Any]:
+        return self.refuse("an element of what a loop over parts has made is read")
+
+    @items.setter
+    def items(self, items: list[Any]) -> None:
+        self.refuse("a list that a loop over parts has made is changed")
+
+
+def sizes(lengths: Lengths, read: Callable[[], list[Any]]) -> Sizes:
+    """read: the elements, as Dynamo makes them."""
+    return _unread(ListVariable([], mutation_type=ValueMutationNew()), Sizes, lengths=lengths, read=read)
+
+
+def parts(lengths: Lengths, read: Callable[[], list[Any]], tensor: Any, dim: int) -> Parts:
+    return _unread(TupleVariable([]), Parts, lengths=lengths, read=read, tensor=tensor, dim=dim)
+
+
+def _unread(variable: Any, kind: type, **fields: Any) -> Any:
+    del variable.__dict__["items"]
+    variable.plain, variable.__class__ = type(variable), kind
+    variable.__dict__.update(fields)
+    return variable
+
+
+def hold_results(variable: Any, lengths: Lengths, whole: Any, refuse: Callable[[str], Any]) -> None:
+    """Turn one of Dynamo's lists into `Results`."""
+    del variable.__dict__["items"]
+    variable.__class__ = Results
+    variable.lengths, variable.whole, variable.refuse = lengths, whole, refuse

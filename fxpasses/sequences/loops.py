@@ -1,0 +1,358 @@
+"""A loop over the parts of a batch is traced once, for a part of unknown size.
+
+    outputs = [attend(q, k, v) for q, k, v in zip(*splits)]
+
+Dynamo traces the loop's body with parts of size u, a symbol that no question about the batch determines. At the end of
+the body, `batching.py` computes it for all parts at once, in the same graph, and the nodes of the one part go; so does
+the symbol. The list that the loop has appended to is `Results` from then on, which `torch.cat` and the like take.
+
+The body has to do the same for each part. So a question about u, a change of Python's state other than an append, a
+variable that is carried from part to part, a write, a random number, a graph break, and whatever no rule of
+`batching.py` covers have the frame traced again with this loop unrolled, as under stock PyTorch.
+
+Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: `OutputGraph.current_tracer`,
+`create_proxy`, `random_calls` and `side_effects.tensor_hooks`; `symbolic_locals`, `stack`, `block_stack` and
+`instructions` of a translator; of the shape environment, `deferred_runtime_asserts` and `var_to_range`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.variables import ConstantVariable, TupleVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.iter import IteratorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch.fx import Node, Proxy
+from torch.fx.node import map_aggregate
+
+from fxpasses.dynamo.failures import Unrolled
+from fxpasses.experts.capture.liveness import live_at
+from fxpasses.experts.capture.speculation import now
+from fxpasses.graph.effects import impurity
+from fxpasses.graph.symbols import expression
+from fxpasses.sequences import lists, operators  # noqa: F401 (registers the operators)
+from fxpasses.sequences.batching import Batched, Batching, Unbatched
+from fxpasses.sequences.lists import Lengths, Parts, Results, Sizes
+
+if TYPE_CHECKING:
+    from fxpasses.dynamo.trace import Trace
+
+
+class Sequences:
+    """The loops over parts of one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.open: Loop | None = None
+        self.found: list[str] = []  # what was done, for the report
+        self._made: dict[Any, Any] = {}  # nodes that all loops over the same parts share
+
+    def refuse(self, *places: Any, why: str) -> Any:
+        """Have the frame traced again with the loops over some lists unrolled."""
+        self.trace.unrolled.update(places)
+        raise Unrolled(f"a loop over parts of the batch is unrolled: {why}")
+
+    def changed(self, when: int = -1) -> None:
+        """Called for a change of a Python object that was created at the time `when`."""
+        if self.open is not None and when < self.open.born:
+            self.open.spoil("it changes Python's state")
+
+
+class PartIterator(IteratorVariable):
+    """Iterates over `Sizes`, `Parts` and `Results` that belong together: has one element, a part of unknown size."""
+
+    def __init__(self, sequences: Sequences, over: list[Any], is_zip: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.sequences, self.over, self.is_zip = sequences, over, is_zip
+        self.loop: Loop | None = None
+
+    _nonvar_fields = {"sequences", "over", "is_zip", "loop", *IteratorVariable._nonvar_fields}
+
+    def python_type(self) -> type:
+        return type(iter(()))
+
+    def next_variable(self, tx: Any) -> Any:
+        place = tx.instruction_pointer - 1
+        places = [value.lengths.place for value in self.over]
+        if tx.instructions[place].opname != "FOR_ITER":
+            self.sequences.refuse(*places, why="something else than a loop takes its parts")
+        if self.loop is None:
+            self.loop = Loop(self.sequences, tx, place, self.over)
+            elements = self.loop.begin()
+            return TupleVariable(elements) if self.is_zip else elements[0]
+        self.loop.end(tx, place)
+        raise StopIteration
+
+    tp_iternext_impl = next_variable
+
+    def reconstruct(self, codegen: Any) -> None:
+        self.sequences.refuse(*(value.lengths.place for value in self.over), why="the graph breaks in it")
+
+
+class Loop:
+    """A loop that is being traced. over: what it takes its parts from, all of the same lengths."""
+
+    def __init__(self, sequences: Sequences, tx: Any, start: int, over: list[Any]) -> None:
+        self.sequences, self.tx, self.start, self.over = sequences, tx, start, over
+        self.places = {value.lengths.place for value in over}
+        self.lengths: Lengths = over[0].lengths
+        self.variables = dict(tx.symbolic_locals)
+        self.stack = list(tx.stack)
+        self.blocks = len(tx.block_stack)
+        self.graph = tx.output.current_tracer.graph
+        self.effects = self._effects()
+        self.born = now()
+        self.appended: dict[int, tuple[Any, list[Any]]] = {}  # by id: the list, and what the body has appended
+        self.spoiled = ""
+
+    def refuse(self, why: str) -> Any:
+        self.sequences.open = None
+        return self.sequences.refuse(*self.places, why=why)
+
+    def spoil(self, why: str) -> None:
+        self.spoiled = self.spoiled or why
+
+    def _effects(self) -> tuple[Any, ...]:
+        output = self.tx.output
+        return len(output.random_calls), tuple(output.side_effects.tensor_hooks)
+
+    # The beginning
+
+    def begin(self) -> list[Any]:
+        """The variables of one part."""
+        if self.sequences.open is not None:
+            self.refuse("it is inside another one")
+        writer = self.writer = Writer(self.sequences, self.tx, self.lengths, self._rows())
+        if not writer.fits():
+            self.refuse("its parts do not sum to their tensor")
+        size = writer.call(torch.ops.fxpasses.part_size.default, self.lengths.tensor)
+        self.symbol, self.size = expression(size.sym_num), size.as_proxy().node
+        self.batching = Batching(writer, self.symbol, self.size)
+        self.sequences.trace.sizes_of_parts[self.symbol] = frozenset(self.places)
+        elements = [self._element(value, size) for value in self.over]
+        self.sequences.open = self
+        self.stand_ins = [size, *(element for element in elements if element is not size)]
+        self.first = self.graph._root.prev
+        return elements
+
+    def _rows(self) -> Any:
+        """The variable of T."""
+        for value in self.over:
+            if type(value) is Parts:
+                return value.tensor.call_method(self.tx, "size", [ConstantVariable.create(value.dim)], {})
+            if type(value) is Results and value.whole.dims:
+                at = ConstantVariable.create(value.whole.dims[0])
+                return value.whole.variable.call_method(self.tx, "size", [at], {})
+        return self.refuse("it has no tensor of all parts")
+
+    def _element(self, value: Any, size: Any) -> Any:
+        if type(value) is Sizes:
+            return size
+        if type(value) is Parts:
+            whole, dims = value.tensor, (value.dim,)
+        else:
+            whole, dims = value.whole.variable, value.whole.dims
+        if not dims:
+            element = self.writer.call(torch.ops.fxpasses.element.default, whole)
+        elif len(dims) == 1:
+            element = self.writer.call(torch.ops.fxpasses.part.default, whole, ConstantVariable.create(dims[0]), size)
+        else:
+            return self.refuse("it takes pairs of rows")
+        self.batching.known[element.as_proxy().node] = Batched(self.writer.local(whole), dims)
+        return element
+
+    def append(self, made: Any, value: Any) -> None:
+        """Note that the body appends to a list that is older."""
+        self.appended.setdefault(id(made), (made, []))[1].append(value.realize())
+
+    # The end
+
+    def end(self, tx: Any, place: int) -> None:
+        """Called when the body is complete: compute it for all parts."""
+        sequences, self.sequences.open = self.sequences, None
+        output = tx.output
+        if tx is not self.tx or place != self.start or output.current_tracer.graph is not self.graph:
+            self.refuse("it is left and entered again")
+        if self.spoiled or self._effects() != self.effects:
+            self.refuse(self.spoiled or "it draws random numbers, or adds hooks")
+        stack = [id(value) for value in tx.stack]
+        if len(tx.block_stack) != self.blocks or stack != [id(value) for value in self.stack]:
+            self.refuse("its state differs after a part")
+        self._check_carried(tx)
+        self._check_symbol(output.shape_env)
+        body = self._body()
+        try:
+            for node in body:
+                self._visit(node, output.fake_mode)
+            values = [(made, self._value(items)) for made, items in self.appended.values()]
+        except Unbatched as refusal:
+            self.refuse(str(refusal))
+        for made, value in values:
+            lists.hold_results(made, self.lengths, value, lambda why: sequences.refuse(*self.places, why=why))
+        self._erase(body)
+
+    def _check_carried(self, tx: Any) -> None:
+        """No variable that the next part, or the program after the loop, reads may come from this part."""
+        live = live_at(tx.instructions, self.start, tx.f_globals)
+        for name in live:
+            before, after = self.variables.get(name), tx.symbolic_locals.get(name)
+            if before is not after and not _same(before, after):
+                self.refuse(f"`{name}` is carried from part to part")
+        for name in [name for name in tx.symbolic_locals if name not in live and name not in self.variables]:
+            del tx.symbolic_locals[name]  # it may hold a node that goes
+
+    def _check_symbol(self, shape_env: Any) -> None:
+        """Nothing may have been assumed of the size of a part."""
+        asserted = [found for every in shape_env.deferred_runtime_asserts.values() for found in every]
+        if any(self.symbol in found.expr.free_symbols for found in asserted):
+            self.refuse("its parts must have a certain size")
+        if shape_env.replace(self.symbol) != self.symbol or self.sequences.trace.sizes.concerns(self.symbol):
+            self.refuse("its parts must have a certain size")
+
+    def _body(self) -> list[Node]:
+        found, node = [], self.first.next
+        while node is not self.graph._root:
+            found.append(node)
+            node = node.next
+        return found
+
+    def _visit(self, node: Node, fake_mode: Any) -> None:
+        if any(map(self.batching.depends, node.all_input_nodes)):
+            self.batching.visit(node)
+        elif node.op != "get_attr" and (reason := impurity(node, fake_mode)) is not None:
+            raise Unbatched(reason)  # it runs once, and not for each part
+
+    def _value(self, items: list[Any]) -> Value:
+        """What the body has appended to a list, for all parts."""
+        if len(items) != 1 or not isinstance(items[0], TensorVariable):
+            raise Unbatched("a list gets something else than one tensor for each part")
+        node = items[0].as_proxy().node
+        found = self.batching.known.get(node)
+        if found is None:
+            raise Unbatched("a list gets a tensor that is no part's")
+        return Value(self.writer.variables[found.node], found.dims)
+
+    def _erase(self, body: list[Node]) -> None:
+        """Take out the nodes of one part, which nothing reads any more."""
+        trace = self.sequences.trace
+        assert trace.graph is not None
+        stand_ins = [value.as_proxy().node for value in self.stand_ins]
+        trace.graph.erase([*stand_ins, *(node for node in body if self.batching.depends(node))])
+        del trace.sizes_of_parts[self.symbol]
+
+
+class Value:
+    """A value for all parts: Dynamo's variable, and its dimensions of rows."""
+
+    def __init__(self, variable: Any, dims: tuple[int, ...]) -> None:
+        self.variable, self.dims = variable, dims
+
+
+class Writer:
+    """Adds calls to the graph that Dynamo is writing (`batching.Graph`)."""
+
+    def __init__(self, sequences: Sequences, tx: Any, lengths: Lengths, rows: Any) -> None:
+        self._sequences, self._tx, self._lengths = sequences, tx, lengths
+        self.variables: dict[Node, Any] = {}
+        self.rows = _number(rows)
+        self._rows = rows
+        self._key = (tx.output.current_tracer, lengths.key, self.rows if isinstance(self.rows, int) else expression(rows.sym_num))
+        count = lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
+        self.count, self._count = _number(count), count
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call with Dynamo's variables; its variable."""
+        return self._note(self._wrap(target, tuple(arg.as_proxy() for arg in args), kwargs))
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer = self._tx.output.current_tracer
+        args, kwargs = (
+            map_aggregate(given, lambda leaf: Proxy(leaf, tracer) if isinstance(leaf, Node) else leaf)
+            for given in (args, kwargs)
+        )
+        found = self._note(self._wrap(target, args, kwargs))
+        if isinstance(found, TensorVariable):
+            return found.as_proxy().node
+        return [self._note(item).as_proxy().node for item in found.items]
+
+    def fits(self) -> bool:
+        """Whether the lengths sum to T, which eager mode raises for if not."""
+        total = self._lengths.tensor.call_method(self._tx, "sum", [], {}).call_method(self._tx, "item", [], {})
+        trace = self._sequences.trace
+        number, rows = (v.sym_num if isinstance(v, SymNodeVariable) else v.as_python_constant() for v in (total, self._rows))
+        if not trace.can_answer(number):
+            return False
+        trace.operators += 1  # the question is one of `split`
+        try:
+            return bool(number == rows)
+        finally:
+            trace.operators -= 1
+
+    def local(self, variable: Any) -> Node:
+        """The node of a variable in the graph that is being written."""
+        proxy = variable.as_proxy()
+        if proxy.node.graph is self._tx.output.current_tracer.graph:
+            self.variables[proxy.node] = variable
+            return proxy.node
+        return self._note(variable.call_method(self._tx, "view_as", [variable], {})).as_proxy().node
+
+    def number(self, node: Node) -> Any:
+        """The node of a number, from that of its tensor."""
+        return _number(self.variables[node].call_method(self._tx, "item", [], {}))
+
+    def ids(self) -> Node:
+        return self._shared("ids", self._make_ids)
+
+    def lengths(self) -> Node:
+        return self._shared("lengths", lambda: self._lengths.tensor.call_method(self._tx, "clone", [], {}))
+
+    def same(self) -> Node:
+        return self._shared("same", self._make_same)
+
+    def _shared(self, name: str, make: Any) -> Node:
+        made = self._sequences._made
+        key = (*self._key, name)
+        if key not in made or made[key].as_proxy().node._erased:
+            made[key] = make()
+        return self._note(made[key]).as_proxy().node
+
+    def _make_ids(self) -> Any:
+        device = self._lengths.tensor.as_proxy().node.meta["example_value"].device
+        numbers = self._wrap(torch.arange, (_proxy(self._count),), {"device": device})
+        lengths = self._lengths.tensor.as_proxy()
+        return self._wrap(
+            torch.repeat_interleave, (numbers.as_proxy(), lengths), {"output_size": _proxy(self._rows)}
+        )
+
+    def _make_same(self) -> Any:
+        ids = self.ids()
+        return self.variables[self.emit(torch.eq, self.emit(torch.unsqueeze, ids, 1), self.emit(torch.unsqueeze, ids, 0))]
+
+    def _wrap(self, target: Any, args: Any, kwargs: Any) -> Any:
+        op = "call_method" if isinstance(target, str) else "call_function"
+        return wrap_fx_proxy(tx=self._tx, proxy=self._tx.output.create_proxy(op, target, args, kwargs))
+
+    def _note(self, variable: Any) -> Any:
+        if isinstance(variable, TensorVariable):
+            self.variables[variable.as_proxy().node] = variable
+        return variable
+
+
+def _number(variable: Any) -> Any:
+    return variable.as_python_constant() if variable.is_python_constant() else variable.as_proxy().node
+
+
+def _proxy(variable: Any) -> Any:
+    return variable.as_python_constant() if variable.is_python_constant() else variable.as_proxy()
+
+
+def _same(before: Any, after: Any) -> bool:
+    if before is None or after is None:
+        return False
+    if isinstance(before, (TensorVariable, SymNodeVariable)) and type(before) is type(after):
+        return before.as_proxy().node is after.as_proxy().node
+    if before.is_python_constant() and after.is_python_constant():
+        return repr(before.as_python_constant()) == repr(after.as_python_constant())
+    return False
