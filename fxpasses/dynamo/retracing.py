@@ -274,9 +274,6 @@ class _TraceFrameInAttempts:
             variants.give_up(code, trace.crowded)
             self._next[speculation_log] = trace.attempt.refusing(trace.crowded)
             following = following and following.refusing(trace.crowded)
-        if trace.unrolled:  # also if Dynamo itself traces the frame again
-            self._next[speculation_log] = (self._next.get(speculation_log) or trace.attempt).unrolling(trace.unrolled)
-            following = following and following.unrolling(trace.unrolled)
         if trace.left:  # Dynamo itself traces the frame again, up to the checkpoint
             self._next[speculation_log] = (self._next.get(speculation_log) or trace.attempt).leaving(trace.left)
             following = following and following.leaving(trace.left)
@@ -298,10 +295,10 @@ class _TraceFrameInAttempts:
             return None
 
     def _following(self, trace: Trace, error: Exception) -> Attempt | None:
-        if isinstance(error, (self._names.restart, self._names.skip)):
-            return None
         if trace.unrolled:
             return trace.attempt.unrolling(trace.unrolled)
+        if isinstance(error, (self._names.restart, self._names.skip)):
+            return None
         rejected, unproved = _backend_error(error), trace.unproved()
         if isinstance(rejected, WrongDefault):
             return trace.attempt.answering(rejected.questions) if rejected.questions else trace.attempt.without_flags()

@@ -110,6 +110,8 @@ class Trace(Protocol):
 
     def number(self, expression: Any) -> Any: ...
 
+    def is_of_part(self, expression: Any) -> bool: ...
+
     def compute(self, symbols: Iterable[Any]) -> None: ...
 
     def place(self) -> Place: ...
@@ -255,6 +257,8 @@ class SizeDefaults:
             answer = original(expression, *args, fallback_value=_NO_ANSWER, **kwargs)
             if answer is not _NO_ANSWER:
                 return answer
+            if self._trace.is_of_part(expression):
+                return fallback_value
             if self._contained(self._is_answered, expression, fallback_value):
                 # PyTorch never learns that a symbol in this set is 0 or 1, and compilers would ask again.
                 self._shape_env.size_like.difference_update(expression.free_symbols)
@@ -364,12 +368,13 @@ def _size(question: Any, number: int) -> Any:
     return question.lhs if question.rhs == number else question.rhs
 
 
-def _is_of_one(question: Any) -> bool:
+def is_of_one(question: Any) -> bool:
+    """Whether a question is whether a size is 0 or 1."""
     return _size(question, 1) is not None or _size(question, 0) is not None
 
 
 def _is_about_a_dimension(question: Any) -> bool:
-    return _is_of_one(question) and not _is_of_layout()
+    return is_of_one(question) and not _is_of_layout()
 
 
 def _asking_operator() -> str:

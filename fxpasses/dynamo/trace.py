@@ -30,10 +30,10 @@ from torch.fx import GraphModule
 
 from fxpasses.dynamo.attempt import Attempt, Left, Place
 from fxpasses.dynamo.dynamo_names import in_short, is_in_try, user_place
-from fxpasses.dynamo.failures import Failure, Unrolled, is_ours
+from fxpasses.dynamo.failures import Failure, is_ours
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.partial_graph import NotKnown, PartialGraph, input_of
-from fxpasses.dynamo.size_defaults import SizeDefaults
+from fxpasses.dynamo.size_defaults import SizeDefaults, is_of_one
 from fxpasses.dynamo.unproved import Function
 from fxpasses.metadata.runtime.prologue import autocast_state
 
@@ -81,6 +81,17 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class PartSize:
+    """The size of a part of the batch, while a loop over the parts is traced.
+
+    places: the program's lists of sizes. extremes: makes the symbols of the smallest and the largest one.
+    """
+
+    places: frozenset[Place]
+    extremes: Callable[[], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
 class Definition:
     """The value of a symbol that an operator created: an expression over other symbols, if the conditions hold."""
 
@@ -111,7 +122,7 @@ class Trace:
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
         self.unrolled: set[Place] = set()  # lists of the batch's numbers whose loops another attempt unrolls
-        self.sizes_of_parts: dict[Any, frozenset[Place]] = {}  # symbols of which nothing may be asked, by their lists
+        self.sizes_of_parts: dict[Any, PartSize] = {}  # by symbol
         self.suspects: set[Feature] = set()  # to be left out first if the graph does not compile
         self.has_communicated = False  # whether the program has issued a collective
         self.has_read = False  # whether a number was read since the last walk
@@ -223,8 +234,7 @@ class Trace:
         if not self._answering or self.graph is None or self._is_refused():
             return None
         if symbol in self.sizes_of_parts:
-            self.unrolled.update(self.sizes_of_parts[symbol])
-            raise Unrolled("a loop over parts of the batch asks for the size of one")
+            return self._part_size(self.sizes_of_parts[symbol])
         if symbol in self.definitions:
             return self.number(self.definitions[symbol].value)
         try:
@@ -268,7 +278,35 @@ class Trace:
             self.note_error(Feature.HINTS, error)
             raise
 
+    def is_of_part(self, expression: Any) -> bool:
+        """Whether an expression depends on the size of a part."""
+        return bool(self.sizes_of_parts) and not self.sizes_of_parts.keys().isdisjoint(expression.free_symbols)
+
+    def _part_size(self, part: PartSize) -> Any:
+        """The size of a part, as an answer: of the smallest to the program, and neither 0 nor 1 to an operator."""
+        return self.value(part.extremes()[0]) if self.operators == 0 else 2
+
+    def _note_of_part(self, question: Any, answer: Any) -> None:
+        """Note that all parts answer a question of the program's alike, as they do if the smallest and the largest do
+        and the question is an inequality. Operators may only ask whether a size is 0 or 1 (`sequences/batching.py`).
+        """
+        symbol, *others = question.free_symbols & self.sizes_of_parts.keys()
+        part = self.sizes_of_parts[symbol]
+        if self.operators:
+            if not others and is_of_one(question):
+                return
+        elif not others and _is_monotonic(question, symbol):
+            extremes = [question.xreplace({symbol: extreme}) for extreme in part.extremes()]
+            if all(self.number(extreme) == answer for extreme in extremes):
+                for extreme in extremes:
+                    self._note(extreme, answer)
+                return
+        self.unrolled.update(part.places)  # the trace ends at the next instruction
+
     def _note(self, question: Any, answer: Any) -> None:
+        if self.is_of_part(question):
+            self._note_of_part(question, answer)
+            return
         if answer == sympy.true:
             condition = question
         elif answer == sympy.false:
@@ -343,3 +381,10 @@ class _Values(dict[Any, Any]):
             self._trace.note_error(Feature.HINTS, error)
             raise
         return default if value is None else value
+
+
+def _is_monotonic(question: Any, symbol: Any) -> bool:
+    """Whether the truth of a question, as a function of one symbol, changes at most once."""
+    if not isinstance(question, (sympy.Gt, sympy.Ge, sympy.Lt, sympy.Le)):
+        return False
+    return bool(sympy.diff(question.lhs - question.rhs, symbol).is_number)

@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 
 from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.symbols import constant, expression
-from fxpasses.graph.traits import CASTS, COPIES, RESHAPES, is_pointwise
+from fxpasses.graph.traits import CASTS, COMPARISONS, COPIES, RESHAPES, is_pointwise
 
 _KEEPS = CASTS | COPIES | {"alias", "type_as"}
 _NORMS = frozenset({"layer_norm", "rms_norm"})
@@ -116,7 +116,7 @@ class Batching:
             self.known[node] = found
         elif isinstance(example, (tuple, list)) and name in _SPLITS:
             self.several[node] = self._split(node, name)
-        elif name in _SIZES:
+        elif name in _SIZES | COMPARISONS:
             self.numbers.add(node)
         else:
             raise Unbatched(f"`{node.name}` differs from part to part, and is no tensor")

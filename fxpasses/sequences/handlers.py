@@ -220,7 +220,6 @@ def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: A
 
 @handlers.at(method(TRANSLATOR, "step"), order=3)
 def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
-    loop = trace.state(Sequences).open
-    if loop is not None and loop.spoiled:
-        loop.refuse(loop.spoiled)
+    if trace.unrolled:
+        trace.state(Sequences).refuse(why="its parts may answer a question differently")
     return NOT_HANDLED

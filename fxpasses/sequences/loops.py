@@ -17,7 +17,8 @@ Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import Any
 
 import torch
 from torch._dynamo.variables import ConstantVariable, TupleVariable
@@ -28,6 +29,7 @@ from torch.fx import Node, Proxy
 from torch.fx.node import map_aggregate
 
 from fxpasses.dynamo.failures import Unrolled
+from fxpasses.dynamo.trace import PartSize, Trace
 from fxpasses.experts.capture.liveness import live_at
 from fxpasses.experts.capture.speculation import now
 from fxpasses.graph.effects import impurity
@@ -35,9 +37,6 @@ from fxpasses.graph.symbols import expression
 from fxpasses.sequences import lists, operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batching import Batched, Batching, Unbatched
 from fxpasses.sequences.lists import Lengths, Parts, Results, Sizes
-
-if TYPE_CHECKING:
-    from fxpasses.dynamo.trace import Trace
 
 
 class Sequences:
@@ -57,7 +56,7 @@ class Sequences:
     def changed(self, when: int = -1) -> None:
         """Called for a change of a Python object that was created at the time `when`."""
         if self.open is not None and when < self.open.born:
-            self.open.spoil("it changes Python's state")
+            self.open.spoiled = True
 
 
 class PartIterator(IteratorVariable):
@@ -105,14 +104,11 @@ class Loop:
         self.effects = self._effects()
         self.born = now()
         self.appended: dict[int, tuple[Any, list[Any]]] = {}  # by id: the list, and what the body has appended
-        self.spoiled = ""
+        self.spoiled = False  # whether the body has changed Python's state
 
     def refuse(self, why: str) -> Any:
         self.sequences.open = None
         return self.sequences.refuse(*self.places, why=why)
-
-    def spoil(self, why: str) -> None:
-        self.spoiled = self.spoiled or why
 
     def _effects(self) -> tuple[Any, ...]:
         output = self.tx.output
@@ -130,12 +126,23 @@ class Loop:
         size = writer.call(torch.ops.fxpasses.part_size.default, self.lengths.tensor)
         self.symbol, self.size = expression(size.sym_num), size.as_proxy().node
         self.batching = Batching(writer, self.symbol, self.size)
-        self.sequences.trace.sizes_of_parts[self.symbol] = frozenset(self.places)
+        self.sequences.trace.sizes_of_parts[self.symbol] = PartSize(frozenset(self.places), self._extremes)
         elements = [self._element(value, size) for value in self.over]
         self.sequences.open = self
         self.stand_ins = [size, *(element for element in elements if element is not size)]
         self.first = self.graph._root.prev
         return elements
+
+    @functools.cached_property
+    def _symbols(self) -> tuple[Any, Any]:
+        tensor = self.lengths.tensor
+        least, most = (tensor.call_method(self.tx, name, [], {}) for name in ("amin", "amax"))
+        least, most = (number.call_method(self.tx, "item", [], {}) for number in (least, most))
+        return expression(least.sym_num), expression(most.sym_num)
+
+    def _extremes(self) -> tuple[Any, Any]:
+        """The symbols of the smallest and the largest size of a part."""
+        return self._symbols
 
     def _rows(self) -> Any:
         """The variable of T."""
@@ -176,7 +183,7 @@ class Loop:
         if tx is not self.tx or place != self.start or output.current_tracer.graph is not self.graph:
             self.refuse("it is left and entered again")
         if self.spoiled or self._effects() != self.effects:
-            self.refuse(self.spoiled or "it draws random numbers, or adds hooks")
+            self.refuse("it changes Python's state, draws random numbers, or adds hooks")
         stack = [id(value) for value in tx.stack]
         if len(tx.block_stack) != self.blocks or stack != [id(value) for value in self.stack]:
             self.refuse("its state differs after a part")
@@ -205,6 +212,7 @@ class Loop:
 
     def _check_symbol(self, shape_env: Any) -> None:
         """Nothing may have been assumed of the size of a part."""
+        shape_env.deferred_runtime_asserts.pop(self.symbol, None)  # what the batch has answered is guarded
         asserted = [found for every in shape_env.deferred_runtime_asserts.values() for found in every]
         if any(self.symbol in found.expr.free_symbols for found in asserted):
             self.refuse("its parts must have a certain size")

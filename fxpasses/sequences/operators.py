@@ -17,9 +17,7 @@ def part_size(lengths: Tensor) -> int:
 
 @part_size.register_fake
 def _size(lengths: Tensor) -> torch.SymInt:
-    # No size is taken for 0 or 1: the body is traced for parts of any size, and each rule of `batching` holds for 0
-    # and 1 too.
-    return torch.library.get_ctx().new_dynamic_size(min=2)
+    return torch.library.get_ctx().new_dynamic_size()
 
 
 @custom_op("fxpasses::part", mutates_args=())
