@@ -154,7 +154,8 @@ def _operator(trace: Trace, tx: Any, call: Call, given: dict[str, Any], sizes_of
     name = register(replace(call, looks=tuple(looks)))
     target = getattr(torch.ops.fxpasses, operator).default
     operands = (name, [tensor.as_proxy() for tensor in tensors.values()])
-    found = wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, operands, {}))
+    proxy = tx.output.create_proxy("call_function", target, operands, {}, name=call.function.__name__)
+    found = wrap_fx_proxy(tx=tx, proxy=proxy)
     return TupleVariable(found.items) if isinstance(results, tuple) else found.items[0]
 
 
