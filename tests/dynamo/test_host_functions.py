@@ -1,9 +1,11 @@
-"""`get_rope_index` of vision-language models: one graph for all batches if its results have the tokens' sizes."""
+"""Functions of the batch's metadata are operators: one graph for all batches, with positions, windows and lengths of
+images as eager mode computes them."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import fxpasses.inspect
-from tests.support import compiled
+from fxpasses.inspect import Record
+from tests.support import assert_same, compiled, reports_of
 
+vision = pytest.importorskip("transformers.vision_utils")
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
 WIDTH = 4
@@ -20,6 +24,9 @@ BATCHES = [
     torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]]),
     torch.tensor([[1, 1, 1, 1, 0], [0, 1, 0, 1, 0]]),
 ]
+
+
+# `get_rope_index`
 
 
 class Model(nn.Module):
@@ -144,3 +151,162 @@ def test_an_error_is_eager_modes() -> None:
     for program in (Wrong(), compiled(Wrong(), "aot_eager")):
         with pytest.raises(ValueError, match="1 kinds"):
             program(BATCHES[0])
+
+
+# Functions of grids: frames, heights and widths, [images, 3]
+
+
+def batch(*images: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Rows of all images, and the grid."""
+    rows = sum(frames * height * width for frames, height, width in images)
+    return torch.linspace(-1, 1, 2 * rows).view(rows, 2).requires_grad_(), torch.tensor(images)
+
+
+IMAGES = [  # as many as the grid has columns, or the rows, and Dynamo would take the numbers for one
+    batch((1, 4, 4), (1, 10, 4), (1, 4, 6), (1, 4, 4)),
+    batch((1, 6, 6), (1, 4, 4), (2, 4, 4)),
+    batch((1, 4, 6), (1, 8, 4)),
+    batch((3, 8, 8), (1, 4, 4)),
+]
+
+
+def served(record: Record) -> list[str]:
+    """The functions that are operators of the captured graphs."""
+    nodes = [node for graph in record.graphs for region in graph.captured.regions or () for node in region.nodes]
+    return [node.name for node in nodes if "fxpasses.host_" in node.target or "fxpasses::host_" in node.target]
+
+
+class Vision(nn.Module):
+    """The functions as Qwen2.5-VL calls them, with attention whose weights are equal within a window or an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, grid_thw: Tensor, **kwargs: Any) -> Tensor:
+        positions = vision.get_vision_position_ids(grid_thw, 2, kwargs=kwargs)
+        lengths = vision.get_vision_cu_seqlens(grid_thw, kwargs=kwargs)
+        index, windows = vision.get_vision_window_index(grid_thw, 2, window_size=16, patch_size=4, kwargs=kwargs)
+        x = self.linear(x * positions).view(-1, 4, 2)[index].view(-1, 2)
+        for ends in (windows, lengths):
+            place = torch.searchsorted(ends, torch.arange(x.shape[0], dtype=ends.dtype), right=True)
+            x = (place[:, None] == place).float() @ x
+        return x.view(-1, 8)[index.argsort()]
+
+
+def test_images_of_any_number_and_size_are_one_graph() -> None:
+    record = assert_same(Vision(), IMAGES, "aot_eager", tolerance=1e-5, dynamic=True)
+    (graph,) = record.graphs
+    assert served(record) == ["get_vision_position_ids", "get_vision_cu_seqlens", "get_vision_window_index"]
+    (report,) = reports_of(record)
+    assert {"get_vision_position_ids", "get_vision_window_index"} <= {change.split()[0] for change in report.changes}
+
+
+calls: list[Tensor] = []
+
+
+def get_vision_frame_index(grid_thw: Tensor, scale: int = 1, kwargs: dict[str, Any] | None = None) -> Tensor:
+    if kwargs is not None and (frame_index := kwargs.pop("frame_index", None)) is not None:
+        return frame_index
+    calls.append(grid_thw)
+    return scale * torch.cat([torch.arange(t).repeat_interleave(h * w) + h for t, h, w in grid_thw.tolist()])
+
+
+def of_transformers(function: Callable[..., Any], name: str = "get_vision_frame_index") -> Any:
+    function.__module__, function.__name__, function.__qualname__ = "transformers.models.toy", name, name
+    return function
+
+
+frame_index = of_transformers(get_vision_frame_index)
+
+
+def frames(x: Tensor, grid_thw: Tensor, negative: bool = False, **kwargs: Any) -> Tensor:
+    for _ in range(2):
+        x = x.sin() * frame_index(grid_thw, -1 if negative else 1, kwargs=kwargs)[:, None]
+    return x * len(kwargs)
+
+
+def test_a_function_runs_once_per_batch() -> None:
+    program = compiled(frames, dynamic=True)
+    program(*IMAGES[0], other=1)
+    for x, grid in IMAGES[1:]:
+        calls.clear()
+        program(x, grid, other=1)
+        assert len(calls) == 1
+        torch.testing.assert_close(program(x, grid, other=1), frames(x, grid, other=1), rtol=0, atol=0)
+
+
+def test_arguments_of_a_function_are_passed_on() -> None:
+    program = compiled(frames)
+    with fxpasses.inspect.record() as record:
+        for negative in (False, True, False):
+            actual, expected = (each(*IMAGES[0], negative, other=1) for each in (program, frames))
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert len(served(record)) == 4
+
+
+def test_results_that_are_given_are_taken() -> None:
+    """The function removes them from the dict, so the second call computes them."""
+    x, grid = IMAGES[0]
+    program = compiled(frames)
+    for given in ({}, {"frame_index": torch.arange(len(x))}, {"frame_index": None}, {"other": 1}):
+        with fxpasses.inspect.record() as record:
+            actual = program(x, grid, **given)
+        torch.testing.assert_close(actual, frames(x, grid, **given), rtol=0, atol=0)
+        assert len(served(record)) == 2 - ("frame_index" in given)
+
+
+def test_a_size_that_should_follow_from_constants_is_checked() -> None:
+    wide = of_transformers(lambda grid: torch.ones(grid[:, 0].sum().item(), len(grid)))
+    program = compiled(lambda x, grid: x[: len(grid)].sum() * wide(grid), dynamic=True)
+    program(*IMAGES[0])
+    with pytest.raises(RuntimeError, match="for the batch that was compiled"):
+        program(*IMAGES[1])
+
+
+# What is left to Dynamo
+
+
+weight = torch.ones(3, requires_grad=True)
+
+
+def writes(grid: Tensor) -> Tensor:
+    grid[:, 0] = grid[:, 0] + 1
+    return torch.arange(int(grid[0, 0]))
+
+
+def raises(grid: Tensor) -> Tensor:
+    if len(grid) == 4:
+        raise ValueError(f"{len(grid)} images")
+    return grid
+
+
+def learns(grid: Tensor) -> Tensor:
+    return grid * weight
+
+
+def counts(grid: Tensor) -> int:
+    return len(grid.tolist())
+
+
+def nests(grid: Tensor) -> Any:
+    return [grid * 2]
+
+
+@pytest.mark.parametrize("function", [writes, raises, learns, counts, nests], ids=lambda function: function.__name__)
+def test_other_functions_are_left_to_dynamo(function: Callable[..., Any]) -> None:
+    called = of_transformers(function)
+
+    def program(x: Tensor, grid: Tensor) -> Any:
+        return x.sin() * 2, called(grid), grid
+
+    def outcome(program: Any) -> Any:
+        try:
+            return program(IMAGES[0][0], IMAGES[0][1].clone())
+        except ValueError as error:
+            return [ord(letter) for letter in str(error)]
+
+    with fxpasses.inspect.record() as record:
+        torch.testing.assert_close(outcome(compiled(program)), outcome(program), rtol=0, atol=0)
+    assert served(record) == []

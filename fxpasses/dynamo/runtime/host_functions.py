@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fxpasses.metadata.runtime.batch_cache import State, batch_cache
+
 # A size of a result: a number; a size of a tensor argument, by the argument's position and the dimension; or None,
 # which differs from batch to batch.
 Size = int | tuple[int, int] | None
@@ -90,7 +92,7 @@ def _run(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
                 f"`{call.function.__name__}` returned {result.dtype} of size {tuple(result.shape)}, and for the batch "
                 f"that was compiled {look.dtype} of size {expected}"
             )
-    return [result.clone(memory_format=torch.contiguous_format) for result in results]
+    return [result.clone(memory_format=torch.contiguous_format) for result in results]  # an operator returns no views
 
 
 def _fakes(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -99,8 +101,17 @@ def _fakes(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @custom_op("fxpasses::host_function", mutates_args=())
 def host_function(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a function that depends on nothing but its arguments. name: the result of `register`."""
-    return _run(name, tensors)
+    """The results of a function that depends on nothing but its arguments. name: the result of `register`.
+
+    It runs once per batch, although guards and prologues are separate programs.
+    """
+    what = (name, torch.get_default_dtype(), torch.get_default_device())
+    found = batch_cache.get(what, tensors)
+    if found is None:
+        state = State.of(tensors)
+        found = tuple(_run(name, tensors))
+        batch_cache.put(what, tensors, state, found)
+    return [result.clone() for result in found]
 
 
 @custom_op("fxpasses::host_method", mutates_args=())
