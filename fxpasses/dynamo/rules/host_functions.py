@@ -78,7 +78,7 @@ handlers = Handlers()
 
 @handlers.at(method(f"{_FUNCTIONS}.UserFunctionVariable", "call_function"), order=3)
 def function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    called = getattr(self, "fn", None)
+    called: Any = getattr(self, "fn", None)
     keys = _OF_GRIDS.get(getattr(called, "__qualname__", ""))
     if keys is None or not str(called.__module__).startswith(_TRANSFORMERS):
         return NOT_HANDLED
@@ -126,10 +126,7 @@ def _lacks(tx: Any, given: Any, keys: tuple[str, ...]) -> bool:
 
 def _holds(given: dict[str, Any], *keys: str) -> bool:
     """Traced by Dynamo, so that a dict which the frame receives is guarded."""
-    for key in keys:
-        if key in given:
-            return True
-    return False
+    return any(key in given for key in keys)
 
 
 def _operator(trace: Trace, tx: Any, call: Call, given: dict[str, Any], sizes_of: SizesOf, operator: str) -> Any:
@@ -155,7 +152,7 @@ def _operator(trace: Trace, tx: Any, call: Call, given: dict[str, Any], sizes_of
     target = getattr(torch.ops.fxpasses, operator).default
     operands = (name, [tensor.as_proxy() for tensor in tensors.values()])
     proxy = tx.output.create_proxy("call_function", target, operands, {}, name=call.function.__name__)
-    found = wrap_fx_proxy(tx=tx, proxy=proxy)
+    found: Any = wrap_fx_proxy(tx=tx, proxy=proxy)
     return TupleVariable(found.items) if isinstance(results, tuple) else found.items[0]
 
 
