@@ -58,6 +58,20 @@ class Model(nn.Module):
     get_rope_index.__module__ = "transformers.models.toy"
 
 
+class FourAxes(Model):
+    """HunYuan-VL."""
+
+    def get_rope_index(self, input_ids: Tensor, kinds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        positions, deltas = Model.get_rope_index(self, input_ids, kinds)
+        return torch.cat([positions, positions[:1]]), deltas
+
+    get_rope_index.__module__ = "transformers.models.toy"
+
+
+def test_positions_of_any_number_of_axes() -> None:
+    assert graphs_of(FourAxes()) == 1
+
+
 class Longer(Model):
     def forward(self, kinds: Tensor, x: Tensor | None = None) -> Tensor:
         return super().forward(kinds)[:, : kinds.shape[1]]

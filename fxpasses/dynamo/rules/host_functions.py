@@ -179,11 +179,12 @@ def _sizes_of_grids(results: Any, given: dict[str, Tensor]) -> list[tuple[Size, 
 
 
 def _sizes_of_tokens(results: Any, given: dict[str, Tensor]) -> list[tuple[Size, ...]] | None:
-    """[3, B, T] and [B, 1] for `input_ids` of [B, T]."""
+    """[axes, B, T] and [B, 1] for `input_ids` of [B, T]."""
     tokens = given.get("input_ids")
     if tokens is None or tokens.ndim != 2 or not isinstance(results, tuple):
         return None
     place, (rows, columns) = [*given].index("input_ids"), tokens.shape
-    if [tuple(result.shape) for result in results] != [(3, rows, columns), (rows, 1)]:
+    axes = results[0].shape[0] if results and results[0].ndim else 0
+    if [tuple(result.shape) for result in results] != [(axes, rows, columns), (rows, 1)]:
         return None
-    return [(3, (place, 0), (place, 1)), ((place, 0), 1)]
+    return [(axes, (place, 0), (place, 1)), ((place, 0), 1)]
