@@ -324,3 +324,10 @@ def test_other_functions_are_left_to_dynamo(function: Callable[..., Any]) -> Non
     with fxpasses.inspect.record() as record:
         torch.testing.assert_close(outcome(compiled(program)), outcome(program), rtol=0, atol=0)
     assert served(record) == []
+
+
+def test_a_default_device_is_heeded() -> None:
+    x, grid = IMAGES[0]
+    with torch.device("meta"), fxpasses.inspect.record() as record:
+        found = compiled(lambda x, grid: x.sin() * frame_index(grid)[:1].numel() + len(x))(x, grid)
+    assert served(record) == [] and found.shape == x.shape

@@ -25,10 +25,10 @@ Two tables say what is served:
   the sizes of the tokens.
 
 Calls with arguments other than the batch's tensors and constants, or with results that have other sizes or require a
-gradient, are left to Dynamo.
+gradient, are left to Dynamo; so are those of functions where a default device is set.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, `GuardBuilder.ID_MATCH`, and `fn` of
-`UserFunctionVariable`. Seen in transformers 5.23.
+Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, `GuardBuilder.ID_MATCH`, `fn` of
+`UserFunctionVariable`, and `symbolic_torch_function_state`, the translator's modes. Seen in transformers 5.23.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
     called: Any = getattr(self, "fn", None)
     keys = _OF_GRIDS.get(getattr(called, "__qualname__", ""))
     if keys is None or not str(called.__module__).startswith(_TRANSFORMERS):
+        return NOT_HANDLED
+    if tx.symbolic_torch_function_state.in_torch_function_mode():  # a default device, where prologues have none
         return NOT_HANDLED
     given = _bound(inspect.signature(called), args, kwargs)
     if given is None or not _lacks(tx, given.pop("kwargs", None), keys):

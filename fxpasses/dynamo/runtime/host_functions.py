@@ -105,7 +105,7 @@ def host_function(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
     It runs once per batch, although guards and prologues are separate programs.
     """
-    what = (name, torch.get_default_dtype(), torch.get_default_device())
+    what = (name, torch.get_default_dtype())
     found = batch_cache.get(what, tensors)
     if found is None:
         state = State.of(tensors)
