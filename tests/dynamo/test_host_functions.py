@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpasses.inspect
+from fxpasses.dynamo.rules.module_reads import constants_read
 from fxpasses.inspect import Record
 from tests.support import assert_same, compiled, reports_of
 
@@ -24,6 +26,9 @@ BATCHES = [
     torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]]),
     torch.tensor([[1, 1, 1, 1, 0], [0, 1, 0, 1, 0]]),
 ]
+
+
+calls: list[Tensor] = []
 
 
 # `get_rope_index`
@@ -151,6 +156,86 @@ def test_each_model_has_its_own_positions() -> None:
     torch.testing.assert_close(first_program(BATCHES[0]), first(BATCHES[0]), rtol=0, atol=0)
 
 
+class Configured(Model):
+    """A constant, read by a method that the method calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vision=SimpleNamespace(scale=2))
+
+    def scaled(self, positions: Tensor, scale: int) -> Tensor:
+        calls.append(positions)
+        return positions * scale * self.config.vision.scale
+
+    def get_rope_index(self, input_ids: Tensor, kinds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        positions = torch.stack([torch.arange(len(row)) for row in kinds.tolist()]).expand(3, -1, -1)
+        return self.scaled(positions, 3), kinds.sum(1, keepdim=True)
+
+    get_rope_index.__module__ = "transformers.models.toy"
+
+
+def test_a_method_that_reads_constants_runs_once_per_batch() -> None:
+    model = Configured()
+    program = compiled(model, "aot_eager")
+    program(BATCHES[0])
+    calls.clear()
+    batch = BATCHES[1].clone()
+    results = [program(batch) for _ in range(2)]
+    assert len(calls) == 1
+    model.config.vision.scale = 5
+    for actual, expected in zip([*results, program(batch)], [2, 2, 5], strict=True):
+        model.config.vision.scale = expected
+        torch.testing.assert_close(actual, model(batch), rtol=0, atol=0)
+
+
+class Reads(nn.Linear):
+    """What methods may do with their module."""
+
+    table = [1]
+    size = 4
+
+    def constants(self, x: Tensor) -> Any:
+        return [x + self.size for _ in range(self.in_features)], self.training
+
+    def calls_another(self, x: Tensor) -> Any:
+        return self.constants(x), self.bias is None
+
+    def a_list(self, x: Tensor) -> Any:
+        return x + self.table[0]
+
+    def a_parameter(self, x: Tensor) -> Any:
+        return x + self.weight
+
+    def itself(self, x: Tensor) -> Any:
+        return getattr(self, "size")  # noqa: B009
+
+    def its_class(self, x: Tensor) -> Any:
+        return self.__class__.size
+
+    def calls_a_list(self, x: Tensor) -> Any:
+        return self.constants(x), self.a_list(x)
+
+    def writes(self, x: Tensor) -> None:
+        self.size = 5
+
+    def extends(self, x: Tensor) -> Any:
+        return super().extra_repr()
+
+
+@pytest.mark.parametrize("name", ["constants", "calls_another"])
+def test_constants_that_a_method_reads(name: str) -> None:
+    module = Reads(2, 2, bias=False)
+    found = constants_read(getattr(Reads, name), module)
+    assert found is not None and {("size",), ("in_features",), ("training",)} <= {*found}
+
+
+@pytest.mark.parametrize(
+    "name", ["a_list", "a_parameter", "itself", "its_class", "calls_a_list", "writes", "extends", "forward"]
+)
+def test_other_uses_of_a_module(name: str) -> None:
+    assert constants_read(getattr(Reads, name), Reads(2, 2)) is None
+
+
 def test_results_of_other_sizes_are_left_to_dynamo() -> None:
     assert graphs_of(Longer()) > 1
 
@@ -215,9 +300,6 @@ def test_images_of_any_number_and_size_are_one_graph() -> None:
     assert served(record) == ["get_vision_position_ids", "get_vision_cu_seqlens", "get_vision_window_index"]
     (report,) = reports_of(record)
     assert {"get_vision_position_ids", "get_vision_window_index"} <= {change.split()[0] for change in report.changes}
-
-
-calls: list[Tensor] = []
 
 
 def get_vision_frame_index(grid_thw: Tensor, scale: int = 1, kwargs: dict[str, Any] | None = None) -> Tensor:

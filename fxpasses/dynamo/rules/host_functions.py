@@ -46,10 +46,12 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables import ConstantVariable, ConstDictVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from fxpasses.dynamo.dispatch_state import as_in_new_thread
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.rules.bound_methods import BoundMethod
+from fxpasses.dynamo.rules.module_reads import Path, constants_read
 from fxpasses.dynamo.runtime.host_functions import Call, Look, Size, as_tuple, register
 from fxpasses.metadata.runtime.prologue import autocast_state
 
@@ -100,8 +102,11 @@ def method_of_model(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: An
         return NOT_HANDLED
     given = dict([*given.items()][1:])
     given |= given.pop("kwargs", {})
-    call = Call(bound.function, weakref.ref(bound.module), (), ())
-    result = _operator(trace, tx, call, given, _sizes_of_tokens, "host_method")
+    read = constants_read(bound.function, bound.module)
+    is_guarded = read is not None and all(_is_guarded(tx, bound.owner, path) for path in read)
+    operator = "host_function" if is_guarded else "host_method"
+    call = Call(bound.function, weakref.ref(bound.module), (), (), read=tuple((read or {}).items()))
+    result = _operator(trace, tx, call, given, _sizes_of_tokens, operator)
     if result is not NOT_HANDLED:
         install_guard(bound.source.make_guard(GuardBuilder.ID_MATCH))
     return result
@@ -129,6 +134,19 @@ def _lacks(tx: Any, given: Any, keys: tuple[str, ...]) -> bool:
 def _holds(given: dict[str, Any], *keys: str) -> bool:
     """Traced by Dynamo, so that a dict which the frame receives is guarded."""
     return any(key in given for key in keys)
+
+
+def _is_guarded(tx: Any, owner: Any, path: Path) -> bool:
+    """Have Dynamo read an attribute, and so guard it. It may make a symbol of an integer, which holds for others."""
+    names = [ConstantVariable.create(name) for name in path]
+    value = UserFunctionVariable(cast(FunctionType, _read)).call_function(tx, [owner, *names], {})
+    return not isinstance(value.realize(), SymNodeVariable)
+
+
+def _read(value: Any, *names: str) -> Any:
+    for name in names:
+        value = getattr(value, name)
+    return value
 
 
 def _operator(trace: Trace, tx: Any, call: Call, given: dict[str, Any], sizes_of: SizesOf, operator: str) -> Any:

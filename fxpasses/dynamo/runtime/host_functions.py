@@ -47,7 +47,7 @@ class Look:
 class Call:
     """A function, the names of its tensor arguments, its other arguments by name, and its results.
 
-    model: the first argument of a method; None for a function.
+    model: the first argument of a method; None for a function. read: constants that a method reads of its model.
     """
 
     function: Callable[..., Any]
@@ -55,6 +55,7 @@ class Call:
     names: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     looks: tuple[Look, ...] = ()
+    read: tuple[Any, ...] = ()
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         owner = () if self.model is None else (self.model(),)
@@ -69,8 +70,8 @@ _process = uuid.uuid4().hex  # part of each name, so that no cache on disk gives
 def register(call: Call) -> str:
     """The name of a call, valid until its model is gone."""
     for name, known in _calls.items():
-        if known == call and repr(known.constants) == repr(call.constants):  # 1, 1.0 and True are equal
-            return name
+        if known == call and repr((known.constants, known.read)) == repr((call.constants, call.read)):
+            return name  # not every equal call: 1, 1.0 and True are equal
     name = f"{_process}:{next(_numbers)}"
     _calls[name] = call
     if call.model is not None:
