@@ -25,7 +25,7 @@ Two tables say what is served:
   the sizes of the tokens.
 
 Calls with arguments other than the batch's tensors and constants, or with results that have other sizes or require a
-gradient, are left to Dynamo; so are those of functions where a default device is set.
+gradient, are left to Dynamo; so are those of functions where a default device is set, and methods run in each step.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: those of the handlers' sites, `GuardBuilder.ID_MATCH`, `fn` of
 `UserFunctionVariable`, and `symbolic_torch_function_state`, the translator's modes. Seen in transformers 5.23.
@@ -84,7 +84,7 @@ def function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
     keys = _OF_GRIDS.get(getattr(called, "__qualname__", ""))
     if keys is None or not str(called.__module__).startswith(_TRANSFORMERS):
         return NOT_HANDLED
-    if tx.symbolic_torch_function_state.in_torch_function_mode():  # a default device, where prologues have none
+    if _has_default_device(tx):
         return NOT_HANDLED
     given = _bound(inspect.signature(called), args, kwargs)
     if given is None or not _lacks(tx, given.pop("kwargs", None), keys):
@@ -101,8 +101,11 @@ def method_of_model(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: An
     if given is None:
         return NOT_HANDLED
     given = dict([*given.items()][1:])
-    given |= given.pop("kwargs", {})
-    read = constants_read(bound.function, bound.module)
+    further = given.pop("kwargs", {})
+    if not isinstance(further, dict):
+        return NOT_HANDLED
+    given |= further
+    read = constants_read(bound.function, bound.module) if not _has_default_device(tx) else None
     is_guarded = read is not None and all(_is_guarded(tx, bound.owner, path) for path in read)
     operator = "host_function" if is_guarded else "host_method"
     call = Call(bound.function, weakref.ref(bound.module), (), (), read=tuple((read or {}).items()))
@@ -110,6 +113,11 @@ def method_of_model(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: An
     if result is not NOT_HANDLED:
         install_guard(bound.source.make_guard(GuardBuilder.ID_MATCH))
     return result
+
+
+def _has_default_device(tx: Any) -> bool:
+    """Whether a default device is set, which prologues have not; or another mode that changes functions of torch."""
+    return tx.symbolic_torch_function_state.in_torch_function_mode()
 
 
 def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any] | None:
