@@ -116,11 +116,11 @@ class Feature(enum.Enum):
         "`torch.mm(..., out=...)` into memory that is not contiguous breaks the graph",
         until="functionalization keeps the strides of `out=` arguments",
     )
-    ROPE = _Line(
-        "positions of images",
-        _rule("rope_indices"),
-        "`get_rope_index` of vision-language models breaks the graph",
-        until="transformers computes the positions by tensor operations",
+    HOST = _Line(
+        "functions of metadata",
+        _rule("host_functions"),
+        "positions and windows of images break the graph, or are compiled anew for each batch",
+        until="transformers computes them by tensor operations, or before the model",
     )
     CTC = _Line(
         "CTC losses",

@@ -52,6 +52,7 @@ _OWN = frozenset(
         "fxpasses::attended_rows",
         "fxpasses::attention_plan",
         "fxpasses::earlier_pairs",
+        "fxpasses::host_function",
         "fxpasses::live_rows",
         "fxpasses::loss_in_chunks",
         "fxpasses::plan_of_rows",

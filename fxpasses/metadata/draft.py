@@ -154,7 +154,8 @@ class _Builder:
         if self.on_device and entry.number not in self.exact:
             return False
         if entry.kind == "item":
-            return entry.base is None and self.table.entries[entry.operands[0].number].read
+            whole = self.table.entries[entry.operands[0].number]
+            return entry.base is None and (whole.read or operator_of(whole.node) in _ASKING)
         return (entry.read or operator_of(entry.node) in _ASKING) and not isinstance(entry.fake, (tuple, list))
 
     def _imports(self, device_wanted: list[Ref]) -> list[Ref]:
@@ -207,7 +208,9 @@ _ROUNDED_ALIKE = frozenset(
 )  # fmt: skip
 _ASKS_WHETHER_HIDDEN = "fxpasses::visible_pairs"  # of a mask's 0 and least value: rounding never makes one the other
 # Operators that read numbers from their operands, so that on a device each call would wait.
-_ASKING = frozenset({_ASKS_WHETHER_HIDDEN, "fxpasses::attended_rows", "fxpasses::rows_attended_from"})
+_ASKING = frozenset(
+    {_ASKS_WHETHER_HIDDEN, "fxpasses::attended_rows", "fxpasses::host_function", "fxpasses::rows_attended_from"}
+)
 
 
 def _exact_entries(table: ValueTable, numbers: Iterable[int]) -> set[int]:

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxpasses.attention.runtime.operators  # noqa: F401 - registers operators
 from bench.cases.traced_decoder import Tracer
+from fxpasses.dynamo.runtime.host_functions import Call, Look, register
 from fxpasses.metadata.hoist_metadata import HoistMetadata
 from fxpasses.metadata.program import Program
 from fxpasses.options import Options
@@ -128,6 +129,29 @@ def test_metadata_without_numbers_stays_on_the_device():
     program = program_of(build)
     assert program.host_inputs == () and targets(program.host) == []
     assert targets(program.device) == ["cumsum", "sum"]
+
+
+def positions(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([torch.arange(length, device=lengths.device) for length in lengths.tolist()]), lengths * 2
+
+
+def test_a_function_of_metadata_runs_on_the_host():
+    """It would wait for the device at each number that it reads."""
+    looks = (Look((None,), torch.int64, DEVICE), Look(((0, 0),), torch.int64, DEVICE))
+    name = register(Call(positions, None, ("lengths",), (), looks))
+
+    def build(t, x, lengths):
+        found = t.function(torch.ops.fxpasses.host_function.default, name, [lengths])
+        for place in range(2):
+            x = t.function(
+                operator.mul, x, t.method("sum", t.method("float", t.function(operator.getitem, found, place)))
+            )
+        return x
+
+    program = program_of(build)
+    assert targets(program.host)[0].startswith("host_function") and program.device_inputs == ()
+    assert not any(target.startswith("host_function") for target in targets(program.device))
+    assert run_on_cpu(program, torch.tensor([5, 4, 3])) == [10 + 6 + 3, 24]
 
 
 def test_a_copy_on_the_host_is_not_written_through():

@@ -15,11 +15,12 @@ from torch.nn import Module
 
 @dataclass(frozen=True)
 class BoundMethod:
-    """source: None for a module that the frame made itself."""
+    """owner: Dynamo's variable of the module. source: None for a module that the frame made itself."""
 
     function: Callable[..., Any]
     module: Module
     source: Any
+    owner: Any
 
     @classmethod
     def of(cls, variable: Any) -> BoundMethod | None:
@@ -30,7 +31,7 @@ class BoundMethod:
         module = getattr(owner, "value", None)
         if function is None or not isinstance(module, Module):
             return None
-        return cls(function, module, getattr(owner, "source", None))
+        return cls(function, module, getattr(owner, "source", None), owner)
 
     def is_defined_in(self, modules: str | tuple[str, ...], *names: str) -> bool:
         """Whether the function has one of `names` and its Python module's name begins with one of `modules`."""
