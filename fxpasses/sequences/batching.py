@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
+from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of, swaps_last_dimensions
 from fxpasses.graph.symbols import constant, expression
 from fxpasses.graph.traits import CASTS, COMPARISONS, COPIES, RESHAPES, is_pointwise
 
@@ -33,6 +33,12 @@ _KEEPS = CASTS | COPIES | {"alias", "type_as"}
 _NORMS = frozenset({"layer_norm", "rms_norm"})
 _SIZES = frozenset({"add", "floor_divide", "getattr", "getitem", "mul", "numel", "size", "sub", "sym_size"})
 _SPLITS = frozenset({"chunk", "split", "unbind"})
+_REARRANGES = frozenset({"getitem", "narrow", "permute", "squeeze", "transpose", "unsqueeze"})
+# Losses of rows, and what they take besides `input`, `target` and `reduction`.
+_LOSSES = {
+    "cross_entropy": {"ignore_index"}, "l1_loss": set(), "mse_loss": set(), "nll_loss": {"ignore_index"},
+    "smooth_l1_loss": {"beta"},
+}  # fmt: skip
 
 
 class Unbatched(Exception):
@@ -138,16 +144,17 @@ class Batching:
 
     def _rule(self, node: Node, name: str) -> Batched:
         call = OperatorCall.of(node)
-        kinds = {len(self.known[o].dims) for o in node.all_input_nodes if o in self.known}
-        if not kinds:
+        if not any(operand in self.known for operand in node.all_input_nodes):
             raise Unbatched(f"`{name}` makes a tensor of a part's size")
         if name == "scaled_dot_product_attention":
             return self._attention(node, call)
         if is_pointwise(name) or name in _KEEPS or (name == "dropout" and _keeps_all(call)):
-            return self._pointwise(node, call, name)
+            return self._pointwise(node, name)
         first = call.argument("input", node.args[0] if node.args else None)
         if not isinstance(first, Node) or first not in self.known:
             raise Unbatched(f"`{name}` of something else than a part")
+        if name in _LOSSES:
+            return self._loss(node, call, name, first)
         others = [o for o in node.all_input_nodes if o in self.known and o is not first]
         if name in ("matmul", "bmm", "mm", "linear"):
             return self._product(node, call, name)
@@ -163,17 +170,17 @@ class Batching:
             many = len(over) if isinstance(over, (tuple, list, torch.Size)) else 1
             if any(at >= len(self.shape(first)) - many for at in state.dims):
                 raise Unbatched(f"`{name}` over the rows of a part")
-            return self._as_it_is(node, state.dims, state)
+            return self._as_it_is(node, state.dims)
         if name in RESHAPES | {"expand"}:
             return self._reshaped(node, call, name, first, state)
-        if name in ("transpose", "permute", "unsqueeze", "squeeze", "getitem", "narrow"):
+        if name in _REARRANGES or swaps_last_dimensions(node):
             return self._rearranged(node, call, name, first, state)
         raise Unbatched(f"`{name}` has no rule for parts")
 
-    def _as_it_is(self, node: Node, dims: tuple[int, ...], state: Batched, hides: bool = False) -> Batched:
+    def _as_it_is(self, node: Node, dims: tuple[int, ...]) -> Batched:
         """The same call, on all rows."""
         args, kwargs = self._arguments(node)
-        return Batched(self.graph.emit(node.target, *args, **kwargs), dims, hides)
+        return Batched(self.graph.emit(node.target, *args, **kwargs), dims)
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def replaced(operand: Node) -> Any:
@@ -187,46 +194,49 @@ class Batching:
 
         return map_arg(node.args, replaced), map_arg(node.kwargs, replaced)
 
-    def _pointwise(self, node: Node, call: OperatorCall, name: str) -> Batched:
-        dims = self.dims_of(node)
-        ndim = len(self.shape(node))
-        operands = [o for o in node.all_input_nodes if o in self.known]
-        hides = len(dims) == 2 and all(self.known[o].hides for o in operands) and name in _KEEPS | {"dropout", "mul"}
-        if hides and name == "mul" and any(isinstance(o, Node) and o not in self.known for o in node.args):
-            hides = False  # it may be infinite
-        fitted = {o: self._fitted(o, dims, ndim) for o in node.all_input_nodes}
-        if any(o in self.numbers for o in node.all_input_nodes):
-            raise Unbatched(f"`{name}` of a part's size")
-        args = map_arg(node.args, fitted.__getitem__)
-        kwargs = map_arg(node.kwargs, fitted.__getitem__)
+    def _pointwise(self, node: Node, name: str) -> Batched:
+        dims, ndim = self.dims_of(node), len(self.shape(node))
+        known = [self.known[operand] for operand in node.all_input_nodes if operand in self.known]
+        hides = len(dims) == 2 and name in _KEEPS | {"dropout"} and all(state.hides for state in known)
+        fitted = {operand: self._fitted(operand, dims, ndim) for operand in node.all_input_nodes}
+        args, kwargs = (map_arg(given, fitted.__getitem__) for given in (node.args, node.kwargs))
         return Batched(self.graph.emit(node.target, *args, **kwargs), dims, hides)
 
     def _fitted(self, operand: Node, dims: tuple[int, ...], ndim: int) -> Node:
-        """An operand of an elementwise operator, whose result has some dimensions of rows, so that it broadcasts."""
-        if operand not in self.known:
-            example = operand.meta.get("example_value")
+        """An operand of an elementwise operator, so that it broadcasts to the result.
+
+        dims: the result's dimensions of rows. ndim: how many it has for one part.
+        """
+        example = operand.meta.get("example_value")
+        if operand in self.numbers:
+            if expression(example) != self._size:
+                raise Unbatched("a number that is computed from a part's size")
+            state, own = Batched(self.graph.lengths(), ()), 0
+        elif operand not in self.known:
             if not dims and isinstance(example, Tensor) and example.ndim > ndim:
                 raise Unbatched("an operand has more dimensions than its result")
             return operand
-        state = self.known[operand]
-        own = len(self.shape(operand))
-        if state.dims or not isinstance(operand.meta.get("example_value"), Tensor):
-            return state.node
-        if dims:  # the value of its part for each row
-            if len(dims) > 1:
-                raise Unbatched("a value of each part is combined with pairs of rows")
-            found = self.graph.emit(torch.index_select, state.node, 0, self.graph.ids())
-            at = dims[0] - (ndim - own)
-            if at >= 0:  # its dimension of size 1
-                found = self.graph.emit(torch.squeeze, found, at + 1)
-                return self.graph.emit(torch.movedim, found, 0, at)
-            for _ in range(-at - 1):
-                found = self.graph.emit(torch.unsqueeze, found, 1)
-            return found
+        else:
+            state, own = self.known[operand], len(self.shape(operand))
         found = state.node
-        for _ in range(ndim - own):
-            found = self.graph.emit(torch.unsqueeze, found, 1)
-        return found
+        if state.dims:
+            return found
+        if not dims:
+            return self._unsqueezed(found, ndim - own)
+        if len(dims) > 1:
+            raise Unbatched("a value of each part is combined with pairs of rows")
+        found = self.graph.emit(torch.index_select, found, 0, self.graph.ids())  # for each row, that of its part
+        at = dims[0] - (ndim - own)
+        if at < 0:
+            return self._unsqueezed(found, -at - 1)
+        found = self.graph.emit(torch.squeeze, found, at + 1)  # its dimension of size 1
+        return self.graph.emit(torch.movedim, found, 0, at)
+
+    def _unsqueezed(self, node: Node, times: int) -> Node:
+        """With dimensions of size 1 behind the first one."""
+        for _ in range(times):
+            node = self.graph.emit(torch.unsqueeze, node, 1)
+        return node
 
     def _product(self, node: Node, call: OperatorCall, name: str) -> Batched:
         dims = self.dims_of(node)
@@ -243,7 +253,7 @@ class Batching:
             if name == "mm":  # one value for each part has a dimension more
                 args, kwargs = self._arguments(node)
                 return Batched(self.graph.emit(torch.matmul, *args, **kwargs), dims)
-            return self._as_it_is(node, dims, state)
+            return self._as_it_is(node, dims)
         if one not in self.known or name == "linear":
             raise Unbatched(f"`{name}` with a part as the weight")
         a, b = self.known[one], self.known[other]
@@ -251,9 +261,9 @@ class Batching:
         if ndim < 2 or len(self.shape(other)) != ndim or len(self.shape(node)) != ndim:
             raise Unbatched(f"`{name}` of other dimensions")
         if a.dims == (ndim - 2,) and b.dims == (ndim - 1,):  # queries by keys
-            return self._as_it_is(node, dims, a)
+            return self._as_it_is(node, dims)
         if a.dims == (ndim - 2, ndim - 1) and b.dims == (ndim - 2,) and a.hides:  # weights by values
-            return self._as_it_is(node, dims, a)
+            return self._as_it_is(node, dims)
         raise Unbatched(f"`{name}` sums over the rows of a part")
 
     def _attention(self, node: Node, call: OperatorCall) -> Batched:
@@ -296,46 +306,67 @@ class Batching:
         return Batched(self.graph.emit(target, state.node, dim=dim, **kwargs), state.dims)
 
     def _reduced(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
-        shape = self.shape(first)
-        ndim = len(shape)
-        if not first.meta["example_value"].is_floating_point() or call.argument("dtype") is not None:
-            raise Unbatched(f"`{name}` in another dtype")
-        dims = call.argument("dim")
-        over = range(ndim) if dims is None else [dims] if type(dims) is int else dims
-        if not over or any(type(dim) is not int for dim in over):
-            over = range(ndim)
-        keep = bool(call.argument("keepdim", False))
-        chosen = sorted({dim % ndim for dim in over})
-        rows = [at for at in chosen if at in state.dims]
+        ndim, dims = len(self.shape(first)), call.argument("dim")
+        over = range(ndim) if dims is None or dims == () else [dims] if type(dims) is int else dims
+        fits = first.meta["example_value"].is_floating_point() and call.argument("dtype") is None
+        if not fits or not isinstance(over, (range, list, tuple)) or any(type(dim) is not int for dim in over):
+            raise Unbatched(f"`{name}` in another dtype, or over unknown dimensions")
+        return self._reduce(name, state, ndim, sorted({dim % ndim for dim in over}), bool(call.argument("keepdim")))
+
+    def _reduce(self, name: str, state: Batched, ndim: int, over: list[int], keep: bool) -> Batched:
+        """The sum or the mean over some dimensions, of `ndim` that a part's has."""
+        rows = [dim for dim in over if dim in state.dims]
         if rows and len(state.dims) > 1:
             raise Unbatched(f"`{name}` over pairs of rows")
-        found, target = state.node, getattr(torch, name)
-        others = [dim - ndim for dim in chosen if dim not in rows]
+        found, others = state.node, [dim - ndim for dim in over if dim not in rows]
         if others:
-            found = self.graph.emit(target, found, dim=others, keepdim=True)
+            found = self.graph.emit(getattr(torch, name), found, dim=others, keepdim=True)
         if rows:
             found = self._segment_sum(found, rows[0])
             if name == "mean":
-                sizes = self.graph.lengths()
-                for _ in range(ndim):
-                    sizes = self.graph.emit(torch.unsqueeze, sizes, -1)
+                sizes = self._unsqueezed(self.graph.lengths(), ndim)
                 found = self.graph.emit(torch.div, found, sizes)
-        # of each part, [n, ..., 1, ...]; of rows, [..., 1, ...]
         each = not state.dims or bool(rows)
-        if not keep:
-            for dim in reversed(chosen):
-                found = self.graph.emit(torch.squeeze, found, dim + each)
-        kept = tuple(at - (0 if keep else sum(dim < at for dim in chosen)) for at in state.dims if at not in rows)
+        for dim in reversed(over if not keep else ()):
+            found = self.graph.emit(torch.squeeze, found, dim + each)
+        kept = tuple(at - (0 if keep else sum(dim < at for dim in over)) for at in state.dims if at not in rows)
         return Batched(found, kept)
 
     def _segment_sum(self, node: Node, dim: int) -> Node:
         """[..., T, ...] to [n, ..., 1, ...]: the sum over the rows of each part, in dimension `dim`."""
         example = node.meta["example_value"]
-        moved = self.graph.emit(torch.movedim, node, dim, 0)
         sizes = [_constant(node, size) for at, size in enumerate(example.shape) if at != dim]
-        zeros = self.graph.emit("new_zeros", node, [self.graph.count, *sizes])
+        narrow = example.dtype in (torch.float16, torch.bfloat16)  # which `sum` adds in float32
+        moved = self.graph.emit(torch.movedim, node, dim, 0)
+        if narrow:
+            moved = self.graph.emit("float", moved)
+        zeros = self.graph.emit("new_zeros", moved, [self.graph.count, *sizes])
         found = self.graph.emit(torch.index_add, zeros, 0, self.graph.ids(), moved)
-        return self.graph.emit(torch.unsqueeze, found, dim + 1)
+        found = self.graph.emit(torch.unsqueeze, found, dim + 1)
+        return self.graph.emit("to", found, example.dtype) if narrow else found
+
+    def _loss(self, node: Node, call: OperatorCall, name: str, first: Node) -> Batched:
+        """The loss of the rows of each part, for logits [u, C] or predictions [u, ...]."""
+        how, target = call.argument("reduction", "mean"), call.argument("target")
+        if not call.has_only("input", "target", "reduction", *_LOSSES[name]) or how not in ("mean", "sum", "none"):
+            raise Unbatched(f"`{name}` with other options")
+        if target not in self.known or self.known[target].dims != (0,) or self.known[first].dims != (0,):
+            raise Unbatched(f"`{name}` of something else than rows of parts")
+        options = {parameter: call.argument(parameter) for parameter in _LOSSES[name]}
+        options = {parameter: value for parameter, value in options.items() if value is not None}
+        operands = self.known[first].node, self.known[target].node
+        losses = Batched(self.graph.emit(getattr(F, name), *operands, reduction="none", **options), (0,))
+        ndim = losses.node.meta["example_value"].ndim
+        if how == "none":
+            return losses
+        if how == "sum" or "ignore_index" not in _LOSSES[name]:
+            return self._reduce(how, losses, ndim, list(range(ndim)), keep=False)
+        if ndim != 1 or not operands[1].meta["example_value"].dtype.is_floating_point is False:
+            raise Unbatched(f"`{name}` of something else than logits of rows")
+        counted = self.graph.emit(torch.ne, operands[1], options.get("ignore_index", -100))
+        counted = self.graph.emit("to", counted, losses.node.meta["example_value"].dtype)
+        total, count = (self._reduce("sum", Batched(n, (0,)), 1, [0], keep=False) for n in (losses.node, counted))
+        return Batched(self.graph.emit(torch.div, total.node, count.node), ())
 
     def _reshaped(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
         dims = self.dims_of(node)
@@ -343,33 +374,30 @@ class Batching:
         if len(state.dims) > 1 or bool(state.dims) != bool(dims):
             raise Unbatched(f"`{name}` mixes rows with other dimensions")
         if not dims:
-            found = state.node
-            for _ in range(len(after) - len(before) if name == "expand" else 0):
-                found = self.graph.emit(torch.unsqueeze, found, 1)
+            found = self._unsqueezed(state.node, len(after) - len(before) if name == "expand" else 0)
             sizes = [self.graph.count, *(_constant(node, size) for size in after)]
             return Batched(self.graph.emit("expand" if name == "expand" else "reshape", found, sizes), ())
         at, to = state.dims[0], dims[0]
-        same = at - len(before) == to - len(after) if name == "expand" else _product(before[:at]) == _product(after[:to])
+        same = (
+            at - len(before) == to - len(after) if name == "expand" else _product(before[:at]) == _product(after[:to])
+        )
         if not same:
             raise Unbatched(f"`{name}` mixes rows with other dimensions")
-        return self._as_it_is(node, dims, state)
+        return self._as_it_is(node, dims)
 
     def _rearranged(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
         ndim = len(self.shape(first))
-        each = not state.dims
-        if name == "transpose":
-            pair = [call.argument(n) % ndim for n in ("dim0", "dim1")]
-            order = list(range(ndim))
-            order[pair[0]], order[pair[1]] = order[pair[1]], order[pair[0]]
-        elif name == "permute":
+        order = list(range(ndim))
+        if name == "permute":
             order = [dim % ndim for dim in call.sequence("dims")]
+        elif name == "transpose" or swaps_last_dimensions(node):
+            pair = (call.argument("dim0"), call.argument("dim1")) if name == "transpose" else (-2, -1)
+            order[pair[0]], order[pair[1]] = order[pair[1]], order[pair[0]]
         else:
             return self._indexed(node, call, name, first, state)
         dims = tuple(sorted(order.index(at) for at in state.dims))
-        if each:
+        if not state.dims:
             order = [0, *(at + 1 for at in order)]
-        if len(state.dims) == 2 and order.index(state.dims[0]) > order.index(state.dims[1]) and state.hides:
-            return Batched(self.graph.emit(torch.permute, state.node, order), dims, state.hides)
         return Batched(self.graph.emit(torch.permute, state.node, order), dims, state.hides)
 
     def _indexed(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
@@ -392,7 +420,9 @@ class Batching:
             dim = call.argument("dim") % ndim
             if dim in state.dims:
                 raise Unbatched("a slice of a part")
-            found = self.graph.emit(torch.narrow, state.node, dim + each, call.argument("start"), call.argument("length"))
+            found = self.graph.emit(
+                torch.narrow, state.node, dim + each, call.argument("start"), call.argument("length")
+            )
             return Batched(found, state.dims)
         if name != "getitem":
             raise Unbatched(f"`{name}` has no rule for parts")
@@ -417,7 +447,9 @@ class Batching:
                 if part != slice(None):
                     raise Unbatched("a slice of a part")
                 dims.append(out)
-            elif isinstance(part, slice) and any(isinstance(bound, Node) for bound in (part.start, part.stop, part.step)):
+            elif isinstance(part, slice) and any(
+                isinstance(bound, Node) for bound in (part.start, part.stop, part.step)
+            ):
                 raise Unbatched("a slice that is no constant")
             out += not isinstance(part, int)
             at += 1

@@ -19,7 +19,7 @@ from fxpasses.dynamo.hints import BUILTIN
 from fxpasses.dynamo.interceptions import NOT_HANDLED, TRANSLATOR, Handlers, Proceed, method, opcodes
 from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
 from fxpasses.dynamo.trace import Trace
-from fxpasses.experts.capture.speculation import born
+from fxpasses.experts.capture.speculation import born, is_running
 from fxpasses.graph.values import Tensor as TensorValue
 from fxpasses.sequences import lists
 from fxpasses.sequences.joining import cat, pad_sequence, stack, total
@@ -41,6 +41,13 @@ handlers = Handlers()
 
 def changed(trace: Trace) -> None:
     trace.state(Sequences).changed()
+
+
+def close(trace: Trace) -> None:
+    """Raise `Unrolled` if the graph is complete inside of a loop."""
+    loop = trace.state(Sequences).open
+    if loop is not None:
+        loop.refuse("the frame returns from it")
 
 
 # Lists of the batch's numbers, and what they cut
@@ -104,7 +111,9 @@ def _split(trace: Trace, proceed: Proceed, tx: Any, args: Any, kwargs: Any, read
     """`tensor.split(sizes, dim)`."""
     given = dict(zip(("tensor", "sizes", "dim"), args, strict=False))
     for name, value in kwargs.items():
-        given[{"split_size_or_sections": "sizes", "split_size": "sizes", "split_sizes": "sizes"}.get(name, name)] = value
+        given[{"split_size_or_sections": "sizes", "split_size": "sizes", "split_sizes": "sizes"}.get(name, name)] = (
+            value
+        )
     found = {name: value.realize() for name, value in given.items()}
     tensor, sizes, dim = found.get("tensor"), found.get("sizes"), found.get("dim", ConstantVariable.create(0))
     if type(sizes) is not Sizes or not isinstance(tensor, TensorVariable) or not dim.is_python_constant():
@@ -133,13 +142,19 @@ def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwarg
         if _opname(tx, 0) != "GET_ITER" or not _loops(trace, tx, 1, args):
             return NOT_HANDLED
         return PartIterator(trace.state(Sequences), [arg.realize() for arg in args], is_zip=True)
-    if len(args) == 1 and not kwargs and _is_of_parts(args[0]):
-        value = args[0].realize()
-        if self.fn is len:
-            return value.lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
-        if self.fn is sum and type(value) is Results:
-            return total(trace.state(Sequences), tx, value)
+    is_padding = tx.f_code is torch.nn.utils.rnn.pad_sequence.__code__
+    if self.fn is tuple and is_padding and len(args) == 1 and type(args[0].realize()) in (Parts, Results):
+        return args[0].realize()
+    if self.fn is len and len(args) == 1 and _is_of_parts(args[0]):
+        return args[0].realize().lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
     return NOT_HANDLED
+
+
+@handlers.at(method("torch._dynamo.variables.functions.PolyfilledFunctionVariable", "call_function"))
+def polyfilled(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    if self.fn is not sum or len(args) != 1 or kwargs or type(args[0].realize()) is not Results:
+        return NOT_HANDLED
+    return total(trace.state(Sequences), tx, args[0])
 
 
 @handlers.at(opcodes("GET_ITER"), order=2)
@@ -195,7 +210,7 @@ def _opname(tx: Any, after: int) -> str:
 def list_append(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     loop = trace.state(Sequences).open
     made = tx.stack[-1 - inst.argval].realize() if loop is not None else None
-    if loop is None or type(made) is not ListVariable or born(made) >= loop.born:
+    if loop is None or not isinstance(made, ListVariable) or born(made) >= loop.born:
         return NOT_HANDLED
     loop.append(made, tx.pop())
     return None
@@ -204,9 +219,7 @@ def list_append(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
 @handlers.at(method("torch._dynamo.variables.lists.ListVariable", "call_method"), order=2)
 def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
     loop = trace.state(Sequences).open
-    if loop is None or name != "append" or len(args) != 1 or kwargs or type(self) is not ListVariable:
-        return NOT_HANDLED
-    if born(self) >= loop.born:
+    if loop is None or name != "append" or len(args) != 1 or kwargs or born(self) >= loop.born:
         return NOT_HANDLED
     loop.append(self, args[0])
     return ConstantVariable.create(None)
@@ -222,4 +235,7 @@ def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: A
 def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
     if trace.unrolled:
         trace.state(Sequences).refuse(why="its parts may answer a question differently")
+    loop = trace.state(Sequences).open
+    if loop is not None and not is_running(loop.tx, tx):
+        loop.refuse("its function returns from it")
     return NOT_HANDLED

@@ -47,7 +47,7 @@ def pad_sequence(
     sequences: Sequences, tx: Any, tensors: Any, batch_first: Any = None, padding_value: Any = None, side: Any = None
 ) -> Any:
     found, writer, value = _whole(sequences, tx, tensors)
-    if value.dims != (0,) or side is not None:
+    if value.dims != (0,) or (side is not None and side.as_python_constant() != "right"):
         sequences.refuse(found.lengths.place, why="something else than rows is padded")
     rows, ids, lengths = writer.local(value.variable), writer.ids(), writer.lengths()
     longest = writer.number(writer.emit(torch.amax, lengths))
@@ -60,7 +60,8 @@ def pad_sequence(
     whole = writer.emit("new_full", rows, [writer.count, longest, *sizes], fill)
     result = writer.emit(torch.index_put, whole, [ids, places], rows)
     if batch_first is None or not batch_first.as_python_constant():
-        result = writer.emit(torch.clone, writer.emit(torch.transpose, result, 0, 1), memory_format=torch.contiguous_format)
+        result = writer.emit(torch.transpose, result, 0, 1)
+        result = writer.emit(torch.clone, result, memory_format=torch.contiguous_format)
     return writer.variables[result]
 
 

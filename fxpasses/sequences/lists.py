@@ -52,8 +52,8 @@ class _Unread:
 
     @items.setter
     def items(self, items: list[Any]) -> None:
-        self.__class__ = self.plain
-        for name in self._fields & self.__dict__.keys():
+        fields, self.__class__ = self._fields, self.plain
+        for name in fields & self.__dict__.keys():
             del self.__dict__[name]
         self.items = items
 
@@ -76,10 +76,29 @@ class Parts(_Unread, TupleVariable):
     dim: int
 
 
-class Results(ListVariable):
-    """A list to which a loop over parts has appended one value for each. whole: that of all parts.
+class Watched(ListVariable):
+    """A list that was empty when a loop began, to which its body may append. is_read: whether anything has read it."""
 
-    refuse: raises, and has the frame traced again with the loop unrolled.
+    _nonvar_fields = {"is_read", *ListVariable._nonvar_fields}
+    is_read: bool
+
+    @property
+    def items(self) -> list[Any]:
+        self.is_read = True
+        found: list[Any] = self.__dict__["items"]
+        return found
+
+    @items.setter
+    def items(self, items: list[Any]) -> None:
+        self.is_read = True
+        self.__dict__["items"] = items
+
+
+class Results(ListVariable):
+    """A list to which a loop over parts appends one value for each.
+
+    whole: that of all parts (`batching.py`); None while the body is traced. refuse: raises, and has the frame traced
+    again with the loop unrolled.
     """
 
     _nonvar_fields = {"lengths", "whole", "refuse", *ListVariable._nonvar_fields}
@@ -112,8 +131,20 @@ def _unread(variable: Any, kind: type, **fields: Any) -> Any:
     return variable
 
 
-def hold_results(variable: Any, lengths: Lengths, whole: Any, refuse: Callable[[str], Any]) -> None:
-    """Turn one of Dynamo's lists into `Results`."""
-    del variable.__dict__["items"]
+def watch(variable: Any) -> None:
+    """Turn one of Dynamo's empty lists into `Watched`."""
+    variable.is_read, variable.__class__ = False, Watched
+
+
+def unwatch(variable: Any) -> None:
+    """Make a list Dynamo's own again, unless it has become `Results`."""
+    if type(variable) is Watched:
+        variable.__class__ = ListVariable
+        del variable.is_read
+
+
+def expect_results(variable: Any, lengths: Lengths, refuse: Callable[[str], Any]) -> None:
+    """Turn a watched list into `Results`."""
+    del variable.__dict__["items"], variable.is_read
     variable.__class__ = Results
-    variable.lengths, variable.whole, variable.refuse = lengths, whole, refuse
+    variable.lengths, variable.whole, variable.refuse = lengths, None, refuse

@@ -24,14 +24,19 @@ import torch
 from torch._dynamo.variables import ConstantVariable, TupleVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.iter import IteratorVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx import Node, Proxy
 from torch.fx.node import map_aggregate
 
+from fxpasses.base.containment import error_text
+from fxpasses.dynamo.dynamo_names import DynamoNames
 from fxpasses.dynamo.failures import Unrolled
 from fxpasses.dynamo.trace import PartSize, Trace
 from fxpasses.experts.capture.liveness import live_at
-from fxpasses.experts.capture.speculation import now
+from fxpasses.experts.capture.speculation import born, now
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import impurity
 from fxpasses.graph.symbols import expression
 from fxpasses.sequences import lists, operators  # noqa: F401 (registers the operators)
@@ -103,6 +108,7 @@ class Loop:
         self.graph = tx.output.current_tracer.graph
         self.effects = self._effects()
         self.born = now()
+        self.watched: list[Any] = []  # empty lists
         self.appended: dict[int, tuple[Any, list[Any]]] = {}  # by id: the list, and what the body has appended
         self.spoiled = False  # whether the body has changed Python's state
 
@@ -129,6 +135,9 @@ class Loop:
         self.sequences.trace.sizes_of_parts[self.symbol] = PartSize(frozenset(self.places), self._extremes)
         elements = [self._element(value, size) for value in self.over]
         self.sequences.open = self
+        self.watched = [found for found in _lists(self.tx) if born(found) >= 0 and not found.items]
+        for found in self.watched:
+            lists.watch(found)
         self.stand_ins = [size, *(element for element in elements if element is not size)]
         self.first = self.graph._root.prev
         return elements
@@ -171,14 +180,24 @@ class Loop:
         return element
 
     def append(self, made: Any, value: Any) -> None:
-        """Note that the body appends to a list that is older."""
-        self.appended.setdefault(id(made), (made, []))[1].append(value.realize())
+        """Note that the body appends to a list."""
+        if id(made) not in self.appended:
+            if type(made) is not lists.Watched or made.is_read:
+                self.refuse("it reads a list that it appends to, or appends to one that is not empty")
+            lists.expect_results(made, self.lengths, self._refuse_later)
+            self.appended[id(made)] = made, []
+        self.appended[id(made)][1].append(value.realize())
+
+    def _refuse_later(self, why: str) -> Any:
+        return self.sequences.refuse(*self.places, why=why)
 
     # The end
 
     def end(self, tx: Any, place: int) -> None:
         """Called when the body is complete: compute it for all parts."""
-        sequences, self.sequences.open = self.sequences, None
+        self.sequences.open = None
+        for found in self.watched:
+            lists.unwatch(found)
         output = tx.output
         if tx is not self.tx or place != self.start or output.current_tracer.graph is not self.graph:
             self.refuse("it is left and entered again")
@@ -187,28 +206,61 @@ class Loop:
         stack = [id(value) for value in tx.stack]
         if len(tx.block_stack) != self.blocks or stack != [id(value) for value in self.stack]:
             self.refuse("its state differs after a part")
-        self._check_carried(tx)
+        sums = self._carried(tx)
         self._check_symbol(output.shape_env)
         body = self._body()
         try:
             for node in body:
                 self._visit(node, output.fake_mode)
-            values = [(made, self._value(items)) for made, items in self.appended.values()]
+            for made, items in self.appended.values():
+                made.whole = self._value(items)
+            for name, (before, after) in sums.items():
+                tx.symbolic_locals[name] = self._sum(before, after)
         except Unbatched as refusal:
             self.refuse(str(refusal))
-        for made, value in values:
-            lists.hold_results(made, self.lengths, value, lambda why: sequences.refuse(*self.places, why=why))
+        except (DynamoNames.find().runtime_error, DynamoNames.find().unsupported) as error:
+            self.refuse(f"an operator does not take all parts: {error_text(error)}")
         self._erase(body)
 
-    def _check_carried(self, tx: Any) -> None:
-        """No variable that the next part, or the program after the loop, reads may come from this part."""
-        live = live_at(tx.instructions, self.start, tx.f_globals)
+    def _carried(self, tx: Any) -> dict[str, tuple[Any, Any]]:
+        """The variables that each part adds to, with their values before and after one part.
+
+        No other variable that the next part reads, or the program after the loop, may come from this part.
+        """
+        live, sums = live_at(tx.instructions, self.start, tx.f_globals), {}
         for name in live:
             before, after = self.variables.get(name), tx.symbolic_locals.get(name)
-            if before is not after and not _same(before, after):
+            if before is after or _same(before, after):
+                continue
+            if before is None or not isinstance(after, TensorVariable) or not self._only_adds(tx, name):
                 self.refuse(f"`{name}` is carried from part to part")
+            sums[name] = before, after
         for name in [name for name in tx.symbolic_locals if name not in live and name not in self.variables]:
             del tx.symbolic_locals[name]  # it may hold a node that goes
+        return sums
+
+    def _only_adds(self, tx: Any, name: str) -> bool:
+        """Whether the body's only use of a variable is one like `total += x`."""
+        code = tx.instructions
+        end = code.index(code[self.start].target)
+        uses = [i.opname for i in code[self.start : end] if i.argval == name]
+        return uses == ["LOAD_FAST", "STORE_FAST"]
+
+    def _sum(self, before: Any, after: Any) -> Any:
+        """`before`, and what each part adds to it."""
+        node = after.as_proxy().node
+        own = before.as_python_constant() if before.is_python_constant() else before.as_proxy().node
+        added = [operand for operand in node.args if operand in self.batching.known]
+        if operator_of(node).rstrip("_") != "add" or len(node.args) != 2 or node.kwargs or len(added) != 1:
+            raise Unbatched("a variable is carried from part to part")
+        (other,) = [operand for operand in node.args if operand is not added[0]]
+        if type(other) is not type(own) or other != own or node.users or self.batching.known[added[0]].dims:
+            raise Unbatched("a variable is carried from part to part")
+        total = self.writer.emit(torch.add, self.writer.emit(torch.sum, self.batching.known[added[0]].node, 0), own)
+        found, expected = total.meta["example_value"], node.meta["example_value"]
+        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            raise Unbatched("a sum has other sizes for all parts")
+        return self.writer.variables[total]
 
     def _check_symbol(self, shape_env: Any) -> None:
         """Nothing may have been assumed of the size of a part."""
@@ -266,7 +318,11 @@ class Writer:
         self.variables: dict[Node, Any] = {}
         self.rows = _number(rows)
         self._rows = rows
-        self._key = (tx.output.current_tracer, lengths.key, self.rows if isinstance(self.rows, int) else expression(rows.sym_num))
+        self._key = (
+            tx.output.current_tracer,
+            lengths.key,
+            self.rows if isinstance(self.rows, int) else expression(rows.sym_num),
+        )
         count = lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
         self.count, self._count = _number(count), count
 
@@ -289,7 +345,9 @@ class Writer:
         """Whether the lengths sum to T, which eager mode raises for if not."""
         total = self._lengths.tensor.call_method(self._tx, "sum", [], {}).call_method(self._tx, "item", [], {})
         trace = self._sequences.trace
-        number, rows = (v.sym_num if isinstance(v, SymNodeVariable) else v.as_python_constant() for v in (total, self._rows))
+        number, rows = (
+            v.sym_num if isinstance(v, SymNodeVariable) else v.as_python_constant() for v in (total, self._rows)
+        )
         if not trace.can_answer(number):
             return False
         trace.operators += 1  # the question is one of `split`
@@ -330,13 +388,13 @@ class Writer:
         device = self._lengths.tensor.as_proxy().node.meta["example_value"].device
         numbers = self._wrap(torch.arange, (_proxy(self._count),), {"device": device})
         lengths = self._lengths.tensor.as_proxy()
-        return self._wrap(
-            torch.repeat_interleave, (numbers.as_proxy(), lengths), {"output_size": _proxy(self._rows)}
-        )
+        return self._wrap(torch.repeat_interleave, (numbers.as_proxy(), lengths), {"output_size": _proxy(self._rows)})
 
     def _make_same(self) -> Any:
         ids = self.ids()
-        return self.variables[self.emit(torch.eq, self.emit(torch.unsqueeze, ids, 1), self.emit(torch.unsqueeze, ids, 0))]
+        return self.variables[
+            self.emit(torch.eq, self.emit(torch.unsqueeze, ids, 1), self.emit(torch.unsqueeze, ids, 0))
+        ]
 
     def _wrap(self, target: Any, args: Any, kwargs: Any) -> Any:
         op = "call_method" if isinstance(target, str) else "call_function"
@@ -364,3 +422,15 @@ def _same(before: Any, after: Any) -> bool:
     if before.is_python_constant() and after.is_python_constant():
         return repr(before.as_python_constant()) == repr(after.as_python_constant())
     return False
+
+
+def _lists(tx: Any) -> list[Any]:
+    """Dynamo's own lists in the variables and on the stack of a frame, each once."""
+    values = [*tx.symbolic_locals.values(), *tx.stack]
+    found = {id(value): value for value in (value.realize() for value in values if _is_made(value))}
+    return [value for value in found.values() if type(value) is ListVariable]
+
+
+def _is_made(value: Any) -> bool:
+    """Whether a variable is known to Dynamo, and not an input that the program has not touched."""
+    return not isinstance(value, LazyVariableTracker) or value.is_realized()

@@ -228,7 +228,7 @@ class Speculation:
             self.open.pop()
         for opened in self.open:
             again = opened.tx is tx and opened.start == place  # without reaching its post-dominator
-            if opened.spoiled or again or not _is_running(opened.tx, tx):
+            if opened.spoiled or again or not is_running(opened.tx, tx):
                 raise _unprovable(opened)
 
     @contextmanager
@@ -288,7 +288,7 @@ def _unprovable(opened: OpenBranch) -> Unprovable:
     return Unprovable(f"the branch for experts with tokens, at {opened.branch.where}, may have side effects")
 
 
-def _is_running(tx: Any, callee: Any) -> bool:
+def is_running(tx: Any, callee: Any) -> bool:
     """Whether `callee` is `tx`, or is inlined into it."""
     while callee is not None and callee is not tx:
         callee = getattr(callee, "parent", None)
