@@ -35,8 +35,8 @@ class Attempt:
     refused: the places whose questions about the batch get no answer (`dynamo/variants.py`). given_up: the functions
     whose branches are not speculated on (`dynamo/unproved.py`). left: the checkpoints at which an earlier attempt broke
     the graph. strict: errors of this package are raised. answered: the questions about sizes that the batch answers
-    in place of PyTorch's defaults (`dynamo/size_defaults.py`). unrolled: the places of lists of the batch's numbers whose
-    loops are unrolled (`sequences/loops.py`).
+    in place of PyTorch's defaults (`dynamo/size_defaults.py`). unrolled: the places of lists of the batch's numbers
+    over whose parts no loop is traced once (`sequences/loops.py`).
     """
 
     flags: Values | None = None

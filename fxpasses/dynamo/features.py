@@ -205,7 +205,7 @@ class Feature(enum.Enum):
     SEQUENCES = _Line(
         "loops over parts",
         "fxpasses.sequences.handlers",
-        "loops over the parts that a list of the batch's numbers cuts are unrolled, and compile for each number of parts",
+        "loops over parts, `x.split(lengths.tolist())`, are unrolled, and compile for each number of parts",
         until="nothing is planned in Dynamo that could take its place",
         needs=("HINTS", "SPECULATION"),
     )

@@ -15,6 +15,7 @@ part are sums by index. Anything else is refused, and the loop is unrolled.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -199,7 +200,8 @@ class Batching:
         known = [self.known[operand] for operand in node.all_input_nodes if operand in self.known]
         hides = len(dims) == 2 and name in _KEEPS | {"dropout"} and all(state.hides for state in known)
         fitted = {operand: self._fitted(operand, dims, ndim) for operand in node.all_input_nodes}
-        args, kwargs = (map_arg(given, fitted.__getitem__) for given in (node.args, node.kwargs))
+        args: Any = map_arg(node.args, fitted.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, fitted.__getitem__)
         return Batched(self.graph.emit(node.target, *args, **kwargs), dims, hides)
 
     def _fitted(self, operand: Node, dims: tuple[int, ...], ndim: int) -> Node:
@@ -361,7 +363,7 @@ class Batching:
             return losses
         if how == "sum" or "ignore_index" not in _LOSSES[name]:
             return self._reduce(how, losses, ndim, list(range(ndim)), keep=False)
-        if ndim != 1 or not operands[1].meta["example_value"].dtype.is_floating_point is False:
+        if ndim != 1 or operands[1].meta["example_value"].is_floating_point():
             raise Unbatched(f"`{name}` of something else than logits of rows")
         counted = self.graph.emit(torch.ne, operands[1], options.get("ignore_index", -100))
         counted = self.graph.emit("to", counted, losses.node.meta["example_value"].dtype)
@@ -378,10 +380,8 @@ class Batching:
             sizes = [self.graph.count, *(_constant(node, size) for size in after)]
             return Batched(self.graph.emit("expand" if name == "expand" else "reshape", found, sizes), ())
         at, to = state.dims[0], dims[0]
-        same = (
-            at - len(before) == to - len(after) if name == "expand" else _product(before[:at]) == _product(after[:to])
-        )
-        if not same:
+        keeps_place = at - len(before) == to - len(after)
+        if not (keeps_place if name == "expand" else math.prod(before[:at]) == math.prod(after[:to])):
             raise Unbatched(f"`{name}` mixes rows with other dimensions")
         return self._as_it_is(node, dims)
 
@@ -420,10 +420,8 @@ class Batching:
             dim = call.argument("dim") % ndim
             if dim in state.dims:
                 raise Unbatched("a slice of a part")
-            found = self.graph.emit(
-                torch.narrow, state.node, dim + each, call.argument("start"), call.argument("length")
-            )
-            return Batched(found, state.dims)
+            bounds = call.argument("start"), call.argument("length")
+            return Batched(self.graph.emit(torch.narrow, state.node, dim + each, *bounds), state.dims)
         if name != "getitem":
             raise Unbatched(f"`{name}` has no rule for parts")
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -447,9 +445,7 @@ class Batching:
                 if part != slice(None):
                     raise Unbatched("a slice of a part")
                 dims.append(out)
-            elif isinstance(part, slice) and any(
-                isinstance(bound, Node) for bound in (part.start, part.stop, part.step)
-            ):
+            elif isinstance(part, slice) and Node in map(type, (part.start, part.stop, part.step)):
                 raise Unbatched("a slice that is no constant")
             out += not isinstance(part, int)
             at += 1
@@ -477,13 +473,6 @@ class Batching:
 
 def _keeps_all(call: OperatorCall) -> bool:
     return call.argument("p", 0.5) == 0 or call.argument("training", True) is False
-
-
-def _product(sizes: Any) -> Any:
-    found: Any = 1
-    for size in sizes:
-        found = found * size
-    return found
 
 
 def _constant(node: Node, size: Any) -> int:

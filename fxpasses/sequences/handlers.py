@@ -110,10 +110,7 @@ def _reading(trace: Trace, lengths: Lengths, read: Callable[[], list[Any]]) -> C
 def _split(trace: Trace, proceed: Proceed, tx: Any, args: Any, kwargs: Any, read: Callable[..., Any]) -> Any:
     """`tensor.split(sizes, dim)`."""
     given = dict(zip(("tensor", "sizes", "dim"), args, strict=False))
-    for name, value in kwargs.items():
-        given[{"split_size_or_sections": "sizes", "split_size": "sizes", "split_sizes": "sizes"}.get(name, name)] = (
-            value
-        )
+    given.update(("sizes" if name.startswith("split_size") else name, value) for name, value in kwargs.items())
     found = {name: value.realize() for name, value in given.items()}
     tensor, sizes, dim = found.get("tensor"), found.get("sizes"), found.get("dim", ConstantVariable.create(0))
     if type(sizes) is not Sizes or not isinstance(tensor, TensorVariable) or not dim.is_python_constant():

@@ -139,8 +139,8 @@ def watch(variable: Any) -> None:
 def unwatch(variable: Any) -> None:
     """Make a list Dynamo's own again, unless it has become `Results`."""
     if type(variable) is Watched:
-        variable.__class__ = ListVariable
         del variable.is_read
+        variable.__class__ = ListVariable  # type: ignore[assignment]
 
 
 def expect_results(variable: Any, lengths: Lengths, refuse: Callable[[str], Any]) -> None:

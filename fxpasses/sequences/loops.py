@@ -316,13 +316,9 @@ class Writer:
     def __init__(self, sequences: Sequences, tx: Any, lengths: Lengths, rows: Any) -> None:
         self._sequences, self._tx, self._lengths = sequences, tx, lengths
         self.variables: dict[Node, Any] = {}
-        self.rows = _number(rows)
-        self._rows = rows
-        self._key = (
-            tx.output.current_tracer,
-            lengths.key,
-            self.rows if isinstance(self.rows, int) else expression(rows.sym_num),
-        )
+        self.rows, self._rows = _number(rows), rows
+        size = rows.as_python_constant() if rows.is_python_constant() else expression(rows.sym_num)
+        self._key = tx.output.current_tracer, lengths.key, size
         count = lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
         self.count, self._count = _number(count), count
 
@@ -332,11 +328,12 @@ class Writer:
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = self._tx.output.current_tracer
-        args, kwargs = (
-            map_aggregate(given, lambda leaf: Proxy(leaf, tracer) if isinstance(leaf, Node) else leaf)
-            for given in (args, kwargs)
-        )
-        found = self._note(self._wrap(target, args, kwargs))
+
+        def proxy(leaf: Any) -> Any:
+            return Proxy(leaf, tracer) if isinstance(leaf, Node) else leaf
+
+        given: Any = map_aggregate((args, kwargs), proxy)
+        found = self._note(self._wrap(target, *given))
         if isinstance(found, TensorVariable):
             return found.as_proxy().node
         return [self._note(item).as_proxy().node for item in found.items]
@@ -345,9 +342,7 @@ class Writer:
         """Whether the lengths sum to T, which eager mode raises for if not."""
         total = self._lengths.tensor.call_method(self._tx, "sum", [], {}).call_method(self._tx, "item", [], {})
         trace = self._sequences.trace
-        number, rows = (
-            v.sym_num if isinstance(v, SymNodeVariable) else v.as_python_constant() for v in (total, self._rows)
-        )
+        number, rows = map(_value, (total, self._rows))
         if not trace.can_answer(number):
             return False
         trace.operators += 1  # the question is one of `split`
@@ -392,9 +387,8 @@ class Writer:
 
     def _make_same(self) -> Any:
         ids = self.ids()
-        return self.variables[
-            self.emit(torch.eq, self.emit(torch.unsqueeze, ids, 1), self.emit(torch.unsqueeze, ids, 0))
-        ]
+        rows, columns = self.emit(torch.unsqueeze, ids, 1), self.emit(torch.unsqueeze, ids, 0)
+        return self.variables[self.emit(torch.eq, rows, columns)]
 
     def _wrap(self, target: Any, args: Any, kwargs: Any) -> Any:
         op = "call_method" if isinstance(target, str) else "call_function"
@@ -408,6 +402,11 @@ class Writer:
 
 def _number(variable: Any) -> Any:
     return variable.as_python_constant() if variable.is_python_constant() else variable.as_proxy().node
+
+
+def _value(variable: Any) -> Any:
+    """A number, symbolic or not."""
+    return variable.as_python_constant() if variable.is_python_constant() else variable.sym_num
 
 
 def _proxy(variable: Any) -> Any:
