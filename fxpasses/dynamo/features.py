@@ -204,7 +204,7 @@ class Feature(enum.Enum):
     )
     SEQUENCES = _Line(
         "loops over parts",
-        "fxpasses.sequences.handlers",
+        "fxpasses.sequences.capture.handlers",
         "loops over parts, `x.split(lengths.tolist())`, are unrolled, and compile for each number of parts",
         until="nothing is planned in Dynamo that could take its place",
         needs=("HINTS", "SPECULATION"),

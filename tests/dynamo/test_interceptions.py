@@ -120,7 +120,7 @@ def test_a_method_that_dynamo_keeps_is_that_of_the_running_trace(first: str, mon
 
 
 def test_what_a_feature_cannot_do_without_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES}
+    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES, Feature.SEQUENCES}
     assert off_without(SideEffects, "store_global", monkeypatch) == speculative
     assert off_without(NumpyNdarrayVariable, "call_method", monkeypatch) == set()
     for owner, name in ((utils, "run_node"), (symbolic_convert.InstructionTranslatorBase, "step")):
@@ -138,7 +138,7 @@ def test_a_feature_that_is_off_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_an_attempt_loses_what_needs_what_it_loses() -> None:
     attempt = Attempt(flags.Values(True, True), frozenset(Feature))
-    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES}
+    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES, Feature.SEQUENCES}
     assert attempt.without(Feature.SPECULATION).features == frozenset(Feature) - speculative
     alone = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.MEMBERS, Feature.STRINGS, Feature.WRITES})
     assert attempt.without(Feature.HINTS).features == alone

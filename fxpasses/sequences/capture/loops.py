@@ -11,8 +11,8 @@ variable that is carried from part to part, a write, a random number, a graph br
 `batching.py` covers have the frame traced again with this loop unrolled, as under stock PyTorch.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: `OutputGraph.current_tracer`,
-`create_proxy`, `random_calls` and `side_effects.tensor_hooks`; `symbolic_locals`, `stack`, `block_stack` and
-`instructions` of a translator; of the shape environment, `deferred_runtime_asserts` and `var_to_range`.
+`random_calls` and `side_effects.tensor_hooks`; `symbolic_locals`, `stack`, `block_stack` and
+`instructions` of a translator; of the shape environment, `deferred_runtime_asserts` and `replace`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from typing import Any
 
 import torch
 from torch._dynamo.variables import ConstantVariable, TupleVariable
-from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch.fx import Node, Proxy
-from torch.fx.node import map_aggregate
+from torch.fx import Node
 
 from fxpasses.base.containment import error_text
 from fxpasses.dynamo.dynamo_names import DynamoNames
@@ -39,9 +37,11 @@ from fxpasses.experts.capture.speculation import born, now
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import impurity
 from fxpasses.graph.symbols import expression
-from fxpasses.sequences import lists, operators  # noqa: F401 (registers the operators)
+from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batching import Batched, Batching, Unbatched
-from fxpasses.sequences.lists import Lengths, Parts, Results, Sizes
+from fxpasses.sequences.capture import lists
+from fxpasses.sequences.capture.lists import Lengths, Parts, Results, Sizes
+from fxpasses.sequences.capture.writer import Value, Writer
 
 
 class Sequences:
@@ -51,7 +51,6 @@ class Sequences:
         self.trace = trace
         self.open: Loop | None = None
         self.found: list[str] = []  # what was done, for the report
-        self._made: dict[Any, Any] = {}  # nodes that all loops over the same parts share
 
     def refuse(self, *places: Any, why: str) -> Any:
         """Have the frame traced again with the loops over some lists unrolled."""
@@ -126,7 +125,7 @@ class Loop:
         """The variables of one part."""
         if self.sequences.open is not None:
             self.refuse("it is inside another one")
-        writer = self.writer = Writer(self.sequences, self.tx, self.lengths, self._rows())
+        writer = self.writer = Writer(self.sequences.trace, self.tx, self.lengths, self._rows())
         if not writer.fits():
             self.refuse("its parts do not sum to their tensor")
         size = writer.call(torch.ops.fxpasses.part_size.default, self.lengths.tensor)
@@ -301,116 +300,6 @@ class Loop:
         stand_ins = [value.as_proxy().node for value in self.stand_ins]
         trace.graph.erase([*stand_ins, *(node for node in body if self.batching.depends(node))])
         del trace.sizes_of_parts[self.symbol]
-
-
-class Value:
-    """A value for all parts: Dynamo's variable, and its dimensions of rows."""
-
-    def __init__(self, variable: Any, dims: tuple[int, ...]) -> None:
-        self.variable, self.dims = variable, dims
-
-
-class Writer:
-    """Adds calls to the graph that Dynamo is writing (`batching.Graph`)."""
-
-    def __init__(self, sequences: Sequences, tx: Any, lengths: Lengths, rows: Any) -> None:
-        self._sequences, self._tx, self._lengths = sequences, tx, lengths
-        self.variables: dict[Node, Any] = {}
-        self.rows, self._rows = _number(rows), rows
-        size = rows.as_python_constant() if rows.is_python_constant() else expression(rows.sym_num)
-        self._key = tx.output.current_tracer, lengths.key, size
-        count = lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
-        self.count, self._count = _number(count), count
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call with Dynamo's variables; its variable."""
-        return self._note(self._wrap(target, tuple(arg.as_proxy() for arg in args), kwargs))
-
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        tracer = self._tx.output.current_tracer
-
-        def proxy(leaf: Any) -> Any:
-            return Proxy(leaf, tracer) if isinstance(leaf, Node) else leaf
-
-        given: Any = map_aggregate((args, kwargs), proxy)
-        found = self._note(self._wrap(target, *given))
-        if isinstance(found, TensorVariable):
-            return found.as_proxy().node
-        return [self._note(item).as_proxy().node for item in found.items]
-
-    def fits(self) -> bool:
-        """Whether the lengths sum to T, which eager mode raises for if not."""
-        total = self._lengths.tensor.call_method(self._tx, "sum", [], {}).call_method(self._tx, "item", [], {})
-        trace = self._sequences.trace
-        number, rows = map(_value, (total, self._rows))
-        if not trace.can_answer(number):
-            return False
-        trace.operators += 1  # the question is one of `split`
-        try:
-            return bool(number == rows)
-        finally:
-            trace.operators -= 1
-
-    def local(self, variable: Any) -> Node:
-        """The node of a variable in the graph that is being written."""
-        proxy = variable.as_proxy()
-        if proxy.node.graph is self._tx.output.current_tracer.graph:
-            self.variables[proxy.node] = variable
-            return proxy.node
-        return self._note(variable.call_method(self._tx, "view_as", [variable], {})).as_proxy().node
-
-    def number(self, node: Node) -> Any:
-        """The node of a number, from that of its tensor."""
-        return _number(self.variables[node].call_method(self._tx, "item", [], {}))
-
-    def ids(self) -> Node:
-        return self._shared("ids", self._make_ids)
-
-    def lengths(self) -> Node:
-        return self._shared("lengths", lambda: self._lengths.tensor.call_method(self._tx, "clone", [], {}))
-
-    def same(self) -> Node:
-        return self._shared("same", self._make_same)
-
-    def _shared(self, name: str, make: Any) -> Node:
-        made = self._sequences._made
-        key = (*self._key, name)
-        if key not in made or made[key].as_proxy().node._erased:
-            made[key] = make()
-        return self._note(made[key]).as_proxy().node
-
-    def _make_ids(self) -> Any:
-        device = self._lengths.tensor.as_proxy().node.meta["example_value"].device
-        numbers = self._wrap(torch.arange, (_proxy(self._count),), {"device": device})
-        lengths = self._lengths.tensor.as_proxy()
-        return self._wrap(torch.repeat_interleave, (numbers.as_proxy(), lengths), {"output_size": _proxy(self._rows)})
-
-    def _make_same(self) -> Any:
-        ids = self.ids()
-        rows, columns = self.emit(torch.unsqueeze, ids, 1), self.emit(torch.unsqueeze, ids, 0)
-        return self.variables[self.emit(torch.eq, rows, columns)]
-
-    def _wrap(self, target: Any, args: Any, kwargs: Any) -> Any:
-        op = "call_method" if isinstance(target, str) else "call_function"
-        return wrap_fx_proxy(tx=self._tx, proxy=self._tx.output.create_proxy(op, target, args, kwargs))
-
-    def _note(self, variable: Any) -> Any:
-        if isinstance(variable, TensorVariable):
-            self.variables[variable.as_proxy().node] = variable
-        return variable
-
-
-def _number(variable: Any) -> Any:
-    return variable.as_python_constant() if variable.is_python_constant() else variable.as_proxy().node
-
-
-def _value(variable: Any) -> Any:
-    """A number, symbolic or not."""
-    return variable.as_python_constant() if variable.is_python_constant() else variable.sym_num
-
-
-def _proxy(variable: Any) -> Any:
-    return variable.as_python_constant() if variable.is_python_constant() else variable.as_proxy()
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -7,17 +7,16 @@ from typing import Any
 import torch
 from torch._dynamo.variables import ConstantVariable
 
-from fxpasses.sequences.lists import Parts, Results
-from fxpasses.sequences.loops import Sequences, Value, Writer
+from fxpasses.sequences.capture.lists import Parts, Results
+from fxpasses.sequences.capture.loops import Sequences
+from fxpasses.sequences.capture.writer import Value, Writer
 
 
 def cat(sequences: Sequences, tx: Any, tensors: Any, dim: Any = None) -> Any:
     """The values of all rows, which already lie one after another, or those of all parts."""
     found, writer, value = _whole(sequences, tx, tensors)
-    at = 0 if dim is None else dim.as_python_constant()
     node = writer.local(value.variable)
-    ndim = node.meta["example_value"].ndim - (not value.dims)
-    at %= ndim
+    at = _dimension(sequences, found, dim, node.meta["example_value"].ndim - (not value.dims))
     if value.dims not in ((), (at,)):
         sequences.refuse(found.lengths.place, why="its values are concatenated in another dimension")
     if not value.dims:
@@ -29,9 +28,9 @@ def stack(sequences: Sequences, tx: Any, tensors: Any, dim: Any = None) -> Any:
     found, writer, value = _whole(sequences, tx, tensors)
     if value.dims:
         sequences.refuse(found.lengths.place, why="parts of several sizes are stacked")
-    at = 0 if dim is None else dim.as_python_constant()
     node = writer.local(value.variable)
-    node = writer.emit(torch.movedim, node, 0, at % node.meta["example_value"].ndim)
+    at = _dimension(sequences, found, dim, node.meta["example_value"].ndim)
+    node = writer.emit(torch.movedim, node, 0, at)
     return writer.variables[writer.emit(torch.clone, node, memory_format=torch.contiguous_format)]
 
 
@@ -65,13 +64,20 @@ def pad_sequence(
     return writer.variables[result]
 
 
+def _dimension(sequences: Sequences, found: Any, given: Any, ndim: int) -> int:
+    at = 0 if given is None else given.as_python_constant()
+    if type(at) is not int or not -ndim <= at < ndim:
+        sequences.refuse(found.lengths.place, why="it is joined in a dimension that it does not have")
+    return int(at % ndim)
+
+
 def _whole(sequences: Sequences, tx: Any, given: Any) -> tuple[Any, Writer, Value]:
     found = given.realize()
     value = found.whole if type(found) is Results else Value(found.tensor, (found.dim,))
     assert type(found) in (Results, Parts)
     at = value.dims[0] if value.dims else 0
     rows = value.variable.call_method(tx, "size", [ConstantVariable.create(at)], {})
-    writer = Writer(sequences, tx, found.lengths, rows)
+    writer = Writer(sequences.trace, tx, found.lengths, rows)
     if type(found) is Parts and not writer.fits():
         sequences.refuse(found.lengths.place, why="its parts do not sum to their tensor")
     return found, writer, value

@@ -1,4 +1,4 @@
-"""The handlers by which Dynamo traces a loop over parts of the batch once (`sequences/loops.py`).
+"""The handlers by which Dynamo traces a loop over parts of the batch once (`sequences/capture/loops.py`).
 
 Private names, checked on torch 2.11, 2.13 and 2.15, are those of the handlers' sites, and `instructions` and `stack` of
 a translator.
@@ -6,6 +6,7 @@ a translator.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,10 @@ from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.speculation import born, is_running
 from fxpasses.graph.values import Tensor as TensorValue
-from fxpasses.sequences import lists
-from fxpasses.sequences.joining import cat, pad_sequence, stack, total
-from fxpasses.sequences.lists import Lengths, Parts, Results, Sizes
-from fxpasses.sequences.loops import PartIterator, Sequences
+from fxpasses.sequences.capture import lists
+from fxpasses.sequences.capture.joining import cat, pad_sequence, stack, total
+from fxpasses.sequences.capture.lists import Lengths, Parts, Results, Sizes
+from fxpasses.sequences.capture.loops import PartIterator, Sequences
 
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _SPLITS = (torch.split, torch.split_with_sizes)
@@ -71,6 +72,10 @@ def function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
         return _split(trace, proceed, tx, args, kwargs, lambda *given: proceed(self, tx, list(given), {}))
     join = _JOINS.get(self.value) if callable(self.value) else None
     if join is None or not args or type(args[0].realize()) not in (Results, Parts):
+        return NOT_HANDLED
+    try:
+        inspect.signature(join).bind(None, None, *args, **kwargs)
+    except TypeError:  # other arguments
         return NOT_HANDLED
     return join(trace.state(Sequences), tx, *args, **kwargs)
 
