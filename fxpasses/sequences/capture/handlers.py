@@ -136,7 +136,7 @@ def _split(trace: Trace, proceed: Proceed, tx: Any, args: Any, kwargs: Any, read
 # Loops
 
 
-@handlers.at(method(BUILTIN, "call_function"), order=1)
+@handlers.at(method(BUILTIN, "call_function"), order=0)
 def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if not args:
         return NOT_HANDLED
@@ -227,7 +227,7 @@ def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: 
     return ConstantVariable.create(None)
 
 
-@handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=3)
+@handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=4)
 def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
     trace.state(Sequences).changed(born(args[0]))
     return NOT_HANDLED
