@@ -121,9 +121,7 @@ class Trace:
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
-        self.unrolled: dict[
-            Place, str
-        ] = {}  # lists of the batch's numbers whose loops another attempt unrolls, and why
+        self.unrolled: dict[Place, str] = {}  # lists over whose parts another attempt unrolls the loops, and why
         self.loops: list[str] = []  # what was done to loops over parts, for the report
         self.sizes_of_parts: dict[Any, PartSize] = {}  # by symbol
         self.suspects: set[Feature] = set()  # to be left out first if the graph does not compile

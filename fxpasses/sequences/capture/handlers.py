@@ -87,11 +87,8 @@ def _lengths(trace: Trace, tensor: Any) -> Lengths | None:
     if not isinstance(found, Tensor) or found.ndim != 1 or found.dtype not in (torch.int32, torch.int64):
         return None
     place = trace.place()
-    if (
-        any(place == unrolled for unrolled, _ in trace.attempt.unrolled)
-        or trace.state(Sequences).open is not None
-        or trace.graph is None
-    ):
+    is_unrolled = any(place == unrolled for unrolled, _ in trace.attempt.unrolled)
+    if is_unrolled or trace.state(Sequences).open is not None:
         return None
     key = key_of(trace, tensor)
     return None if key is None else Lengths(tensor, key, place)
