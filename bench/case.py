@@ -22,6 +22,7 @@ CASES = (
     "trainer",
     "qlora",
     "flash_path",
+    "sequences",
     "experts",
     "grouped_products",
     "lora_experts",

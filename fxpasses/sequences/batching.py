@@ -168,6 +168,8 @@ class Batching:
         state = self.known[first]
         if name in ("sum", "mean"):
             return self._reduced(node, call, name, first, state)
+        if name == "normalize":
+            return self._normalized(call, len(self.shape(first)), state)
         if name in ("softmax", "log_softmax"):
             return self._softmax(node, call, name, first, state)
         if name in _NORMS:
@@ -306,6 +308,14 @@ class Batching:
         scores = self.graph.emit(torch.masked_fill, state.node, hidden, float("-inf"))
         kwargs = {"dtype": call.argument("dtype")} if call.argument("dtype") is not None else {}
         return Batched(self.graph.emit(F.softmax, scores, dim=-1, **kwargs), state.dims, hides=True)
+
+    def _normalized(self, call: OperatorCall, ndim: int, state: Batched) -> Batched:
+        dim = call.argument("dim", 1)
+        if type(dim) is not int or dim % ndim in state.dims or len(state.dims) > 1:
+            raise Unbatched("`normalize` over the rows of a part")
+        given = {name: call.argument(name) for name in ("p", "eps")}
+        options = {name: value for name, value in given.items() if value is not None}
+        return Batched(self.graph.emit(F.normalize, state.node, dim=dim % ndim - ndim, **options), state.dims)
 
     def _along(self, node: Node, call: OperatorCall, state: Batched, dim: int) -> Batched:
         kwargs = {"dtype": call.argument("dtype")} if call.argument("dtype") is not None else {}

@@ -135,7 +135,7 @@ def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwarg
     if not args:
         return NOT_HANDLED
     if self.fn is zip and not kwargs.keys() - {"strict"} and all(_is_of_parts(arg) for arg in args):
-        if _opname(tx, 0) != "GET_ITER" or not _loops(trace, tx, 1, args):
+        if not _belong_together(trace, args):
             return NOT_HANDLED
         return PartIterator(trace.state(Sequences), [arg.realize() for arg in args], is_zip=True)
     is_padding = tx.f_code is torch.nn.utils.rnn.pad_sequence.__code__
@@ -158,7 +158,7 @@ def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     value = tx.stack[-1].realize()
     if isinstance(value, PartIterator):
         return None
-    if not _is_of_parts(value) or not _loops(trace, tx, 0, [value]):
+    if not _is_of_parts(value) or not _belong_together(trace, [value]) or not _is_looped_over(tx):
         return NOT_HANDLED
     tx.pop()
     tx.push(PartIterator(trace.state(Sequences), [value], is_zip=False))
@@ -169,29 +169,26 @@ def _is_of_parts(value: Any) -> bool:
     return type(value.realize()) in (Sizes, Parts, Results)
 
 
-def _loops(trace: Trace, tx: Any, after: int, over: Any) -> bool:
-    """Whether the program loops over some lists, which belong together, and a loop over their parts can be traced."""
+def _belong_together(trace: Trace, over: Any) -> bool:
+    """Whether a loop over some lists can be traced once: they are of the same lengths, and one is cut from a tensor."""
     found = [value.realize() for value in over]
     if trace.state(Sequences).open is not None or len({value.lengths.key for value in found}) != 1:
         return False
-    if not any(type(value) is Parts or (type(value) is Results and value.whole.dims) for value in found):
-        return False
+    return any(type(value) is Parts or (type(value) is Results and value.whole and value.whole.dims) for value in found)
+
+
+def _is_looped_over(tx: Any) -> bool:
+    """Whether the program only loops over the list that it is about to iterate over."""
+    after = 0
     while _opname(tx, after) in _PREPARES:
         after += 1
-    if _opname(tx, after) == "FOR_ITER":
-        return True
-    function = getattr(tx.stack[-2], "code", None) if len(tx.stack) > 1 else None
-    name = getattr(getattr(function, "value", function), "co_name", "")
-    return name in ("<listcomp>",) or _is_comprehension(tx)
+    return _opname(tx, after) == "FOR_ITER" or _is_comprehension(tx)
 
 
 def _is_comprehension(tx: Any) -> bool:
     """Whether the iterator is for a list comprehension, which is a function before Python 3.12."""
-    for value in tx.stack[-4:]:
-        get_name = getattr(value, "get_name", None)
-        if get_name is not None and get_name() in ("<listcomp>",):
-            return True
-    return False
+    named = (value for value in tx.stack[-4:] if hasattr(value, "get_name"))
+    return any(value.get_name() == "<listcomp>" for value in named)
 
 
 def _opname(tx: Any, after: int) -> str:

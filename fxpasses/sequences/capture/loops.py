@@ -81,6 +81,8 @@ class PartIterator(IteratorVariable):
         place = tx.instruction_pointer - 1
         if tx.instructions[place].opname != "FOR_ITER":
             self.sequences.refuse(*self.places, why="something else than a loop takes its parts")
+        if any(type(value) not in (Sizes, Parts, Results) for value in self.over):
+            self.sequences.refuse(*self.places, why="its list is read before it")
         if self.loop is None:
             self.loop = Loop(self.sequences, tx, place, self.over)
             elements = self.loop.begin()
