@@ -53,6 +53,7 @@ class Reason(enum.Enum):
     UNCHECKED_TORCH = "the pass was not checked on this torch"
     NO_GRADIENT = "zeros would reach parameters as gradients where eager mode has none"
     WRITTEN_ACROSS = "memory that crosses its border is written"
+    UNROLLED = "a loop over parts of the batch is unrolled"
     NO_GAIN = "it would not become faster"
     NOT_MEASURED = "whether it would become faster was not measured"
     STANDS_ONCE = "no equal one stands in its graph"

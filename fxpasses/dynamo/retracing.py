@@ -295,6 +295,7 @@ class _TraceFrameInAttempts:
             return None
 
     def _following(self, trace: Trace, error: Exception) -> Attempt | None:
+        trace.close()
         if trace.unrolled:
             return trace.attempt.unrolling(trace.unrolled)
         if isinstance(error, (self._names.restart, self._names.skip)):

@@ -23,7 +23,7 @@ from fxpasses.dynamo import collective_operands, guarding, variants
 from fxpasses.dynamo.assumptions import assumptions_of
 from fxpasses.dynamo.attempt import Attempt, Place
 from fxpasses.dynamo.dynamo_names import in_short
-from fxpasses.dynamo.failures import Failure, FeatureRejected
+from fxpasses.dynamo.failures import Failure, FeatureRejected, Unrolled
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.flags import Values
 from fxpasses.dynamo.interceptions import Installation, current
@@ -164,6 +164,8 @@ def report(trace: Trace) -> Report | None:
     Raises `FeatureRejected` if the trace has failed.
     """
     trace.close()
+    if trace.unrolled:
+        raise Unrolled("a loop over parts of the batch is left before its end")
     if trace.failure is not None:
         raise FeatureRejected(trace.failure.feature, error_text(trace.failure.error))
     found = [assumption for assumption in assumptions_of(trace) if not assumption.is_tacit]

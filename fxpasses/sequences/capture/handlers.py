@@ -21,11 +21,11 @@ from fxpasses.dynamo.interceptions import NOT_HANDLED, TRANSLATOR, Handlers, Pro
 from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.speculation import born, is_running
-from fxpasses.graph.values import Tensor as TensorValue
 from fxpasses.sequences.capture import lists
 from fxpasses.sequences.capture.joining import cat, pad_sequence, stack, total
 from fxpasses.sequences.capture.lists import Lengths, Parts, Results, Sizes
 from fxpasses.sequences.capture.loops import PartIterator, Sequences
+from fxpasses.sequences.capture.writer import key_of
 
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _SPLITS = (torch.split, torch.split_with_sizes)
@@ -45,10 +45,11 @@ def changed(trace: Trace) -> None:
 
 
 def close(trace: Trace) -> None:
-    """Raise `Unrolled` if the graph is complete inside of a loop."""
-    loop = trace.state(Sequences).open
-    if loop is not None:
-        loop.refuse("the frame returns from it")
+    """Note a loop that the program has left by a break or a return, or in which tracing has failed."""
+    sequences = trace.state(Sequences)
+    if sequences.open is not None:
+        trace.unrolled.update(sequences.open.places)
+        sequences.open = None
 
 
 # Lists of the batch's numbers, and what they cut
@@ -88,24 +89,16 @@ def _lengths(trace: Trace, tensor: Any) -> Lengths | None:
     place = trace.place()
     if place in trace.attempt.unrolled or trace.state(Sequences).open is not None or trace.graph is None:
         return None
-    node = tensor.as_proxy().node
-    if not trace.graph.is_metadata(node):
-        return None
-    value = trace.graph.walk.values[node]
-    assert isinstance(value, TensorValue)
-    return Lengths(tensor, (value.number, value.memory.version), place)
+    key = key_of(trace, tensor)
+    return None if key is None else Lengths(tensor, key, place)
 
 
 def _reading(trace: Trace, lengths: Lengths, read: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
     """The elements of a list, which is read later than the program makes it."""
-    node, gradients = lengths.tensor.as_proxy().node, torch.is_grad_enabled()
+    gradients = torch.is_grad_enabled()
 
     def elements() -> list[Any]:
-        assert trace.graph is not None
-        trace.graph.walk_on()
-        value = trace.graph.walk.values.get(node)
-        same = isinstance(value, TensorValue) and (value.number, value.memory.version) == lengths.key
-        if not same or torch.is_grad_enabled() != gradients:
+        if key_of(trace, lengths.tensor) != lengths.key or torch.is_grad_enabled() != gradients:
             trace.state(Sequences).refuse(lengths.place, why="its list is read after something has changed")
         return read()
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._dynamo.variables import ConstantVariable
 
-from fxpasses.sequences.capture.lists import Parts, Results
+from fxpasses.sequences.capture.lists import Parts
 from fxpasses.sequences.capture.loops import Sequences
 from fxpasses.sequences.capture.writer import Value, Writer
 
@@ -73,11 +73,19 @@ def _dimension(sequences: Sequences, found: Any, given: Any, ndim: int) -> int:
 
 def _whole(sequences: Sequences, tx: Any, given: Any) -> tuple[Any, Writer, Value]:
     found = given.realize()
-    value = found.whole if type(found) is Results else Value(found.tensor, (found.dim,))
-    assert type(found) in (Results, Parts)
+    if type(found) is Parts:
+        value = Value(found.tensor, (found.dim,))
+        if found.gradients != torch.is_grad_enabled():
+            sequences.refuse(found.lengths.place, why="its parts were cut with other gradients")
+    elif found.whole is None:
+        sequences.refuse(found.lengths.place, why="what it makes is read before its end")
+    else:
+        value = found.whole
     at = value.dims[0] if value.dims else 0
     rows = value.variable.call_method(tx, "size", [ConstantVariable.create(at)], {})
     writer = Writer(sequences.trace, tx, found.lengths, rows)
+    if not writer.is_current():
+        sequences.refuse(found.lengths.place, why="its lengths have been written to")
     if type(found) is Parts and not writer.fits():
         sequences.refuse(found.lengths.place, why="its parts do not sum to their tensor")
     return found, writer, value

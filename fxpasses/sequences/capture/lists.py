@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 
@@ -40,7 +41,7 @@ class Lengths:
 class _Unread:
     """A list that reads its elements when Dynamo asks for them."""
 
-    _fields = frozenset({"lengths", "tensor", "dim", "read", "plain"})
+    _fields = frozenset({"lengths", "tensor", "dim", "gradients", "read", "plain"})
     read: Callable[[], list[Any]]
     plain: type
     lengths: Lengths
@@ -69,11 +70,12 @@ class Sizes(_Unread, ListVariable):
 
 
 class Parts(_Unread, TupleVariable):
-    """`tensor.split(lengths.tolist(), dim)`. tensor: Dynamo's variable."""
+    """`tensor.split(lengths.tolist(), dim)`. tensor: Dynamo's variable. gradients: whether they were enabled."""
 
     _nonvar_fields = {*_Unread._fields, *TupleVariable._nonvar_fields}
     tensor: Any
     dim: int
+    gradients: bool
 
 
 class Watched(ListVariable):
@@ -121,7 +123,8 @@ def sizes(lengths: Lengths, read: Callable[[], list[Any]]) -> Sizes:
 
 
 def parts(lengths: Lengths, read: Callable[[], list[Any]], tensor: Any, dim: int) -> Parts:
-    return _unread(TupleVariable([]), Parts, lengths=lengths, read=read, tensor=tensor, dim=dim)
+    fields = {"tensor": tensor, "dim": dim, "gradients": torch.is_grad_enabled()}
+    return _unread(TupleVariable([]), Parts, lengths=lengths, read=read, **fields)
 
 
 def _unread(variable: Any, kind: type, **fields: Any) -> Any:

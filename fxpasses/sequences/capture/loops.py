@@ -54,6 +54,7 @@ class Sequences:
 
     def refuse(self, *places: Any, why: str) -> Any:
         """Have the frame traced again with the loops over some lists unrolled."""
+        self.open = None
         self.trace.unrolled.update(places)
         raise Unrolled(f"a loop over parts of the batch is unrolled: {why}")
 
@@ -69,18 +70,18 @@ class PartIterator(IteratorVariable):
     def __init__(self, sequences: Sequences, over: list[Any], is_zip: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.sequences, self.over, self.is_zip = sequences, over, is_zip
+        self.places = [value.lengths.place for value in over]
         self.loop: Loop | None = None
 
-    _nonvar_fields = {"sequences", "over", "is_zip", "loop", *IteratorVariable._nonvar_fields}
+    _nonvar_fields = {"sequences", "over", "is_zip", "places", "loop", *IteratorVariable._nonvar_fields}
 
     def python_type(self) -> type:
         return type(iter(()))
 
     def next_variable(self, tx: Any) -> Any:
         place = tx.instruction_pointer - 1
-        places = [value.lengths.place for value in self.over]
         if tx.instructions[place].opname != "FOR_ITER":
-            self.sequences.refuse(*places, why="something else than a loop takes its parts")
+            self.sequences.refuse(*self.places, why="something else than a loop takes its parts")
         if self.loop is None:
             self.loop = Loop(self.sequences, tx, place, self.over)
             elements = self.loop.begin()
@@ -91,7 +92,7 @@ class PartIterator(IteratorVariable):
     tp_iternext_impl = next_variable
 
     def reconstruct(self, codegen: Any) -> None:
-        self.sequences.refuse(*(value.lengths.place for value in self.over), why="the graph breaks in it")
+        self.sequences.refuse(*self.places, why="the graph breaks in it")
 
 
 class Loop:
@@ -112,7 +113,6 @@ class Loop:
         self.spoiled = False  # whether the body has changed Python's state
 
     def refuse(self, why: str) -> Any:
-        self.sequences.open = None
         return self.sequences.refuse(*self.places, why=why)
 
     def _effects(self) -> tuple[Any, ...]:
@@ -125,7 +125,11 @@ class Loop:
         """The variables of one part."""
         if self.sequences.open is not None:
             self.refuse("it is inside another one")
+        if any(type(value) is Parts and value.gradients != torch.is_grad_enabled() for value in self.over):
+            self.refuse("its parts were cut with gradients, and it runs without, or the other way round")
         writer = self.writer = Writer(self.sequences.trace, self.tx, self.lengths, self._rows())
+        if not writer.is_current():
+            self.refuse("its lengths have been written to")
         if not writer.fits():
             self.refuse("its parts do not sum to their tensor")
         size = writer.call(torch.ops.fxpasses.part_size.default, self.lengths.tensor)

@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 
 from fxpasses.dynamo.trace import Trace
 from fxpasses.graph.symbols import expression
+from fxpasses.graph.values import Tensor as TensorValue
 from fxpasses.sequences.capture.lists import Lengths
 
 
@@ -57,6 +58,10 @@ class Writer:
         if isinstance(found, TensorVariable):
             return found.as_proxy().node
         return [self._note(item).as_proxy().node for item in found.items]
+
+    def is_current(self) -> bool:
+        """Whether the lengths are still those of the program's list."""
+        return key_of(self._trace, self._lengths.tensor) == self._lengths.key
 
     def fits(self) -> bool:
         """Whether the lengths sum to T, and none is negative; eager mode raises if not."""
@@ -120,6 +125,15 @@ class Writer:
         if isinstance(variable, TensorVariable):
             self.variables[variable.as_proxy().node] = variable
         return variable
+
+
+def key_of(trace: Trace, tensor: Any) -> Any:
+    """Equal for two tensors of metadata with the same values; None for others."""
+    node = tensor.as_proxy().node
+    if trace.graph is None or not trace.graph.is_metadata(node):
+        return None
+    value = trace.graph.walk.values[node]
+    return (value.number, value.memory.version) if isinstance(value, TensorValue) else None
 
 
 class _Shared(dict[Any, Any]):
