@@ -245,8 +245,10 @@ def test_a_body_with_a_value_for_each_part_is_one_graph_for_all_batches(name: st
 def test_a_loss_of_each_text_is_one_graph_for_all_batches() -> None:
     def program(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
         sizes = lengths.tolist()
-        parts = zip(x.split(sizes), targets.split(sizes), strict=True)
-        return torch.stack([F.cross_entropy(rows @ w, ids) for rows, ids in parts])
+        losses = []
+        for rows, ids in zip(x.split(sizes), targets.split(sizes), strict=True):
+            losses.append(F.cross_entropy(rows @ w, ids))
+        return torch.stack(losses)
 
     assert len(assert_eager_modes(program).graphs) == 1
 
@@ -278,10 +280,9 @@ def test_layers_of_a_model_are_one_graph_for_all_batches(lowering: str) -> None:
 
 
 def test_a_batch_of_one_part_and_an_empty_one_are_as_in_eager_mode() -> None:
-    given = batches(([8], [0, 0, 5], [1], [0], [3, 4], [0, 1], [5]))
-    assert_eager_modes(a_loop_that_appends, given)
-    assert_eager_modes(of_four_dimensions, given)
-    assert_eager_modes(padded, given)
+    given = batches(([8], [0, 0, 5], [1], [0], [0, 1]))
+    for program in (a_loop_that_appends, of_four_dimensions):
+        assert_eager_modes(program, given)
 
 
 def test_many_parts_are_as_in_eager_mode() -> None:
