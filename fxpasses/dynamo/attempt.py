@@ -6,7 +6,7 @@ attempt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fxpasses.dynamo.features import Feature
@@ -36,7 +36,7 @@ class Attempt:
     whose branches are not speculated on (`dynamo/unproved.py`). left: the checkpoints at which an earlier attempt broke
     the graph. strict: errors of this package are raised. answered: the questions about sizes that the batch answers
     in place of PyTorch's defaults (`dynamo/size_defaults.py`). unrolled: the places of lists of the batch's numbers
-    over whose parts no loop is traced once (`sequences/loops.py`).
+    over whose parts no loop is traced once (`sequences/capture/loops.py`), each with the reason.
     """
 
     flags: Values | None = None
@@ -46,7 +46,7 @@ class Attempt:
     left: frozenset[Left] = frozenset()
     strict: bool = False
     answered: frozenset[Question] = frozenset()
-    unrolled: frozenset[Place] = frozenset()
+    unrolled: frozenset[tuple[Place, str]] = frozenset()
 
     def without(self, *features: Feature) -> Attempt:
         """The same attempt without some features and the features that need them."""
@@ -69,9 +69,9 @@ class Attempt:
     def leaving(self, left: Iterable[Left]) -> Attempt:
         return replace(self, left=self.left.union(left))
 
-    def unrolling(self, places: Iterable[Place]) -> Attempt:
+    def unrolling(self, places: Mapping[Place, str]) -> Attempt:
         """The same attempt, in which the loops over more lists are unrolled."""
-        return replace(self, unrolled=self.unrolled.union(places))
+        return replace(self, unrolled=self.unrolled.union(places.items()))
 
     def answering(self, questions: Iterable[Question]) -> Attempt:
         """The same attempt, in which the batch answers more questions about sizes."""

@@ -121,7 +121,8 @@ class Trace:
         self.companions: list[str] = []  # sources of the tensors that the graph's prologue copies to the host
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
-        self.unrolled: set[Place] = set()  # lists of the batch's numbers whose loops another attempt unrolls
+        self.unrolled: dict[Place, str] = {}  # lists over whose parts another attempt unrolls the loops, and why
+        self.loops: list[str] = []  # what was done to loops over parts, for the report
         self.sizes_of_parts: dict[Any, PartSize] = {}  # by symbol
         self.suspects: set[Feature] = set()  # to be left out first if the graph does not compile
         self.has_communicated = False  # whether the program has issued a collective
@@ -301,7 +302,7 @@ class Trace:
                 for extreme in extremes:
                     self._note(extreme, answer)
                 return
-        self.unrolled.update(part.places)  # the trace ends at the next instruction
+        self.unrolled.update(dict.fromkeys(part.places, "its parts may answer a question differently"))
 
     def _note(self, question: Any, answer: Any) -> None:
         if self.is_of_part(question):

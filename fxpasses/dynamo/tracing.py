@@ -171,15 +171,21 @@ def report(trace: Trace) -> Report | None:
     found = [assumption for assumption in assumptions_of(trace) if not assumption.is_tacit]
     left = sorted(trace.attempt.left, key=lambda checkpoint: checkpoint.where)
     refusals = [Refusal(c.write, Reason.REPEATED_WRITE, c.text, c.where) for c in left]
+    refusals += [Refusal("loop", Reason.UNROLLED, text, in_short(*place[:2])) for place, text in trace.attempt.unrolled]
+    loops = list(dict.fromkeys(trace.loops))
     if not found:
-        return Report("capture", refusals=refusals) if refusals else None
+        many = f"{len(loops)} loops" if len(loops) > 1 else "1 loop"
+        summary = f"{many} over parts of the batch computed for all at once" if loops else ""
+        figures = {"loops_batched": len(loops)} if loops else {}
+        empty = not loops and not refusals
+        return None if empty else Report("capture", summary=summary, changes=loops, figures=figures, refusals=refusals)
     many = f"{len(found)} assumptions" if len(found) > 1 else "1 assumption"
     what = "compiles another graph" if guarding.can_guard() else "raises AssumptionError"
     return Report(
         "capture",
         summary=f"{many} on the batch; a batch that breaks one {what}",
-        changes=[f"assumed: {assumption}" for assumption in found],
-        figures={"assumptions": len(found)},
+        changes=[*loops, *(f"assumed: {assumption}" for assumption in found)],
+        figures={"assumptions": len(found)} | ({"loops_batched": len(loops)} if loops else {}),
         refusals=refusals,
     )
 

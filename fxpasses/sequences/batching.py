@@ -72,6 +72,9 @@ class Graph(Protocol):
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Add a call; returns its node, or a list of the nodes of its results."""
 
+    def size(self, node: Node, dim: int) -> Any:
+        """A size of a value, or its node."""
+
     def ids(self) -> Node: ...
 
     def lengths(self) -> Node: ...
@@ -87,6 +90,7 @@ class Batching:
         self.known: dict[Node, Batched] = {}
         self.several: dict[Node, list[Batched]] = {}  # the results of operators that have several
         self.numbers: set[Node] = {size_node}  # numbers that depend on u
+        self.mixes_rows = False  # whether the rows of a part attend to each other
 
     # Of values
 
@@ -281,7 +285,7 @@ class Batching:
             raise Unbatched("attention that may be causal")
         options = {n: call.argument(n) for n in ("scale", "enable_gqa") if call.argument(n) is not None}
         operands = [self.known[o].node for o in (q, k, v)]
-        same = self.graph.same()
+        same, self.mixes_rows = self.graph.same(), True
         if causal:
             same = self.graph.emit(torch.tril, same)
         result = self.graph.emit(F.scaled_dot_product_attention, *operands, attn_mask=same, **options)
@@ -297,6 +301,7 @@ class Batching:
             return self._along(node, call, state, dim - ndim)
         if state.dims != (ndim - 2, ndim - 1) or dim != ndim - 1 or name != "softmax":
             raise Unbatched(f"`{name}` over the rows of a part")
+        self.mixes_rows = True
         hidden = self.graph.emit(torch.logical_not, self.graph.same())
         scores = self.graph.emit(torch.masked_fill, state.node, hidden, float("-inf"))
         kwargs = {"dtype": call.argument("dtype")} if call.argument("dtype") is not None else {}
@@ -337,11 +342,11 @@ class Batching:
     def _segment_sum(self, node: Node, dim: int) -> Node:
         """[..., T, ...] to [n, ..., 1, ...]: the sum over the rows of each part, in dimension `dim`."""
         example = node.meta["example_value"]
-        sizes = [_constant(node, size) for at, size in enumerate(example.shape) if at != dim]
         narrow = example.dtype in (torch.float16, torch.bfloat16)  # which `sum` adds in float32
         moved = self.graph.emit(torch.movedim, node, dim, 0)
         if narrow:
             moved = self.graph.emit("float", moved)
+        sizes = [self.graph.size(moved, at) for at in range(1, example.ndim)]
         zeros = self.graph.emit("new_zeros", moved, [self.graph.count, *sizes])
         found = self.graph.emit(torch.index_add, zeros, 0, self.graph.ids(), moved)
         found = self.graph.emit(torch.unsqueeze, found, dim + 1)

@@ -48,7 +48,7 @@ def close(trace: Trace) -> None:
     """Note a loop that the program has left by a break or a return, or in which tracing has failed."""
     sequences = trace.state(Sequences)
     if sequences.open is not None:
-        trace.unrolled.update(sequences.open.places)
+        trace.unrolled.update(dict.fromkeys(sequences.open.places, "it is left before its end"))
         sequences.open = None
 
 
@@ -87,7 +87,8 @@ def _lengths(trace: Trace, tensor: Any) -> Lengths | None:
     if not isinstance(found, Tensor) or found.ndim != 1 or found.dtype not in (torch.int32, torch.int64):
         return None
     place = trace.place()
-    if place in trace.attempt.unrolled or trace.state(Sequences).open is not None or trace.graph is None:
+    is_unrolled = any(place == unrolled for unrolled, _ in trace.attempt.unrolled)
+    if is_unrolled or trace.state(Sequences).open is not None:
         return None
     key = key_of(trace, tensor)
     return None if key is None else Lengths(tensor, key, place)

@@ -54,7 +54,9 @@ def pad_sequence(
     starts = writer.emit(torch.index_select, writer.emit(torch.sub, ends, lengths), 0, ids)
     device = rows.meta["example_value"].device
     places = writer.emit(torch.sub, writer.emit(torch.arange, writer.rows, device=device), starts)
-    sizes = [int(size) for size in rows.meta["example_value"].shape[1:]]
+    sizes = [writer.size(rows, at) for at in range(1, rows.meta["example_value"].ndim)]
+    if padding_value is not None and not padding_value.is_python_constant():
+        sequences.refuse(found.lengths.place, why="its results are padded with a number that is no constant")
     fill = 0.0 if padding_value is None else padding_value.as_python_constant()
     whole = writer.emit("new_full", rows, [writer.count, longest, *sizes], fill)
     result = writer.emit(torch.index_put, whole, [ids, places], rows)

@@ -29,7 +29,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx import Node
 
 from fxpasses.base.containment import error_text
-from fxpasses.dynamo.dynamo_names import DynamoNames
+from fxpasses.dynamo.dynamo_names import DynamoNames, in_short
 from fxpasses.dynamo.failures import Unrolled
 from fxpasses.dynamo.trace import PartSize, Trace
 from fxpasses.experts.capture.liveness import live_at
@@ -50,12 +50,11 @@ class Sequences:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.open: Loop | None = None
-        self.found: list[str] = []  # what was done, for the report
 
     def refuse(self, *places: Any, why: str) -> Any:
         """Have the frame traced again with the loops over some lists unrolled."""
         self.open = None
-        self.trace.unrolled.update(places)
+        self.trace.unrolled.update(dict.fromkeys(places, why))
         raise Unrolled(f"a loop over parts of the batch is unrolled: {why}")
 
     def changed(self, when: int = -1) -> None:
@@ -224,6 +223,9 @@ class Loop:
         except (DynamoNames.find().runtime_error, DynamoNames.find().unsupported) as error:
             self.refuse(f"an operator does not take all parts: {error_text(error)}")
         self._erase(body)
+        where = in_short(*self.lengths.place[:2])
+        what = " (attention)" if self.batching.mixes_rows else ""
+        self.sequences.trace.loops.append(f"the loop over parts of the batch at {where} is one computation{what}")
 
     def _carried(self, tx: Any) -> dict[str, tuple[Any, Any]]:
         """The variables that each part adds to, with their values before and after one part.

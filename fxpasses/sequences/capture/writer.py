@@ -87,6 +87,9 @@ class Writer:
             return proxy.node
         return self._note(variable.call_method(self._tx, "view_as", [variable], {})).as_proxy().node
 
+    def size(self, node: Node, dim: int) -> Any:
+        return _number(self.variables[node].call_method(self._tx, "size", [ConstantVariable.create(dim)], {}))
+
     def number(self, node: Node) -> Any:
         """The node of a number, from that of its tensor."""
         return _number(self.variables[node].call_method(self._tx, "item", [], {}))
