@@ -144,7 +144,7 @@ def a_carried_loss(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Te
 
 def concatenated_as_they_are(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
     copy = torch.cat(x.split(lengths.tolist()))
-    again = torch.cat([part for part in y.split(lengths.tolist())])  # noqa: C416
+    again = torch.cat([part for part in y.split(lengths.tolist())])
     return copy, again, copy.data_ptr() == x.data_ptr() if False else copy is x
 
 
@@ -176,7 +176,17 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", SPELLINGS, ids=lambda program: program.__name__)
+QUICK = {
+    a_loop_that_appends, with_their_sizes, results_again, in_a_checkpoint, stacked_in_each_dimension, padded,
+    a_carried_loss, of_four_dimensions,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in SPELLINGS],
+    ids=lambda program: program.__name__,
+)
 def test_a_spelling_is_one_graph_for_all_batches(program: Program) -> None:
     assert len(assert_eager_modes(program).graphs) == 1
 
@@ -197,7 +207,7 @@ ROWS: dict[str, Any] = {
     "indices that add dimensions": lambda x, w: (x[:, None] * w).sum(-1),
     "attention": attend,
     "causal attention": lambda x, w: F.scaled_dot_product_attention(x[None], x[None], (x @ w)[None], is_causal=True)[0],
-    "attention by weights": lambda x, w: x @ w,
+    "attention by weights": by_weights,
     "other dtypes": lambda x, w: x.float().square().double(),
     "dropout that is off": lambda x, w: F.dropout(x @ w, 0.5, training=False),
     "a detached value": lambda x, w: x.detach() * x,
@@ -205,6 +215,7 @@ ROWS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_body_of_rows_is_one_graph_for_all_batches(name: str) -> None:
     body = ROWS[name]
@@ -232,6 +243,7 @@ VALUES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_a_body_with_a_value_for_each_part_is_one_graph_for_all_batches(name: str) -> None:
     body = VALUES[name]
@@ -240,6 +252,18 @@ def test_a_body_with_a_value_for_each_part_is_one_graph_for_all_batches(name: st
         return torch.stack([body(part, w) for part in x.split(lengths.tolist())])
 
     assert len(assert_eager_modes(program).graphs) == 1
+
+
+def test_some_of_these_bodies_are_one_graph_for_all_batches() -> None:
+    def program(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+        ones, others = x.split(lengths.tolist()), y.split(lengths.tolist())
+        gated = torch.cat([ROWS["a gated one"](part, w) for part in ones])
+        causal = torch.cat([ROWS["causal attention"](part, w) for part in ones])
+        weighted = torch.cat([by_weights(part, w) for part in ones])
+        outer = torch.stack([VALUES["an outer product"](part, w) for part in others])
+        return gated, causal, weighted, outer
+
+    assert len(assert_eager_modes(program, batches(FEW)).graphs) == 1
 
 
 def test_a_loss_of_each_text_is_one_graph_for_all_batches() -> None:
@@ -285,11 +309,13 @@ def test_a_batch_of_one_part_and_an_empty_one_are_as_in_eager_mode() -> None:
         assert_eager_modes(program, given)
 
 
+@pytest.mark.slow
 def test_many_parts_are_as_in_eager_mode() -> None:
     program = several_loops
     assert len(assert_eager_modes(program, batches(([2, 3], [1, 2, 0, 4] * 12))).graphs) == 1
 
 
+@pytest.mark.slow
 def test_sizes_that_are_all_dynamic_are_as_in_eager_mode() -> None:
     assert_eager_modes(a_comprehension, batches(FEW), dynamic=True)
     assert_eager_modes(padded, batches(FEW), dynamic=True)
@@ -311,12 +337,3 @@ def test_the_lengths_have_to_sum_to_the_tensor() -> None:
 @pytest.mark.parametrize("program", [several_loops, a_loop_that_appends, padded, of_four_dimensions, a_carried_loss])
 def test_they_are_lowered(program: Program, lowering: str) -> None:
     assert len(assert_eager_modes(program, lowering=lowering).graphs) == 1
-
-
-@pytest.mark.parametrize("part", [0, 1])
-def test_weights_that_are_written_out_do_not_mix_the_parts(part: int) -> None:
-    def program(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
-        sizes = lengths.tolist()
-        return torch.cat([by_weights(rows, w) for rows in (x.split(sizes) if part else (x * 2).split(sizes))])
-
-    assert_eager_modes(program)

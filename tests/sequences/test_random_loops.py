@@ -41,7 +41,7 @@ def check(plan: Plan, of: list[list[int]], seed: int) -> None:
     seen["less graphs than batches"] += len(graphs) < 3
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=2, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate])
 @hypothesis.given(plans, sizes, st.integers(0, 1000))
 def test_a_random_loop_is_as_in_eager_mode(plan: Plan, of: list[list[int]], seed: int) -> None:
     check(plan, of, seed)
@@ -53,7 +53,7 @@ def test_a_random_loop_is_as_in_eager_mode(plan: Plan, of: list[list[int]], seed
 def test_many_random_loops_are_as_in_eager_mode(case: int) -> None:
     @hypothesis.seed(case)
     @hypothesis.settings(
-        max_examples=200 if THOROUGH else 50,
+        max_examples=50 if THOROUGH else 8,
         deadline=None,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
