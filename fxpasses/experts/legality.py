@@ -110,7 +110,9 @@ class Legality:
                 continue
             if written_operands(node) and enabled is not True:
                 return False
-            loses_gradient = operator_of(node) != "detach" and needs_gradient(node) is False
+            # The fake tensor of a view does not show that it lacks a gradient.
+            is_view = enabled is False and needs_gradient(node) is True
+            loses_gradient = is_view or (operator_of(node) != "detach" and needs_gradient(node) is False)
             if loses_gradient and any(map(needs_gradient, node.all_input_nodes)):
                 return False
         return True

@@ -97,7 +97,7 @@ def find_loops(graph: Graph) -> Iterator[Loop]:
         if node.op not in ("call_function", "call_method"):
             continue
         name = operator_of(node)
-        if name == "cat" and node.args and isinstance(node.args[0], (list, tuple)):
+        if name == "cat" and node.args and isinstance(node.args[0], (list, tuple)) and "out" not in node.kwargs:
             parts = node.args[0]
             along = argument(node, "dim", 0)
             if len(parts) > 1 and along == 0 and all(isinstance(p, Node) and has_rows(p) for p in parts):

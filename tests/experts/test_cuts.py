@@ -299,3 +299,30 @@ def test_no_expert_has_tokens_but_one() -> None:
         return added(counted)(layer, x * 0 + 1, weights, idx)
 
     assert level_of(check(loop)) == 2
+
+
+def cut_without_gradients(x: Tensor, lengths: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        parts = x.split(lengths.tolist())
+    return torch.cat([part @ w for part in parts])
+
+
+def joined_in_place(x: Tensor, lengths: Tensor, w: Tensor) -> Tensor:
+    result = torch.full_like(x, 7.0)
+    with torch.no_grad():
+        torch.cat(x.split(lengths.tolist()), out=result)
+    return result @ w
+
+
+@pytest.mark.parametrize("program", [cut_without_gradients, joined_in_place])
+def test_parts_without_gradients_and_in_given_memory(program: Any) -> None:
+    found = []
+    for function in (program, compiled(program, "eager")):
+        x = torch.linspace(-1, 1, 24).view(8, 3).requires_grad_()
+        w = torch.linspace(-1, 1, 9).view(3, 3).requires_grad_()
+        y = function(x, torch.tensor([3, 5]), w)
+        found.append((y, *torch.autograd.grad(y.sin().sum(), (x, w), allow_unused=True)))
+    eager, ours = found
+    torch.testing.assert_close(ours[0], eager[0], rtol=0, atol=1e-6)
+    assert [grad is None for grad in ours[1:]] == [True, False]
+    torch.testing.assert_close(ours[2], eager[2], rtol=0, atol=1e-6)
