@@ -15,10 +15,7 @@ part are sums by index. Anything else is refused, and the loop is unrolled.
 
 from __future__ import annotations
 
-import math
-import operator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +24,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of, swaps_last_dimensions
-from fxpasses.graph.symbols import constant, expression
+from fxpasses.graph.symbols import expression
 from fxpasses.graph.traits import CASTS, COMPARISONS, COPIES, RESHAPES, is_pointwise
+from fxpasses.sequences import views
+from fxpasses.sequences.batched import Batched, Unbatched, Values
 
 _KEEPS = CASTS | COPIES | {"alias", "type_as"}
 _NORMS = frozenset({"layer_norm", "rms_norm"})
@@ -42,75 +41,13 @@ _LOSSES = {
 }  # fmt: skip
 
 
-class Unbatched(Exception):
-    """No rule applies."""
+class Batching(Values):
+    """Computes the nodes of a body for all parts. At first, the parts themselves are known.
 
-
-@dataclass(frozen=True)
-class Batched:
-    """A value for all parts.
-
-    node: in the graph. dims: its dimensions of size T; none if it has a value for each part, in dimension 0. hides: of
-    pairs, whether those of two parts are 0.
+    mixes_rows: whether the rows of a part attend to each other.
     """
 
-    node: Node
-    dims: tuple[int, ...]
-    hides: bool = False
-
-
-class Graph(Protocol):
-    """The graph that is being written.
-
-    rows, count: T and n, each a number or its node. ids: [T], the part of each row. lengths: [n]. same: [T, T], whether
-    two rows are of one part. The last three are made on first use.
-    """
-
-    rows: Any
-    count: Any
-
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add a call; returns its node, or a list of the nodes of its results."""
-
-    def size(self, node: Node, dim: int) -> Any:
-        """A size of a value, or its node."""
-
-    def ids(self) -> Node: ...
-
-    def lengths(self) -> Node: ...
-
-    def same(self) -> Node: ...
-
-
-class Batching:
-    """Computes the nodes of a body for all parts. size: the symbol u. known: the parts themselves."""
-
-    def __init__(self, graph: Graph, size: Any, size_node: Node) -> None:
-        self.graph, self._size = graph, size
-        self.known: dict[Node, Batched] = {}
-        self.several: dict[Node, list[Batched]] = {}  # the results of operators that have several
-        self.numbers: set[Node] = {size_node}  # numbers that depend on u
-        self.mixes_rows = False  # whether the rows of a part attend to each other
-
-    # Of values
-
-    def depends(self, node: Node) -> bool:
-        return node in self.known or node in self.numbers or node in self.several
-
-    def shape(self, node: Node) -> tuple[Any, ...]:
-        """The sizes of a value for one part."""
-        example = node.meta.get("example_value")
-        if not isinstance(example, Tensor):
-            raise Unbatched(f"`{node.name}` is no tensor")
-        return tuple(map(expression, example.shape))
-
-    def dims_of(self, node: Node) -> tuple[int, ...]:
-        """The dimensions of size u of a value."""
-        shape = self.shape(node)
-        for size in shape:
-            if size != self._size and self._size in getattr(size, "free_symbols", ()):
-                raise Unbatched(f"`{node.name}` has a size that is computed from a part's")
-        return tuple(at for at, size in enumerate(shape) if size == self._size)
+    mixes_rows = False
 
     def visit(self, node: Node) -> None:
         """Compute a node of the body for all parts, if it depends on the part. Raises `Unbatched`."""
@@ -126,7 +63,7 @@ class Batching:
             self._check(node, example, found)
             self.known[node] = found
         elif isinstance(example, (tuple, list)) and name in _SPLITS:
-            self.several[node] = self._split(node, name)
+            self.several[node] = views.split(self, node, name)
         elif name in _SIZES | COMPARISONS:
             self.numbers.add(node)
         else:
@@ -177,29 +114,12 @@ class Batching:
             many = len(over) if isinstance(over, (tuple, list, torch.Size)) else 1
             if any(at >= len(self.shape(first)) - many for at in state.dims):
                 raise Unbatched(f"`{name}` over the rows of a part")
-            return self._as_it_is(node, state.dims)
+            return self.as_it_is(node, state.dims)
         if name in RESHAPES | {"expand"}:
-            return self._reshaped(node, call, name, first, state)
+            return views.reshaped(self, node, call, name, first, state)
         if name in _REARRANGES or swaps_last_dimensions(node):
-            return self._rearranged(node, call, name, first, state)
+            return views.rearranged(self, node, call, name, first, state)
         raise Unbatched(f"`{name}` has no rule for parts")
-
-    def _as_it_is(self, node: Node, dims: tuple[int, ...]) -> Batched:
-        """The same call, on all rows."""
-        args, kwargs = self._arguments(node)
-        return Batched(self.graph.emit(node.target, *args, **kwargs), dims)
-
-    def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def replaced(operand: Node) -> Any:
-            if operand in self.known:
-                return self.known[operand].node
-            if operand not in self.numbers:
-                return operand
-            if expression(operand.meta.get("example_value")) == self._size:
-                return self.graph.rows
-            raise Unbatched(f"`{node.name}` takes a number that is computed from a part's size")
-
-        return map_arg(node.args, replaced), map_arg(node.kwargs, replaced)
 
     def _pointwise(self, node: Node, name: str) -> Batched:
         dims, ndim = self.dims_of(node), len(self.shape(node))
@@ -217,7 +137,7 @@ class Batching:
         """
         example = operand.meta.get("example_value")
         if operand in self.numbers:
-            if expression(example) != self._size:
+            if expression(example) != self.size:
                 raise Unbatched("a number that is computed from a part's size")
             state, own = Batched(self.graph.lengths(), ()), 0
         elif operand not in self.known:
@@ -230,21 +150,15 @@ class Batching:
         if state.dims:
             return found
         if not dims:
-            return self._unsqueezed(found, ndim - own)
+            return self.unsqueezed(found, ndim - own)
         if len(dims) > 1:
             raise Unbatched("a value of each part is combined with pairs of rows")
         found = self.graph.emit(torch.index_select, found, 0, self.graph.ids())  # for each row, that of its part
         at = dims[0] - (ndim - own)
         if at < 0:
-            return self._unsqueezed(found, -at - 1)
+            return self.unsqueezed(found, -at - 1)
         found = self.graph.emit(torch.squeeze, found, at + 1)  # its dimension of size 1
         return self.graph.emit(torch.movedim, found, 0, at)
-
-    def _unsqueezed(self, node: Node, times: int) -> Node:
-        """With dimensions of size 1 behind the first one."""
-        for _ in range(times):
-            node = self.graph.emit(torch.unsqueeze, node, 1)
-        return node
 
     def _product(self, node: Node, call: OperatorCall, name: str) -> Batched:
         dims = self.dims_of(node)
@@ -261,7 +175,7 @@ class Batching:
             if name == "mm":  # one value for each part has a dimension more
                 args, kwargs = self._arguments(node)
                 return Batched(self.graph.emit(torch.matmul, *args, **kwargs), dims)
-            return self._as_it_is(node, dims)
+            return self.as_it_is(node, dims)
         if one not in self.known or name == "linear":
             raise Unbatched(f"`{name}` with a part as the weight")
         a, b = self.known[one], self.known[other]
@@ -269,9 +183,9 @@ class Batching:
         if ndim < 2 or len(self.shape(other)) != ndim or len(self.shape(node)) != ndim:
             raise Unbatched(f"`{name}` of other dimensions")
         if a.dims == (ndim - 2,) and b.dims == (ndim - 1,):  # queries by keys
-            return self._as_it_is(node, dims)
+            return self.as_it_is(node, dims)
         if a.dims == (ndim - 2, ndim - 1) and b.dims == (ndim - 2,) and a.hides:  # weights by values
-            return self._as_it_is(node, dims)
+            return self.as_it_is(node, dims)
         raise Unbatched(f"`{name}` sums over the rows of a part")
 
     def _attention(self, node: Node, call: OperatorCall) -> Batched:
@@ -341,7 +255,7 @@ class Batching:
         if rows:
             found = self._segment_sum(found, rows[0])
             if name == "mean":
-                sizes = self._unsqueezed(self.graph.lengths(), ndim)
+                sizes = self.unsqueezed(self.graph.lengths(), ndim)
                 found = self.graph.emit(torch.div, found, sizes)
         each = not state.dims or bool(rows)
         for dim in reversed(over if not keep else ()):
@@ -369,6 +283,8 @@ class Batching:
             raise Unbatched(f"`{name}` with other options")
         if target not in self.known or self.known[target].dims != (0,) or self.known[first].dims != (0,):
             raise Unbatched(f"`{name}` of something else than rows of parts")
+        if "ignore_index" not in _LOSSES[name] and self.shape(first) != self.shape(target):
+            raise Unbatched(f"`{name}` broadcasts")
         options = {parameter: call.argument(parameter) for parameter in _LOSSES[name]}
         options = {parameter: value for parameter, value in options.items() if value is not None}
         operands = self.known[first].node, self.known[target].node
@@ -381,120 +297,14 @@ class Batching:
         if ndim != 1 or operands[1].meta["example_value"].is_floating_point():
             raise Unbatched(f"`{name}` of something else than logits of rows")
         counted = self.graph.emit(torch.ne, operands[1], options.get("ignore_index", -100))
-        counted = self.graph.emit("to", counted, losses.node.meta["example_value"].dtype)
+        counted = self.graph.emit("to", counted, torch.float32)
         total, count = (self._reduce("sum", Batched(n, (0,)), 1, [0], keep=False) for n in (losses.node, counted))
-        return Batched(self.graph.emit(torch.div, total.node, count.node), ())
-
-    def _reshaped(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
-        dims = self.dims_of(node)
-        before, after = self.shape(first), self.shape(node)
-        if len(state.dims) > 1 or bool(state.dims) != bool(dims):
-            raise Unbatched(f"`{name}` mixes rows with other dimensions")
-        if not dims:
-            found = self._unsqueezed(state.node, len(after) - len(before) if name == "expand" else 0)
-            sizes = [self.graph.count, *(_constant(node, size) for size in after)]
-            return Batched(self.graph.emit("expand" if name == "expand" else "reshape", found, sizes), ())
-        at, to = state.dims[0], dims[0]
-        keeps_place = at - len(before) == to - len(after)
-        if not (keeps_place if name == "expand" else math.prod(before[:at]) == math.prod(after[:to])):
-            raise Unbatched(f"`{name}` mixes rows with other dimensions")
-        return self._as_it_is(node, dims)
-
-    def _rearranged(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
-        ndim = len(self.shape(first))
-        order = list(range(ndim))
-        if name == "permute":
-            order = [dim % ndim for dim in call.sequence("dims")]
-        elif name == "transpose" or swaps_last_dimensions(node):
-            pair = (call.argument("dim0"), call.argument("dim1")) if name == "transpose" else (-2, -1)
-            order[pair[0]], order[pair[1]] = order[pair[1]], order[pair[0]]
-        else:
-            return self._indexed(node, call, name, first, state)
-        dims = tuple(sorted(order.index(at) for at in state.dims))
-        if not state.dims:
-            order = [0, *(at + 1 for at in order)]
-        return Batched(self.graph.emit(torch.permute, state.node, order), dims, state.hides)
-
-    def _indexed(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
-        ndim = len(self.shape(first))
-        each = not state.dims
-        if name in ("unsqueeze", "squeeze"):
-            dim = call.argument("dim")
-            if type(dim) is not int:
-                raise Unbatched(f"`{name}` of unknown dimensions")
-            dim %= ndim + (name == "unsqueeze")
-            if dim in state.dims and name == "squeeze":
-                raise Unbatched("`squeeze` of the rows of a part, which may be one")
-            target = getattr(torch, name)
-            by = 1 if name == "unsqueeze" else -1
-            if name == "squeeze" and len(self.shape(node)) == ndim:
-                return state
-            dims = tuple(at + by if at > dim or (at == dim and by > 0) else at for at in state.dims)
-            return Batched(self.graph.emit(target, state.node, dim + each), dims, state.hides)
-        if name == "narrow":
-            dim = call.argument("dim") % ndim
-            if dim in state.dims:
-                raise Unbatched("a slice of a part")
-            bounds = call.argument("start"), call.argument("length")
-            return Batched(self.graph.emit(torch.narrow, state.node, dim + each, *bounds), state.dims)
-        if name != "getitem":
-            raise Unbatched(f"`{name}` has no rule for parts")
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return self._sliced(node, index, ndim, state)
-
-    def _sliced(self, node: Node, index: tuple[Any, ...], ndim: int, state: Batched) -> Batched:
-        """`x[...]` by numbers, slices, None and an ellipsis."""
-        given = sum(part is not None and part is not Ellipsis for part in index)
-        full: list[Any] = []
-        for part in index:
-            full += [slice(None)] * (ndim - given) if part is Ellipsis else [part]
-        full += [slice(None)] * (ndim - sum(part is not None for part in full))
-        if any(isinstance(part, (Node, Tensor, list)) or type(part) is bool for part in full):
-            raise Unbatched("an index that is no constant")
-        at, dims, out = 0, [], 0
-        for part in full:
-            if part is None:
-                out += 1
-                continue
-            if at in state.dims:
-                if part != slice(None):
-                    raise Unbatched("a slice of a part")
-                dims.append(out)
-            elif isinstance(part, slice) and Node in map(type, (part.start, part.stop, part.step)):
-                raise Unbatched("a slice that is no constant")
-            out += not isinstance(part, int)
-            at += 1
-        if not state.dims:
-            full = [slice(None), *full]
-        return Batched(self.graph.emit(operator.getitem, state.node, tuple(full)), tuple(dims))
-
-    def _split(self, node: Node, name: str) -> list[Batched]:
-        """`chunk`, `split` and `unbind` in a dimension that is not that of the rows."""
-        call = OperatorCall.of(node)
-        first = call.argument("input", node.args[0])
-        state, ndim = self.known[first], len(self.shape(first))
-        dim = call.argument("dim", 0)
-        if type(dim) is not int or dim % ndim in state.dims or len(state.dims) > 1:
-            raise Unbatched(f"`{name}` of the rows of a part")
-        dim %= ndim
-        how = {"chunk": ["chunks"], "split": ["split_size"], "unbind": []}[name]
-        given = [call.argument(parameter) for parameter in how]
-        if any(isinstance(operand, Node) for operand in given):
-            raise Unbatched(f"`{name}` by a number that is no constant")
-        found = self.graph.emit(getattr(torch, name), state.node, *given, dim=dim + (not state.dims))
-        dims = tuple(at - (name == "unbind" and at > dim) for at in state.dims)
-        return [Batched(part, dims) for part in found]
+        found = self.graph.emit(torch.div, total.node, count.node)
+        return Batched(self.graph.emit("to", found, losses.node.meta["example_value"].dtype), ())
 
 
 def _keeps_all(call: OperatorCall) -> bool:
     return call.argument("p", 0.5) == 0 or call.argument("training", True) is False
-
-
-def _constant(node: Node, size: Any) -> int:
-    found = constant(size)
-    if found is None:
-        raise Unbatched(f"`{node.name}` has sizes that are no constants")
-    return int(found)
 
 
 def _value(number: Any) -> Any:

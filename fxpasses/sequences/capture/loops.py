@@ -38,7 +38,8 @@ from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import impurity
 from fxpasses.graph.symbols import expression
 from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
-from fxpasses.sequences.batching import Batched, Batching, Unbatched
+from fxpasses.sequences.batched import Batched, Unbatched
+from fxpasses.sequences.batching import Batching
 from fxpasses.sequences.capture import lists
 from fxpasses.sequences.capture.lists import Lengths, Parts, Results, Sizes
 from fxpasses.sequences.capture.writer import Value, Writer
