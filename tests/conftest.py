@@ -58,7 +58,7 @@ MOST_QUICK = 6
 MOST_SLOW = 1
 _COMPILING = {
     *("attention", "compiler", "device", "distributed", "dynamo", "end_to_end", "experts", "fold", "inspect"),
-    *("integrations", "loss", "metadata", "offload", "programs", "rows", "topk"),
+    *("integrations", "loss", "metadata", "offload", "programs", "rows", "sequences", "topk"),
 }
 
 
