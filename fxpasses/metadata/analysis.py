@@ -24,7 +24,7 @@ from fxpasses.graph.regions import CHECKPOINT, Region
 from fxpasses.graph.symbols import expression, is_symbolic, symbol
 from fxpasses.graph.values import Allocation, Many, Scalar, Tensor, Value, ValueTable, number_of
 from fxpasses.metadata.given_masks import is_given_mask
-from fxpasses.metadata.size_expressions import arithmetic, is_arithmetic
+from fxpasses.metadata.size_expressions import arithmetic, is_arithmetic, sizes_of_slices
 from fxpasses.report import Reason, Refusal
 
 # Operators that give the shape environment the range of a number; separate nodes assert the range at run time.
@@ -201,6 +201,9 @@ class Walk:
                 if refused.reason is not Reason.HIGHER_ORDER or operands:
                     self.closure.refusals[node] = Refusal(node.name, refused.reason, refused.text, where(node))
         self.obstacles[node] = obstacle
+        for found, size in sizes_of_slices(node).items():
+            if found not in self.symbols:
+                self._define(found, size)
         self._outside(region, node, autocast)
         return autocast
 
@@ -245,12 +248,19 @@ class Walk:
         if not isinstance(size, torch.SymInt):
             return None
         found = expression(size)
-        if found not in self.symbols and self._is_computed(found):
-            inputs, result = arithmetic(found)
+        if found not in self.symbols and not found.is_number and not found.is_Symbol:
+            self._define(found, found)
+        return self.symbols.get(found)
+
+    def _define(self, found: Any, computed: Any) -> None:
+        """Number a size by the expression that computes it, if all symbols of that are known."""
+        if self.nothing or self.levels or not computed.free_symbols <= self.symbols.keys():
+            return
+        if is_arithmetic(computed):
+            inputs, result = arithmetic(computed)
             number = self._number(result, {node: self.symbols[name] for name, node in inputs.items()})
             if number is not None:
                 self.symbols[found] = number
-        return self.symbols.get(found)
 
     def _number(self, result: Node, known: dict[Node, Value]) -> Scalar | None:
         """Number the result of a separate graph, given the values of its inputs; None if it is not a number."""
@@ -262,12 +272,6 @@ class Walk:
             return None
         value = known[result]
         return value if isinstance(value, Scalar) else None
-
-    def _is_computed(self, found: Any) -> bool:
-        """Whether a size is more than a symbol, and computed from known ones."""
-        if self.nothing or self.levels or found.is_number or found.is_Symbol:
-            return False
-        return found.free_symbols <= self.symbols.keys() and is_arithmetic(found)
 
     def _outside(self, region: Region, node: Node, autocast: tuple[Any, ...]) -> None:
         """Record what a node outside the closure reads, writes and returns."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
-import fxpasses.base.once
 from fxpasses.dynamo.rules import function_numbers
-from tests.support import assert_same, reports_of
+from tests.support import ASSIGNS_SLICES, assert_same, reports_of
 
 
 class Mean(torch.autograd.Function):
@@ -74,17 +76,25 @@ def reads(record):
     return [report.figures.get("reads_before", 0) for report in reports_of(record)]
 
 
-@pytest.mark.parametrize("function", [Mean, Longest])
+breaks = pytest.mark.skipif(not ASSIGNS_SLICES, reason="torch 2.11 does not compile `whole[:longest] = gradient`")
+
+
+@pytest.mark.parametrize("function", [Mean, pytest.param(Longest, marks=breaks)])
 def test_a_number_in_a_function_is_captured_with_the_model(function):
     record = assert_same(Model(function), batches(), "aot_eager")
     assert len(record.graphs) == 1 and reports_of(record)[0].changed
 
 
 def test_the_graph_breaks_at_a_function_alone():
-    fxpasses.base.once._given.clear()
-    with pytest.warns(UserWarning, match=r"`Clipped`, called at test_function_numbers.py:\d+, needs a number") as given:
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
         record = assert_same(Model(Clipped), batches(), "aot_eager")
-    assert sum("fxpasses" in str(warning.message) for warning in given) == 1
+    said = [str(warning.message) for warning in given if "fxpasses:" in str(warning.message)]
+    if torch.__version__ >= "2.12":  # torch 2.11 itself breaks the graph there
+        assert len(said) == 1
+        assert re.search(r"`Clipped`, called at test_function_numbers.py:\d+, needs a number", said[0])
+    else:
+        assert said == []
     assert reports_of(record)[0].changed
 
 

@@ -42,7 +42,7 @@ def row_of_table(x: Tensor, lengths: Tensor) -> Tensor:
 @pytest.mark.parametrize("program", [last_token, first_token, row_of_table])
 def test_a_slice_of_one_is_broadcast_in_one_graph_for_all_lengths(program: Program) -> None:
     record = assert_same(program, [batch(8, 3), batch(5, 3), batch(1, 1), batch(2, 8)], lowering="aot_eager")
-    assert len(record.graphs) <= 2
+    assert len({graph.compile_id for graph in record.graphs}) <= 2  # torch 2.11 compiles a graph in two attempts
 
 
 def added(x: Tensor, lengths: Tensor) -> Tensor:

@@ -118,8 +118,8 @@ def reads(record: Record) -> int:
 def test_the_loop_is_one_program(loop: Loop, experts: type[nn.Module]) -> None:
     """Bit for bit, in batches in which experts have few rows or none; one number is read, and not one for each."""
     record = assert_same(Model(loop, experts), batches(), "aot_eager")
-    assert record.figures("group_experts") == {"loops_grouped": 1}, record
     if ASSIGNS_SLICES or loop is not padded_in_place:
+        assert record.figures("group_experts") == {"loops_grouped": 1}, record
         assert reads(record) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -287,6 +288,14 @@ def test_scaled_losses_of_float16() -> None:
     assert all(gradient is not None and gradient.isfinite().all() for gradient in found)
 
 
+@pytest.fixture
+def config_of_one_thread() -> Iterator[None]:
+    """Threads that call what is compiled with `dynamic=True` leave torch 2.11's option changed (docs/upstream.md)."""
+    with torch._dynamo.config.patch(assume_static_by_default=torch._dynamo.config.assume_static_by_default):
+        yield
+
+
+@pytest.mark.usefixtures("config_of_one_thread")
 def test_threads_that_run_a_program_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_program, "_programs", {})
     model = Model(lambda m, x, t, tokens: entropy(m.head(x) * 1.1, tokens))
