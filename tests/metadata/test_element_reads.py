@@ -10,7 +10,7 @@ from tests.support import assert_same, compiled, host_reads, results
 
 def in_parts(x, lengths):
     for _ in range(2):
-        x = torch.cat([part * part.shape[0] for part in x.split(lengths.tolist())])
+        x = torch.cat([part * part.shape[0] for part in reversed(x.split(lengths.tolist()))])
     return x
 
 
