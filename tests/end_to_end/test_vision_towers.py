@@ -1,4 +1,4 @@
-"""Vision towers of Hugging Face: each layer splits its patches by `lengths.tolist()`, image by image."""
+"""Vision towers of Hugging Face: each layer cuts its patches by `lengths.tolist()`, image by image."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def test_one_graph_and_the_numbers_of_eager_mode(tower):
 
 
 @pytest.mark.slow
-def test_images_of_other_sizes_take_the_same_graph():
-    """As long as there are as many, with as many patches together."""
-    batches = [batch((1, 8, 4), (1, 4, 6)), batch((1, 4, 8), (1, 6, 4)), batch((1, 4, 4), (1, 10, 4))]
-    assert len(assert_same(Qwen2(), batches, "aot_eager").graphs) == 1
-
-
-@thorough
-@pytest.mark.slow
-def test_more_frames_are_another_graph_with_the_numbers_of_eager_mode():
-    batches = [batch((1, 8, 4), (1, 4, 6)), batch((2, 4, 4), (1, 6, 4)), batch((1, 4, 4), (1, 10, 4))]
-    assert len(assert_same(Qwen2(), batches, "aot_eager").graphs) == 2
+def test_images_of_other_numbers_and_sizes_take_the_same_graph():
+    """One for the sizes of the first batch, one for any number of patches, and one for any number of images as well."""
+    images = [
+        [(1, 8, 4), (1, 4, 6)],
+        [(1, 4, 4), (1, 4, 8)],
+        [(1, 4, 4), (1, 10, 4), (1, 8, 8)],
+        [(2, 4, 4), (1, 6, 4)],
+    ]
+    images += [[(1, 4, 4)] * 5, [(1, 12, 4), (3, 4, 4)]]
+    record = assert_same(Qwen25(), [batch(*each) for each in images], "aot_eager", tolerance=1e-5)
+    assert len(record.graphs) <= 3
 
 
 @thorough
@@ -86,7 +86,7 @@ def test_host_reads_do_not_depend_on_the_number_of_layers(tower):
 @pytest.mark.slow
 @thorough
 @pytest.mark.filterwarnings("ignore")
-def test_compiling_for_other_sizes_in_each_batch_takes_at_most_twice_what_stock_takes():
+def test_compiling_for_other_sizes_in_each_batch_takes_less_than_stock():
     sizes = [
         [(4, 6), (8, 4)],
         [(6, 6), (4, 4)],
@@ -101,5 +101,5 @@ def test_compiling_for_other_sizes_in_each_batch_takes_at_most_twice_what_stock_
     stock = instructions_of_stock(tower, batches)
     torch._dynamo.reset()
     program = compiled(tower, "eager", strict=False)
-    assert instructions(program, batches) <= 2 * stock
+    assert instructions(program, batches) < stock
     torch.testing.assert_close(program(*batches[-1]), tower(*batches[-1]))
