@@ -201,11 +201,18 @@ class Batching(Values):
             raise Unbatched("attention that may be causal")
         options = {n: call.argument(n) for n in ("scale", "enable_gqa") if call.argument(n) is not None}
         operands = [self.known[o].node for o in (q, k, v)]
-        same, self.mixes_rows = self.graph.same(), True
+        same = self._same(node)
         if causal:
             same = self.graph.emit(torch.tril, same)
         result = self.graph.emit(F.scaled_dot_product_attention, *operands, attn_mask=same, **options)
         return Batched(result, (ndim - 2,))
+
+    def _same(self, node: Node) -> Node:
+        """The mask of the pairs of rows that are of one part. Attention by tiles, which makes it cheap, is for CPUs."""
+        if node.meta["example_value"].device.type != "cpu":
+            raise Unbatched("attention of parts on a device")
+        self.mixes_rows = True
+        return self.graph.same()
 
     def _softmax(self, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
         ndim = len(self.shape(first))
@@ -217,8 +224,7 @@ class Batching(Values):
             return self._along(node, call, state, dim - ndim)
         if state.dims != (ndim - 2, ndim - 1) or dim != ndim - 1 or name != "softmax":
             raise Unbatched(f"`{name}` over the rows of a part")
-        self.mixes_rows = True
-        hidden = self.graph.emit(torch.logical_not, self.graph.same())
+        hidden = self.graph.emit(torch.logical_not, self._same(node))
         scores = self.graph.emit(torch.masked_fill, state.node, hidden, float("-inf"))
         kwargs = {"dtype": call.argument("dtype")} if call.argument("dtype") is not None else {}
         return Batched(self.graph.emit(F.softmax, scores, dim=-1, **kwargs), state.dims, hides=True)
