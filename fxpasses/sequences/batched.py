@@ -89,10 +89,10 @@ class Values:
             node = self.graph.emit(torch.unsqueeze, node, 1)
         return node
 
-    def as_it_is(self, node: Node, dims: tuple[int, ...]) -> Batched:
-        """The same call, on all rows."""
+    def as_it_is(self, node: Node, dims: tuple[int, ...], target: Any = None) -> Batched:
+        """The same call, on all rows. target: the operator in place of the node's."""
         args, kwargs = self._arguments(node)
-        return Batched(self.graph.emit(node.target, *args, **kwargs), dims)
+        return Batched(self.graph.emit(target or node.target, *args, **kwargs), dims)
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def replaced(operand: Node) -> Any:

@@ -172,10 +172,8 @@ class Batching(Values):
             weight = len(self.shape(other))
             if weight > 2 or name == "bmm" or len(self.shape(node)) != last + 1:
                 raise Unbatched(f"`{name}` of a part and a batch of matrices")
-            if name == "mm":  # one value for each part has a dimension more
-                args, kwargs = self._arguments(node)
-                return Batched(self.graph.emit(torch.matmul, *args, **kwargs), dims)
-            return self.as_it_is(node, dims)
+            # One value for each part has a dimension more than `mm` takes.
+            return self.as_it_is(node, dims, torch.matmul if name == "mm" else None)
         if one not in self.known or name == "linear":
             raise Unbatched(f"`{name}` with a part as the weight")
         a, b = self.known[one], self.known[other]

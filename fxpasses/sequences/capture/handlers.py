@@ -63,14 +63,14 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
             return NOT_HANDLED
         return lists.sizes(lengths, _reading(trace, lengths, lambda: proceed(self, tx, name, args, kwargs).items))
     if name in _SPLIT_METHODS and args:
-        return _split(trace, proceed, tx, (self, *args), kwargs, lambda *given: proceed(self, tx, name, given[1:], {}))
+        return _split(trace, (self, *args), kwargs, lambda *given: proceed(self, tx, name, given[1:], {}))
     return NOT_HANDLED
 
 
 @handlers.at(method(TORCH_FUNCTION, "call_function"), order=0)
 def function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if self.value in _SPLITS and args:
-        return _split(trace, proceed, tx, args, kwargs, lambda *given: proceed(self, tx, list(given), {}))
+        return _split(trace, args, kwargs, lambda *given: proceed(self, tx, list(given), {}))
     join = _JOINS.get(self.value) if callable(self.value) else None
     if join is None or not args or type(args[0].realize()) not in (Results, Parts):
         return NOT_HANDLED
@@ -106,7 +106,7 @@ def _reading(trace: Trace, lengths: Lengths, read: Callable[[], list[Any]]) -> C
     return elements
 
 
-def _split(trace: Trace, proceed: Proceed, tx: Any, args: Any, kwargs: Any, read: Callable[..., Any]) -> Any:
+def _split(trace: Trace, args: Any, kwargs: Any, read: Callable[..., Any]) -> Any:
     """`tensor.split(sizes, dim)`."""
     given = dict(zip(("tensor", "sizes", "dim"), args, strict=False))
     given.update(("sizes" if name.startswith("split_size") else name, value) for name, value in kwargs.items())

@@ -137,7 +137,7 @@ class Loop:
         size = writer.call(torch.ops.fxpasses.part_size.default, self.lengths.tensor)
         self.symbol, self.size = expression(size.sym_num), size.as_proxy().node
         self.batching = Batching(writer, self.symbol, self.size)
-        self.sequences.trace.sizes_of_parts[self.symbol] = PartSize(frozenset(self.places), self._extremes)
+        self.sequences.trace.sizes_of_parts[self.symbol] = PartSize(frozenset(self.places), lambda: self._extremes)
         elements = [self._element(value, size) for value in self.over]
         self.sequences.open = self
         self.watched = [found for found in _lists(self.tx) if born(found) >= 0 and not found.items]
@@ -148,15 +148,12 @@ class Loop:
         return elements
 
     @functools.cached_property
-    def _symbols(self) -> tuple[Any, Any]:
+    def _extremes(self) -> tuple[Any, Any]:
+        """The symbols of the smallest and the largest size of a part."""
         tensor = self.lengths.tensor
         least, most = (tensor.call_method(self.tx, name, [], {}) for name in ("amin", "amax"))
         least, most = (number.call_method(self.tx, "item", [], {}) for number in (least, most))
         return expression(least.sym_num), expression(most.sym_num)
-
-    def _extremes(self) -> tuple[Any, Any]:
-        """The symbols of the smallest and the largest size of a part."""
-        return self._symbols
 
     def _rows(self) -> Any:
         """The variable of T."""

@@ -38,8 +38,7 @@ class Writer:
         self._trace, self._tx, self._lengths = trace, tx, lengths
         self.variables: dict[Node, Any] = {}
         self.rows, self._rows = _number(rows), rows
-        size = rows.as_python_constant() if rows.is_python_constant() else expression(rows.sym_num)
-        self._key = tx.output.current_tracer, lengths.key, size
+        self._key = tx.output.current_tracer, lengths.key, expression(_value(rows))
         count = lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
         self.count, self._count = _number(count), count
 
