@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from fxpasses.sequences.capture.loops import Loop
 from tests.sequences.comparing import FEW, WIDTH, Program, assert_eager_modes, batches
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
@@ -556,3 +557,19 @@ def test_a_number_that_is_not_finite_stays_in_its_part(value: float) -> None:
         return torch.cat([part @ w - part.mean(0) for part in parts]), torch.stack([part.sum(0) for part in parts])
 
     assert_eager_modes(program, batches(FEW))
+
+
+@pytest.mark.parametrize("broken", ["begin", "end", "_visit"])
+def test_a_defect_while_a_loop_is_traced_leaves_it_unrolled(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(x: Tensor, w: Tensor, lengths: Tensor) -> Tensor:
+        return torch.cat([part @ w for part in x.split(lengths.tolist())])
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Loop, broken, fail)
+    given = torch.randn(9, WIDTH), torch.randn(WIDTH, WIDTH), torch.tensor([3, 4, 2])
+    program_compiled = torch.compile(program, backend="fastpack", options={"fastpack.lowering": "eager"})
+    with pytest.warns(UserWarning, match="loops over parts.*a defect"):
+        actual = program_compiled(*given)
+    torch.testing.assert_close(actual, program(*given))

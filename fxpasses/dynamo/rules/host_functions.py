@@ -21,8 +21,8 @@ Two tables say what is served:
   first size of a result depends on the batch, the others on constants. They depend on nothing else, so
   `hoist_metadata` moves them into the prologue.
 - `get_rope_index` of Qwen-VL, GLM-V and their kin, which groups the tokens of a text by `itertools.groupby`. It is a
-  method of the model, which it may read, so it runs in each step; the graph is for this model alone. Its results have
-  the sizes of the tokens.
+  method of the model, so the graph is for this model alone. It runs once per batch as well if its source shows that it
+  reads constants of the model alone, which are guarded; else in each step. Its results have the sizes of the tokens.
 
 Calls with arguments other than the batch's tensors and constants, or with results that have other sizes or require a
 gradient, are left to Dynamo; so are those of functions where a default device is set, and methods run in each step.

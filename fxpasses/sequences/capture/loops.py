@@ -31,6 +31,7 @@ from torch.fx import Node
 from fxpasses.base.containment import error_text
 from fxpasses.dynamo.dynamo_names import DynamoNames, in_short
 from fxpasses.dynamo.failures import Unrolled
+from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.trace import PartSize, Trace
 from fxpasses.experts.capture.liveness import live_at
 from fxpasses.experts.capture.speculation import born, now
@@ -79,6 +80,14 @@ class PartIterator(IteratorVariable):
         return type(iter(()))
 
     def next_variable(self, tx: Any) -> Any:
+        try:
+            return self._next(tx)
+        except Exception as error:  # which passes through a method of Dynamo's, as if it were Dynamo's own
+            if not isinstance(error, StopIteration):
+                self.sequences.trace.note_error(Feature.SEQUENCES, error)
+            raise
+
+    def _next(self, tx: Any) -> Any:
         place = tx.instruction_pointer - 1
         if tx.instructions[place].opname != "FOR_ITER":
             self.sequences.refuse(*self.places, why="something else than a loop takes its parts")
