@@ -32,6 +32,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.symbols import symbol
 from fxpasses.report import OnReport, Report
 
 NAME = "ddp_buckets"  # in the record
@@ -135,8 +136,27 @@ def _cut_by_split(gm: GraphModule) -> Iterator[list[GraphModule]]:
 def _split(split_module: Callable[..., Any], gm: GraphModule, piece_of: Callable[[Node], int]) -> Any:
     """PyTorch's `split_module`, with the pieces in order. `gm` is changed."""
     pieces = {node: piece_of(node) for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
+    _name_sizes(gm.graph, pieces)
     _repeat_numbers(gm.graph, pieces)
     return split_module(gm, None, pieces.__getitem__, keep_original_order=True)
+
+
+def _name_sizes(graph: Graph, pieces: dict[Node, int]) -> None:
+    """Give each size that a node creates a node of its own, with which `split_module` passes it on.
+
+    Dynamo makes these nodes; those that nothing used any more are gone.
+    """
+    named = {symbol(node.meta["example_value"]) for node in graph.nodes if _is_number(node)}
+    for node, piece in list(pieces.items()):
+        value = node.meta.get("example_value")
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        for axis, size in enumerate(shape):
+            if symbol(size) in node.meta.get("unbacked_bindings", ()) and symbol(size) not in named:
+                with graph.inserting_after(node):
+                    name = graph.call_function(torch.ops.aten.sym_size.int, (node, axis))
+                name.meta["example_value"] = size
+                pieces[name] = piece
+                named.add(symbol(size))
 
 
 def _repeat_numbers(graph: Graph, pieces: dict[Node, int]) -> None:
