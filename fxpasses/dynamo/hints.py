@@ -59,12 +59,10 @@ def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, *args: Any,
     """Dynamo runs each operator on fake tensors through this function: questions during the run are the operator's."""
     trace.catch_up()
     check_operation(trace, node, args[0] if args else ())
-    trace.operators += 1
     try:
-        with trace.sizes.running(node):
+        with trace.running(node):
             return proceed(tracer, node, *args, **kwargs)
     finally:
-        trace.operators -= 1
         trace.has_read |= node.op == "call_method" and node.target == "item"
         trace.has_communicated |= node.op == "call_function" and is_collective(node.target)
 

@@ -298,6 +298,8 @@ class _TraceFrameInAttempts:
         trace.close()
         if trace.unrolled:
             return trace.attempt.unrolling(trace.unrolled)
+        if trace.one_by_one:
+            return trace.attempt.running_one_by_one(trace.one_by_one)
         if isinstance(error, (self._names.restart, self._names.skip)):
             return None
         rejected, unproved = _backend_error(error), trace.unproved()

@@ -110,7 +110,7 @@ class Trace(Protocol):
 
     def number(self, expression: Any) -> Any: ...
 
-    def is_of_part(self, expression: Any) -> bool: ...
+    def is_of_part(self, expression: Any, by_itself: bool = False) -> bool: ...
 
     def compute(self, symbols: Iterable[Any]) -> None: ...
 
@@ -176,6 +176,13 @@ class SizeDefaults:
         """Whether a question or an assertion is about a symbol."""
         found = (condition for run in self._runs for condition in (*run.questions, *run.assertions))
         return any(symbol in condition.free_symbols for condition in found)
+
+    def forget(self, symbols: set[Any]) -> None:
+        """Drop the questions and assertions about symbols that no node has any more."""
+        for run in self._runs:
+            for conditions in (run.questions, run.assertions):
+                for condition in [found for found in conditions if not symbols.isdisjoint(found.free_symbols)]:
+                    del conditions[condition]
 
     # When the trace is complete
 
@@ -252,6 +259,8 @@ class SizeDefaults:
 
     def _asking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_expr(expression: Any, *args: Any, fallback_value: Any = None, **kwargs: Any) -> Any:
+            if fallback_value is None and self._listens() and self._contained(self._is_of_any_part, expression):
+                return sympy.true if isinstance(expression, sympy.Ne) else sympy.false
             if fallback_value is None or not self._listens() or not self._contained(_is_about_a_dimension, expression):
                 return original(expression, *args, fallback_value=fallback_value, **kwargs)
             answer = original(expression, *args, fallback_value=_NO_ANSWER, **kwargs)
@@ -267,6 +276,10 @@ class SizeDefaults:
             return fallback_value
 
         return evaluate_expr
+
+    def _is_of_any_part(self, question: Any) -> bool:
+        """Whether a question is whether a part, whose operators run for it alone, has a size of 0 or 1."""
+        return self._trace.is_of_part(question, by_itself=True) and is_of_one(question)
 
     def _is_answered(self, question: Any, granted: bool) -> bool:
         """Whether the batch answers a question unlike PyTorch's default `granted`; notes the default otherwise."""

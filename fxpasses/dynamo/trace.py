@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import sympy
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fxpasses.dynamo.attempt import Attempt, Left, Place
 from fxpasses.dynamo.dynamo_names import in_short, is_in_try, user_place
@@ -84,11 +84,13 @@ class Answer:
 class PartSize:
     """The size of a part of the batch, while a loop over the parts is traced.
 
-    places: the program's lists of sizes. extremes: makes the symbols of the smallest and the largest one.
+    places: the program's lists of sizes. extremes: makes the symbols of the smallest and the largest one. by_itself:
+    whether operators will run for each part by itself, so that what they assume of its size need not hold for all.
     """
 
     places: frozenset[Place]
     extremes: Callable[[], tuple[Any, Any]]
+    by_itself: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ class Trace:
         self.operators = 0  # the depth of operators that are running on fake tensors
         self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
         self.unrolled: dict[Place, str] = {}  # lists over whose parts another attempt unrolls the loops, and why
+        self.one_by_one: dict[Place, str] = {}  # or runs them part by part
+        self.varying: set[Place] = set()  # lists that have another number of parts than in an earlier compilation
         self.loops: list[str] = []  # what was done to loops over parts, for the report
         self.sizes_of_parts: dict[Any, PartSize] = {}  # by symbol
         self.suspects: set[Feature] = set()  # to be left out first if the graph does not compile
@@ -133,6 +137,7 @@ class Trace:
         self.discharged: set[int] = set()  # the numbers of the branches that were proved
         self._states: dict[Any, Any] = {}
         self._answering = True
+        self._insists = False
         self._choosing = False  # whether the question that is being answered is a choice
         self.sizes = SizeDefaults(self)
 
@@ -279,13 +284,18 @@ class Trace:
             self.note_error(Feature.HINTS, error)
             raise
 
-    def is_of_part(self, expression: Any) -> bool:
-        """Whether an expression depends on the size of a part."""
-        return bool(self.sizes_of_parts) and not self.sizes_of_parts.keys().isdisjoint(expression.free_symbols)
+    def is_of_part(self, expression: Any, by_itself: bool = False) -> bool:
+        """Whether an expression depends on the size of a part. by_itself: of one whose operators run for it alone."""
+        if not self.sizes_of_parts:
+            return False
+        found = [self.sizes_of_parts[s] for s in expression.free_symbols if s in self.sizes_of_parts]
+        return any(part.by_itself or not by_itself for part in found)
 
     def _part_size(self, part: PartSize) -> Any:
         """The size of a part, as an answer: of the smallest to the program, and neither 0 nor 1 to an operator."""
-        return self.value(part.extremes()[0]) if self.operators == 0 else 2
+        if self.operators:
+            return None if part.by_itself else 2
+        return self.value(part.extremes()[0])
 
     def _note_of_part(self, question: Any, answer: Any) -> None:
         """Note that all parts answer a question of the program's alike, as they do if the smallest and the largest do
@@ -296,13 +306,21 @@ class Trace:
         if self.operators:
             if not others and is_of_one(question):
                 return
-        elif not others and _is_monotonic(question, symbol):
+        elif not others and (_is_monotonic(question, symbol) or self._are_equal(part)):
             extremes = [question.xreplace({symbol: extreme}) for extreme in part.extremes()]
             if all(self.number(extreme) == answer for extreme in extremes):
                 for extreme in extremes:
                     self._note(extreme, answer)
                 return
         self.unrolled.update(dict.fromkeys(part.places, "its parts may answer a question differently"))
+
+    def _are_equal(self, part: PartSize) -> bool:
+        """Whether all parts have the same size, which is guarded."""
+        least, most = part.extremes()
+        if self.number(least) != self.number(most):
+            return False
+        self._note(sympy.Eq(least, most), sympy.true)
+        return True
 
     def _note(self, question: Any, answer: Any) -> None:
         if self.is_of_part(question):
@@ -324,6 +342,16 @@ class Trace:
         """Record a default answer at a place; the shape environment does not know of it."""
         condition = question if answer else sympy.Not(question)
         self.answers.append(Answer(condition, place, is_choice=True, is_tacit=True))
+
+    @contextmanager
+    def running(self, node: Node) -> Iterator[None]:
+        """Inside, questions are those of an operator that runs on fake tensors."""
+        self.operators += 1
+        try:
+            with self.sizes.running(node):
+                yield
+        finally:
+            self.operators -= 1
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
@@ -351,7 +379,20 @@ class Trace:
         walking = self.graph is not None and self.graph.is_walking  # the walk runs operators again
         return (*user_place(), self.operators > 0 or walking)
 
+    @contextmanager
+    def insisting(self) -> Iterator[None]:
+        """Inside, questions are those of an operator that needs an answer, also where the program gets none."""
+        before, self._insists = self._insists, True
+        self.operators += 1
+        try:
+            yield
+        finally:
+            self.operators -= 1
+            self._insists = before
+
     def _is_refused(self) -> bool:
+        if self._insists:
+            return False
         refused = self.attempt.refused.union(self.crowded) if self.crowded else self.attempt.refused
         return bool(refused) and self.place() in refused
 

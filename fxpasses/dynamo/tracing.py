@@ -164,7 +164,7 @@ def report(trace: Trace) -> Report | None:
     Raises `FeatureRejected` if the trace has failed.
     """
     trace.close()
-    if trace.unrolled:
+    if trace.unrolled or trace.one_by_one:
         raise Unrolled("a loop over parts of the batch is left before its end")
     if trace.failure is not None:
         raise FeatureRejected(trace.failure.feature, error_text(trace.failure.error))

@@ -559,7 +559,7 @@ def test_a_number_that_is_not_finite_stays_in_its_part(value: float) -> None:
     assert_eager_modes(program, batches(FEW))
 
 
-@pytest.mark.parametrize("broken", ["begin", "end", "_visit"])
+@pytest.mark.parametrize("broken", ["begin", "end", "_compute_for_all"])
 def test_a_defect_while_a_loop_is_traced_leaves_it_unrolled(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(x: Tensor, w: Tensor, lengths: Tensor) -> Tensor:
         return torch.cat([part @ w for part in x.split(lengths.tolist())])

@@ -69,6 +69,7 @@ _OF_GRIDS: dict[str, tuple[str, ...]] = {
     "get_vision_nearest_position_ids": ("position_ids",),
     "get_vision_pixel_shuffle_index": ("pixel_shuffle_index",),
     "get_vision_position_ids": ("position_ids",),
+    "get_vision_temporal_merge_index": ("temporal_merge_index",),
     "get_vision_window_index": ("window_index", "cu_window_seqlens"),
 }
 _OF_TOKENS = "get_rope_index"
@@ -203,7 +204,9 @@ def _results(call: Call, values: list[Tensor]) -> Tensor | tuple[Tensor, ...] | 
 
 def _sizes_of_grids(results: Any, given: dict[str, Tensor]) -> list[tuple[Size, ...]] | None:
     found = as_tuple(results)
-    return [(None, *result.shape[1:]) for result in found] if all(result.ndim for result in found) else None
+    if not all(result.ndim for result in found):
+        return None
+    return [(*[None] * max(result.ndim - 1, 1), *result.shape[1:][-1:]) for result in found]
 
 
 def _sizes_of_tokens(results: Any, given: dict[str, Tensor]) -> list[tuple[Size, ...]] | None:

@@ -21,12 +21,14 @@ from fxpasses.dynamo.interceptions import NOT_HANDLED, TRANSLATOR, Handlers, Pro
 from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.speculation import born, is_running
-from fxpasses.sequences.capture import lists
+from fxpasses.graph.symbols import expression
+from fxpasses.sequences.capture import lists, part_counts
 from fxpasses.sequences.capture.joining import cat, pad_sequence, stack, total
-from fxpasses.sequences.capture.lists import Lengths, Parts, Results, Sizes
+from fxpasses.sequences.capture.lists import Elements, Lengths, Parts, Results, Sizes
 from fxpasses.sequences.capture.loops import PartIterator, Sequences
 from fxpasses.sequences.capture.writer import key_of
 
+_MOST_COLUMNS = 8
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _SPLITS = (torch.split, torch.split_with_sizes)
 _SPLIT_METHODS = ("split", "split_with_sizes")
@@ -61,7 +63,9 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
         lengths = _lengths(trace, self)
         if lengths is None:
             return NOT_HANDLED
-        return lists.sizes(lengths, _reading(trace, lengths, lambda: proceed(self, tx, name, args, kwargs).items))
+        read = _reading(trace, lengths, lambda: proceed(self, tx, name, args, kwargs).items)
+        found = example(self)
+        return lists.sizes(lengths, read) if found.ndim == 1 else lists.rows(lengths, read, found.shape[1])
     if name in _SPLIT_METHODS and args:
         return _split(trace, (self, *args), kwargs, lambda *given: proceed(self, tx, name, given[1:], {}))
     return NOT_HANDLED
@@ -84,14 +88,21 @@ def function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
 def _lengths(trace: Trace, tensor: Any) -> Lengths | None:
     """The lengths that a tensor holds; None if it may hold something else, or if its loops are unrolled."""
     found = example(tensor)
-    if not isinstance(found, Tensor) or found.ndim != 1 or found.dtype not in (torch.int32, torch.int64):
+    if not isinstance(found, Tensor) or found.dtype not in (torch.int32, torch.int64):
+        return None
+    if found.ndim != 1 and (found.ndim != 2 or type(found.shape[1]) is not int or found.shape[1] > _MOST_COLUMNS):
         return None
     place = trace.place()
-    is_unrolled = any(place == unrolled for unrolled, _ in trace.attempt.unrolled)
-    if is_unrolled or trace.state(Sequences).open is not None:
+    if _is_unrolled(trace, place) or trace.state(Sequences).open is not None:
         return None
+    if part_counts.varies(place, found.shape[0]):
+        trace.varying.add(place)
     key = key_of(trace, tensor)
     return None if key is None else Lengths(tensor, key, place)
+
+
+def _is_unrolled(trace: Trace, place: Any) -> bool:
+    return any(place == unrolled for unrolled, _ in trace.attempt.unrolled)
 
 
 def _reading(trace: Trace, lengths: Lengths, read: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
@@ -134,10 +145,8 @@ def _split(trace: Trace, args: Any, kwargs: Any, read: Callable[..., Any]) -> An
 def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if not args:
         return NOT_HANDLED
-    if self.fn is zip and not kwargs.keys() - {"strict"} and all(_is_of_parts(arg) for arg in args):
-        if not _belong_together(trace, args):
-            return NOT_HANDLED
-        return PartIterator(trace.state(Sequences), [arg.realize() for arg in args], is_zip=True)
+    if self.fn is zip and not kwargs.keys() - {"strict"}:
+        return _iterator(trace, args, is_zip=True) or NOT_HANDLED
     is_padding = tx.f_code is torch.nn.utils.rnn.pad_sequence.__code__
     if self.fn is tuple and is_padding and len(args) == 1 and type(args[0].realize()) in (Parts, Results):
         return args[0].realize()
@@ -158,23 +167,55 @@ def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     value = tx.stack[-1].realize()
     if isinstance(value, PartIterator):
         return None
-    if not _is_of_parts(value) or not _belong_together(trace, [value]) or not _is_looped_over(tx):
+    found = _iterator(trace, [value], is_zip=False) if _is_looped_over(tx) else None
+    if found is None:
         return NOT_HANDLED
     tx.pop()
-    tx.push(PartIterator(trace.state(Sequences), [value], is_zip=False))
+    tx.push(found)
     return None
 
 
 def _is_of_parts(value: Any) -> bool:
-    return type(value.realize()) in (Sizes, Parts, Results)
+    return type(value.realize()) in lists.KINDS
 
 
-def _belong_together(trace: Trace, over: Any) -> bool:
-    """Whether a loop over some lists can be traced once: they are of the same lengths, and one is cut from a tensor."""
-    found = [value.realize() for value in over]
-    if trace.state(Sequences).open is not None or len({value.lengths.key for value in found}) != 1:
+def _iterator(trace: Trace, args: Any, is_zip: bool) -> PartIterator | None:
+    """The iterator of a loop over some lists; None if it cannot be traced once."""
+    sequences, found = trace.state(Sequences), [value.realize() for value in args]
+    if sequences.open is not None or not any(type(value) in lists.KINDS for value in found):
+        return None
+    if _has_rules(found):
+        is_one_by_one = sequences.are_one_by_one([value.lengths.place for value in found])
+        return PartIterator(sequences, found, is_zip, is_one_by_one)
+    over = _of_as_many_parts(trace, found)
+    return None if over is None else PartIterator(sequences, over, is_zip, is_one_by_one=True)
+
+
+def _has_rules(found: list[Any]) -> bool:
+    """Whether lists are of the same lengths, and one is cut from a tensor."""
+    if any(type(value) not in (Sizes, Parts, Results) for value in found):
+        return False
+    if len({value.lengths.key for value in found}) != 1 or not found[0].lengths.is_known:
         return False
     return any(type(value) is Parts or (type(value) is Results and value.whole and value.whole.dims) for value in found)
+
+
+def _of_as_many_parts(trace: Trace, found: list[Any]) -> list[Any] | None:
+    """Lists and tensors over which a loop runs part by part; None if the loop is to be unrolled, as it is at first."""
+    known = [value.lengths for value in found if type(value) in lists.KINDS]
+    if not all(lengths.is_known and lengths.place in trace.varying for lengths in known):
+        return None
+    over, count = [], expression(example(known[0].tensor).shape[0])
+    for value in found:
+        if isinstance(value, TensorVariable) and example(value).ndim:
+            value = Elements(known[0], value)
+        elif type(value) not in lists.KINDS:
+            return None
+        tensor = value.tensor if type(value) is Elements else value.lengths.tensor
+        if expression(example(tensor).shape[0]) != count:
+            return None
+        over.append(value)
+    return over
 
 
 def _is_looped_over(tx: Any) -> bool:

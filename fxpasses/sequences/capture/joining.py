@@ -46,7 +46,7 @@ def pad_sequence(
     sequences: Sequences, tx: Any, tensors: Any, batch_first: Any = None, padding_value: Any = None, side: Any = None
 ) -> Any:
     found, writer, value = _whole(sequences, tx, tensors)
-    if value.dims != (0,) or (side is not None and side.as_python_constant() != "right"):
+    if value.dims != (0,) or not found.lengths.is_known or (side is not None and side.as_python_constant() != "right"):
         sequences.refuse(found.lengths.place, why="something else than rows is padded")
     rows, ids, lengths = writer.local(value.variable), writer.ids(), writer.lengths()
     longest = writer.number(writer.emit(torch.amax, lengths))

@@ -1,6 +1,7 @@
 """The lists of a program that cuts its batch into parts, as Dynamo's variables.
 
     sizes = lengths.tolist()             Sizes
+    grids = grid.tolist()                Rows, some numbers for each part
     parts = x.split(sizes)               Parts
     results = [f(p) for p in parts]      Results, one for each part
 
@@ -30,18 +31,19 @@ class Lengths:
     """The sizes of the parts of a batch.
 
     tensor: Dynamo's variable, of integers [n]. key: equal for two tensors of the same values. place: where the program
-    makes a list of them.
+    makes a list of them. is_known: whether `tensor` has the sizes, and not only as many elements as there are parts.
     """
 
     tensor: Any
     key: Any
     place: Place
+    is_known: bool = True
 
 
 class _Unread:
     """A list that reads its elements when Dynamo asks for them."""
 
-    _fields = frozenset({"lengths", "tensor", "dim", "gradients", "read", "plain"})
+    _fields = frozenset({"lengths", "tensor", "dim", "gradients", "columns", "read", "plain"})
     read: Callable[[], list[Any]]
     plain: type
     lengths: Lengths
@@ -67,6 +69,21 @@ class Sizes(_Unread, ListVariable):
     """`lengths.tolist()`."""
 
     _nonvar_fields = {*_Unread._fields, *ListVariable._nonvar_fields}
+
+
+class Rows(_Unread, ListVariable):
+    """`grid.tolist()` of integers [n, columns]."""
+
+    _nonvar_fields = {*_Unread._fields, *ListVariable._nonvar_fields}
+    columns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """A tensor [n, ...] over which a program loops. tensor: Dynamo's variable."""
+
+    lengths: Lengths
+    tensor: Any
 
 
 class Parts(_Unread, TupleVariable):
@@ -99,8 +116,8 @@ class Watched(ListVariable):
 class Results(ListVariable):
     """A list to which a loop over parts appends one value for each.
 
-    whole: that of all parts (`batching.py`); None while the body is traced. refuse: raises, and has the frame traced
-    again with the loop unrolled.
+    whole: that of all parts (`batching.py`); None while the body is traced, and for a list of `None`. refuse: raises,
+    and has the frame traced again with the loop unrolled.
     """
 
     _nonvar_fields = {"lengths", "whole", "refuse", *ListVariable._nonvar_fields}
@@ -117,9 +134,17 @@ class Results(ListVariable):
         self.refuse("a list that a loop over parts has made is changed")
 
 
+KINDS = (Sizes, Rows, Parts, Elements, Results)
+
+
 def sizes(lengths: Lengths, read: Callable[[], list[Any]]) -> Sizes:
     """read: the elements, as Dynamo makes them."""
     return _unread(ListVariable([], mutation_type=ValueMutationNew()), Sizes, lengths=lengths, read=read)
+
+
+def rows(lengths: Lengths, read: Callable[[], list[Any]], columns: int) -> Rows:
+    plain = ListVariable([], mutation_type=ValueMutationNew())
+    return _unread(plain, Rows, lengths=lengths, read=read, columns=columns)
 
 
 def parts(lengths: Lengths, read: Callable[[], list[Any]], tensor: Any, dim: int) -> Parts:

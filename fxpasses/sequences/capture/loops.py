@@ -7,8 +7,9 @@ the body, `batching.py` computes it for all parts at once, in the same graph, an
 the symbol. The list that the loop has appended to is `Results` from then on, which `torch.cat` and the like take.
 
 The body has to do the same for each part. So a question about u, a change of Python's state other than an append, a
-variable that is carried from part to part, a write, a random number, a graph break, and whatever no rule of
-`batching.py` covers have the frame traced again with this loop unrolled, as under stock PyTorch.
+variable that is carried from part to part, a write, a random number, and a graph break have the frame traced again with
+this loop unrolled, as under stock PyTorch. So has whatever no rule of `batching.py` covers, until the number of parts
+changes: then the body becomes an operator that runs it part by part (`one_by_one.py`), for any number.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites: `OutputGraph.current_tracer`,
 `random_calls` and `side_effects.tensor_hooks`; `symbolic_locals`, `stack`, `block_stack` and
@@ -17,11 +18,12 @@ Private names, checked on torch 2.11, 2.13 and 2.15, besides the handlers' sites
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch._dynamo.variables import ConstantVariable, TupleVariable
+from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
@@ -42,7 +44,8 @@ from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batched import Batched, Unbatched
 from fxpasses.sequences.batching import Batching
 from fxpasses.sequences.capture import lists
-from fxpasses.sequences.capture.lists import Lengths, Parts, Results, Sizes
+from fxpasses.sequences.capture.bodies import Operand, PartBody
+from fxpasses.sequences.capture.lists import Elements, Lengths, Parts, Results, Rows, Sizes
 from fxpasses.sequences.capture.writer import Value, Writer
 
 
@@ -53,11 +56,21 @@ class Sequences:
         self.trace = trace
         self.open: Loop | None = None
 
-    def refuse(self, *places: Any, why: str) -> Any:
-        """Have the frame traced again with the loops over some lists unrolled."""
+    def refuse(self, *places: Any, why: str, has_rules: bool = True) -> Any:
+        """Have the frame traced again with the loops over some lists unrolled.
+
+        has_rules: False if only a rule is missing, so that they can run part by part.
+        """
         self.open = None
-        self.trace.unrolled.update(dict.fromkeys(places, why))
+        can_run = not has_rules and self.trace.varying.issuperset(places) and not self.are_one_by_one(places)
+        found = self.trace.one_by_one if can_run else self.trace.unrolled
+        found.update(dict.fromkeys(places, why))
         raise Unrolled(f"a loop over parts of the batch is unrolled: {why}")
+
+    def are_one_by_one(self, places: Iterable[Any]) -> bool:
+        """Whether this attempt runs the loops over some lists part by part."""
+        known = {place for place, _ in self.trace.attempt.one_by_one}
+        return not known.isdisjoint(places)
 
     def changed(self, when: int = -1) -> None:
         """Called for a change of a Python object that was created at the time `when`."""
@@ -66,15 +79,22 @@ class Sequences:
 
 
 class PartIterator(IteratorVariable):
-    """Iterates over `Sizes`, `Parts` and `Results` that belong together: has one element, a part of unknown size."""
+    """Iterates over lists that belong together: has one element, a part of unknown size.
 
-    def __init__(self, sequences: Sequences, over: list[Any], is_zip: bool, **kwargs: Any) -> None:
+    is_one_by_one: whether the body is to run part by part.
+    """
+
+    def __init__(
+        self, sequences: Sequences, over: list[Any], is_zip: bool, is_one_by_one: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.sequences, self.over, self.is_zip = sequences, over, is_zip
+        self.sequences, self.over, self.is_zip, self.is_one_by_one = sequences, over, is_zip, is_one_by_one
         self.places = [value.lengths.place for value in over]
         self.loop: Loop | None = None
 
-    _nonvar_fields = {"sequences", "over", "is_zip", "places", "loop", *IteratorVariable._nonvar_fields}
+    _nonvar_fields = {
+        "sequences", "over", "is_zip", "is_one_by_one", "places", "loop", *IteratorVariable._nonvar_fields
+    }  # fmt: skip
 
     def python_type(self) -> type:
         return type(iter(()))
@@ -91,10 +111,10 @@ class PartIterator(IteratorVariable):
         place = tx.instruction_pointer - 1
         if tx.instructions[place].opname != "FOR_ITER":
             self.sequences.refuse(*self.places, why="something else than a loop takes its parts")
-        if any(type(value) not in (Sizes, Parts, Results) for value in self.over):
+        if any(type(value) not in lists.KINDS for value in self.over):
             self.sequences.refuse(*self.places, why="its list is read before it")
         if self.loop is None:
-            self.loop = Loop(self.sequences, tx, place, self.over)
+            self.loop = Loop(self.sequences, tx, place, self.over, self.is_one_by_one)
             elements = self.loop.begin()
             return TupleVariable(elements) if self.is_zip else elements[0]
         self.loop.end(tx, place)
@@ -107,10 +127,10 @@ class PartIterator(IteratorVariable):
 
 
 class Loop:
-    """A loop that is being traced. over: what it takes its parts from, all of the same lengths."""
+    """A loop that is being traced. over: what it takes its parts from, of one length, or of as many parts."""
 
-    def __init__(self, sequences: Sequences, tx: Any, start: int, over: list[Any]) -> None:
-        self.sequences, self.tx, self.start, self.over = sequences, tx, start, over
+    def __init__(self, sequences: Sequences, tx: Any, start: int, over: list[Any], is_one_by_one: bool) -> None:
+        self.sequences, self.tx, self.start, self.over, self.is_one_by_one = sequences, tx, start, over, is_one_by_one
         self.places = {value.lengths.place for value in over}
         self.lengths: Lengths = over[0].lengths
         self.variables = dict(tx.symbolic_locals)
@@ -122,9 +142,10 @@ class Loop:
         self.watched: list[Any] = []  # empty lists
         self.appended: dict[int, tuple[Any, list[Any]]] = {}  # by id: the list, and what the body has appended
         self.spoiled = False  # whether the body has changed Python's state
+        self.lengths_of: dict[Node, Lengths] = {}  # by what is appended, if not those of the loop
 
-    def refuse(self, why: str) -> Any:
-        return self.sequences.refuse(*self.places, why=why)
+    def refuse(self, why: str, has_rules: bool = True) -> Any:
+        return self.sequences.refuse(*self.places, why=why, has_rules=has_rules or self.is_one_by_one)
 
     def _effects(self) -> tuple[Any, ...]:
         output = self.tx.output
@@ -138,57 +159,113 @@ class Loop:
             self.refuse("it is inside another one")
         if any(type(value) is Parts and value.gradients != torch.is_grad_enabled() for value in self.over):
             self.refuse("its parts were cut with gradients, and it runs without, or the other way round")
-        writer = self.writer = Writer(self.sequences.trace, self.tx, self.lengths, self._rows())
-        if not writer.is_current():
-            self.refuse("its lengths have been written to")
-        if not writer.fits():
-            self.refuse("its parts do not sum to their tensor")
-        size = writer.call(torch.ops.fxpasses.part_size.default, self.lengths.tensor)
-        self.symbol, self.size = expression(size.sym_num), size.as_proxy().node
-        self.batching = Batching(writer, self.symbol, self.size)
-        self.sequences.trace.sizes_of_parts[self.symbol] = PartSize(frozenset(self.places), lambda: self._extremes)
-        elements = [self._element(value, size) for value in self.over]
+        self.writer = Writer(self.sequences.trace, self.tx, self.lengths, self._rows())
+        self._check_lengths()
+        self.sizes: dict[Any, Any] = {}  # by the lengths' keys, the variables of parts' sizes
+        self.cuts: dict[Node, Lengths] = {}  # by the lengths' nodes
+        self.known: dict[Node, Batched] = {}  # values for all parts, by those for one
+        self.numbers: list[Any] = []  # the symbols of a part's numbers
+        self.stand_ins: list[Any] = []
+        self.first = self.graph._root.prev
+        elements = [self._element(value) for value in self.over]
+        if not self.is_one_by_one:
+            (size,) = self.sizes.values()
+            self.batching = Batching(self.writer, expression(size.sym_num), size.as_proxy().node)
+            self.batching.known = self.known
         self.sequences.open = self
         self.watched = [found for found in _lists(self.tx) if born(found) >= 0 and not found.items]
         for found in self.watched:
             lists.watch(found)
-        self.stand_ins = [size, *(element for element in elements if element is not size)]
-        self.first = self.graph._root.prev
         return elements
 
-    @functools.cached_property
-    def _extremes(self) -> tuple[Any, Any]:
-        """The symbols of the smallest and the largest size of a part."""
-        tensor = self.lengths.tensor
-        least, most = (tensor.call_method(self.tx, name, [], {}) for name in ("amin", "amax"))
-        least, most = (number.call_method(self.tx, "item", [], {}) for number in (least, most))
-        return expression(least.sym_num), expression(most.sym_num)
+    def _check_lengths(self) -> None:
+        """Refuse the loop unless the lengths are those of the program's lists, and sum to what they cut."""
+        checked = set()
+        for value in self.over:
+            rows = None
+            if type(value) is Parts:
+                rows = value.tensor.call_method(self.tx, "size", [ConstantVariable.create(value.dim)], {})
+            writer = Writer(self.sequences.trace, self.tx, value.lengths, rows)
+            if not writer.is_current():
+                self.refuse("its lengths have been written to")
+            if rows is not None and writer.key not in checked and not writer.fits():
+                self.refuse("its parts do not sum to their tensor")
+            checked.add(writer.key)
 
     def _rows(self) -> Any:
-        """The variable of T."""
+        """The variable of T; None if nothing has as many rows."""
         for value in self.over:
             if type(value) is Parts:
                 return value.tensor.call_method(self.tx, "size", [ConstantVariable.create(value.dim)], {})
             if type(value) is Results and value.whole.dims:
                 at = ConstantVariable.create(value.whole.dims[0])
                 return value.whole.variable.call_method(self.tx, "size", [at], {})
-        return self.refuse("it has no tensor of all parts")
+        return None if self.is_one_by_one else self.refuse("it has no tensor of all parts")
 
-    def _element(self, value: Any, size: Any) -> Any:
+    def _size(self, lengths: Lengths) -> Any:
+        """The variable of the size of a part."""
+        if lengths.key not in self.sizes:
+            size = self.writer.call(torch.ops.fxpasses.part_size.default, lengths.tensor)
+            self.stand_ins.append(size)
+            self._note_number(size, lengths.tensor)
+            self.sizes[lengths.key] = size
+            self.cuts[size.as_proxy().node.args[0]] = lengths
+        return self.sizes[lengths.key]
+
+    def _note_number(self, number: Any, of_all: Any) -> None:
+        """Have questions about a number of a part answered by the smallest and the largest one."""
+        found: list[Any] = []
+
+        def extremes() -> Any:
+            if not found:
+                smallest, largest = (of_all.call_method(self.tx, name, [], {}) for name in ("amin", "amax"))
+                for value in (smallest, largest):
+                    found.append(expression(value.call_method(self.tx, "item", [], {}).sym_num))
+            return tuple(found)
+
+        symbol = expression(number.sym_num)
+        self.numbers.append(symbol)
+        part = PartSize(frozenset(self.places), extremes, by_itself=self.is_one_by_one)
+        self.sequences.trace.sizes_of_parts[symbol] = part
+
+    def _element(self, value: Any) -> Any:
         if type(value) is Sizes:
-            return size
-        if type(value) is Parts:
+            return self._size(value.lengths)
+        if type(value) is Rows:
+            return ListVariable(self._numbers(value), mutation_type=ValueMutationNew())
+        dims: tuple[int, ...]
+        if type(value) is Elements:
+            whole, dims = value.tensor, ()
+        elif type(value) is Parts:
             whole, dims = value.tensor, (value.dim,)
+        elif value.whole is None:
+            return self.refuse("it takes a list without tensors")
         else:
             whole, dims = value.whole.variable, value.whole.dims
         if not dims:
             element = self.writer.call(torch.ops.fxpasses.element.default, whole)
         elif len(dims) == 1:
-            element = self.writer.call(torch.ops.fxpasses.part.default, whole, ConstantVariable.create(dims[0]), size)
+            of_dim = ConstantVariable.create(dims[0])
+            element = self.writer.call(torch.ops.fxpasses.part.default, whole, of_dim, self._size(value.lengths))
         else:
             return self.refuse("it takes pairs of rows")
-        self.batching.known[element.as_proxy().node] = Batched(self.writer.local(whole), dims)
+        self.stand_ins.append(element)
+        self.known[element.as_proxy().node] = Batched(self.writer.local(whole), dims)
         return element
+
+    def _numbers(self, rows: Rows) -> list[Any]:
+        """The variables of the numbers that a list has for a part."""
+        row = self.writer.call(torch.ops.fxpasses.element.default, rows.lengths.tensor)
+        self.stand_ins.append(row)
+        found = []
+        for column in range(rows.columns):
+            at = [ConstantVariable.create(column)]
+            element = row.call_method(self.tx, "select", [ConstantVariable.create(0), *at], {})
+            number = element.call_method(self.tx, "item", [], {})
+            of_all = rows.lengths.tensor.call_method(self.tx, "select", [ConstantVariable.create(1), *at], {})
+            self._note_number(number, of_all)
+            found.append(number)
+        return found
 
     def append(self, made: Any, value: Any) -> None:
         """Note that the body appends to a list."""
@@ -218,23 +295,50 @@ class Loop:
         if len(tx.block_stack) != self.blocks or stack != [id(value) for value in self.stack]:
             self.refuse("its state differs after a part")
         sums = self._carried(tx)
-        self._check_symbol(output.shape_env)
-        body = self._body()
+        self.body = PartBody(self._nodes(), [value.as_proxy().node for value in self.stand_ins])
         try:
-            for node in body:
-                self._visit(node, output.fake_mode)
-            for made, items in self.appended.values():
-                made.whole = self._value(items)
-            for name, (before, after) in sums.items():
-                tx.symbolic_locals[name] = self._sum(before, after)
+            for node in self.body.others:
+                self._check_outside(node, output.fake_mode)
+            items = {id(made): self._item(items) for made, items in self.appended.values()}
+            items = {made: node for made, node in items.items() if node is not None}
+            added = [self._added(before, after) for before, after in sums.values()]
+            if self.is_one_by_one:
+                self._run_one_by_one([*items.values(), *(node for node, _ in added)], output)
+            else:
+                self._compute_for_all(output)
+            for key, item in items.items():
+                made, _ = self.appended[key]
+                made.whole = self._value(item)
+                made.lengths = self.lengths_of.get(item, self.lengths)
+            for (name, (_, after)), (node, own) in zip(sums.items(), added, strict=True):
+                tx.symbolic_locals[name] = self._sum(node, own, after)
         except Unbatched as refusal:
-            self.refuse(str(refusal))
+            self.refuse(str(refusal), has_rules=False)
         except (DynamoNames.find().runtime_error, DynamoNames.find().unsupported) as error:
-            self.refuse(f"an operator does not take all parts: {error_text(error)}")
-        self._erase(body)
+            self.refuse(f"an operator does not take all parts: {error_text(error)}", has_rules=False)
+        self._erase()
         where = in_short(*self.lengths.place[:2])
-        what = " (attention)" if self.batching.mixes_rows else ""
-        self.sequences.trace.loops.append(f"the loop over parts of the batch at {where} is one computation{what}")
+        what = "runs part by part" if self.is_one_by_one else "is one computation"
+        how = " (attention)" if not self.is_one_by_one and self.batching.mixes_rows else ""
+        self.sequences.trace.loops.append(f"the loop over parts of the batch at {where} {what}{how}")
+
+    def _compute_for_all(self, output: Any) -> None:
+        """Compute the body for all parts at once."""
+        self._check_size(output.shape_env)
+        for node in self.body.own:
+            if node not in self.known and node not in self.batching.numbers:
+                self.batching.visit(node)
+
+    def _run_one_by_one(self, wanted: list[Node], output: Any) -> None:
+        """Make the body an operator that runs it part by part."""
+        self.body.check(self.sequences.trace, output.fake_mode)
+        self.body.forget_assertions(output.shape_env)
+        self.sequences.trace.sizes.forget(self.body.symbols)
+        nodes = [*dict.fromkeys(wanted)]
+        for node, (value, cut) in zip(nodes, Operand(self.body, self.writer).write(nodes), strict=True):
+            self.known[node] = Batched(self.writer.local(value.variable), value.dims)
+            own = Lengths(self.lengths.tensor, object(), self.lengths.place, is_known=False)
+            self.lengths_of[node] = self.lengths if not value.dims else self.cuts[cut] if cut is not None else own
 
     def _carried(self, tx: Any) -> dict[str, tuple[Any, Any]]:
         """The variables that each part adds to, with their values before and after one part.
@@ -260,61 +364,73 @@ class Loop:
         uses = [i.opname for i in code[self.start : end] if i.argval == name]
         return uses == ["LOAD_FAST", "STORE_FAST"]
 
-    def _sum(self, before: Any, after: Any) -> Any:
-        """`before`, and what each part adds to it."""
+    def _added(self, before: Any, after: Any) -> tuple[Node, Any]:
+        """The node that the body adds to a variable, and the variable's value before."""
         node = after.as_proxy().node
         own = before.as_python_constant() if before.is_python_constant() else before.as_proxy().node
-        added = [operand for operand in node.args if operand in self.batching.known]
+        added = [operand for operand in node.args if operand in self.body.own]
         if operator_of(node).rstrip("_") != "add" or len(node.args) != 2 or node.kwargs or len(added) != 1:
             raise Unbatched("a variable is carried from part to part")
         (other,) = [operand for operand in node.args if operand is not added[0]]
-        if type(other) is not type(own) or other != own or node.users or self.batching.known[added[0]].dims:
+        if type(other) is not type(own) or other != own or node.users:
             raise Unbatched("a variable is carried from part to part")
-        total = self.writer.emit(torch.add, self.writer.emit(torch.sum, self.batching.known[added[0]].node, 0), own)
-        found, expected = total.meta["example_value"], node.meta["example_value"]
+        return added[0], own
+
+    def _sum(self, added: Node, own: Any, after: Any) -> Any:
+        """The value of a variable to which the body adds, after all parts."""
+        if added not in self.known or self.known[added].dims:
+            raise Unbatched("a variable is carried from part to part")
+        total = self.writer.emit(torch.add, self.writer.emit(torch.sum, self.known[added].node, 0), own)
+        found, expected = total.meta["example_value"], after.as_proxy().node.meta["example_value"]
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
             raise Unbatched("a sum has other sizes for all parts")
         return self.writer.variables[total]
 
-    def _check_symbol(self, shape_env: Any) -> None:
+    def _check_size(self, shape_env: Any) -> None:
         """Nothing may have been assumed of the size of a part."""
-        shape_env.deferred_runtime_asserts.pop(self.symbol, None)  # what the batch has answered is guarded
+        symbol = self.batching.size
+        shape_env.deferred_runtime_asserts.pop(symbol, None)  # what the batch has answered is guarded
         asserted = [found for every in shape_env.deferred_runtime_asserts.values() for found in every]
-        if any(self.symbol in found.expr.free_symbols for found in asserted):
-            self.refuse("its parts must have a certain size")
-        if shape_env.replace(self.symbol) != self.symbol or self.sequences.trace.sizes.concerns(self.symbol):
-            self.refuse("its parts must have a certain size")
+        if any(symbol in found.expr.free_symbols for found in asserted):
+            raise Unbatched("its parts must have a certain size")
+        if shape_env.replace(symbol) != symbol or self.sequences.trace.sizes.concerns(symbol):
+            raise Unbatched("its parts must have a certain size")
 
-    def _body(self) -> list[Node]:
+    def _nodes(self) -> list[Node]:
+        """What has been written to the graph since the beginning."""
         found, node = [], self.first.next
         while node is not self.graph._root:
             found.append(node)
             node = node.next
         return found
 
-    def _visit(self, node: Node, fake_mode: Any) -> None:
-        if any(map(self.batching.depends, node.all_input_nodes)):
-            self.batching.visit(node)
-        elif node.op != "get_attr" and (reason := impurity(node, fake_mode)) is not None:
+    def _check_outside(self, node: Node, fake_mode: Any) -> None:
+        if node.op != "get_attr" and (reason := impurity(node, fake_mode)) is not None:
             raise Unbatched(reason)  # it runs once, and not for each part
 
-    def _value(self, items: list[Any]) -> Value:
-        """What the body has appended to a list, for all parts."""
+    def _item(self, items: list[Any]) -> Node | None:
+        """What the body has appended to a list; None if that is `None`, like weights that attention does not return."""
+        if len(items) == 1 and items[0].is_python_constant() and items[0].as_python_constant() is None:
+            return None
         if len(items) != 1 or not isinstance(items[0], TensorVariable):
             raise Unbatched("a list gets something else than one tensor for each part")
-        node = items[0].as_proxy().node
-        found = self.batching.known.get(node)
-        if found is None:
+        node: Node = items[0].as_proxy().node
+        if node not in self.body.own:
             raise Unbatched("a list gets a tensor that is no part's")
+        return node
+
+    def _value(self, item: Node) -> Value:
+        """What the body has appended to a list, for all parts."""
+        found = self.known[item]
         return Value(self.writer.variables[found.node], found.dims)
 
-    def _erase(self, body: list[Node]) -> None:
+    def _erase(self) -> None:
         """Take out the nodes of one part, which nothing reads any more."""
         trace = self.sequences.trace
         assert trace.graph is not None
-        stand_ins = [value.as_proxy().node for value in self.stand_ins]
-        trace.graph.erase([*stand_ins, *(node for node in body if self.batching.depends(node))])
-        del trace.sizes_of_parts[self.symbol]
+        trace.graph.erase([*self.body.own])
+        for symbol in self.numbers:
+            del trace.sizes_of_parts[symbol]
 
 
 def _same(before: Any, after: Any) -> bool:

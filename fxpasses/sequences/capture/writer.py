@@ -31,14 +31,14 @@ class Value:
 class Writer:
     """Adds calls to the graph that Dynamo is writing (`batching.Graph`).
 
-    rows: Dynamo's variable of T. variables: those of the nodes.
+    rows: Dynamo's variable of T; None if nothing is cut. variables: those of the nodes. key: equal for the same parts.
     """
 
     def __init__(self, trace: Trace, tx: Any, lengths: Lengths, rows: Any) -> None:
         self._trace, self._tx, self._lengths = trace, tx, lengths
         self.variables: dict[Node, Any] = {}
-        self.rows, self._rows = _number(rows), rows
-        self._key = tx.output.current_tracer, lengths.key, expression(_value(rows))
+        self.rows, self._rows = None if rows is None else _number(rows), rows
+        self.key = tx.output.current_tracer, lengths.key, None if rows is None else expression(_value(rows))
         count = lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
         self.count, self._count = _number(count), count
 
@@ -60,7 +60,7 @@ class Writer:
 
     def is_current(self) -> bool:
         """Whether the lengths are still those of the program's list."""
-        return key_of(self._trace, self._lengths.tensor) == self._lengths.key
+        return not self._lengths.is_known or key_of(self._trace, self._lengths.tensor) == self._lengths.key
 
     def fits(self) -> bool:
         """Whether the lengths sum to T, and none is negative; eager mode raises if not."""
@@ -70,13 +70,13 @@ class Writer:
     def _is_sum(self, lengths: Any) -> bool:
         total = lengths.call_method(self._tx, "sum", [], {}).call_method(self._tx, "item", [], {})
         number, rows = map(_value, (total, self._rows))
-        if not self._trace.can_answer(number):
-            return False
-        self._trace.operators += 1  # the question is one of `split`
-        try:
-            return bool(number == rows)
-        finally:
-            self._trace.operators -= 1
+        with self._trace.insisting():
+            if not self._trace.can_answer(number):
+                return False
+            if self._trace.can_answer(rows):
+                return bool(number == rows)
+            torch._check(number == rows)  # when the graph runs
+            return True
 
     def local(self, variable: Any) -> Node:
         """The node of a variable in the graph that is being written."""
@@ -103,7 +103,7 @@ class Writer:
         return self._shared("same", self._make_same)
 
     def _shared(self, name: str, make: Any) -> Node:
-        made, key = self._trace.state(_Shared), (*self._key, name)
+        made, key = self._trace.state(_Shared), (*self.key, name)
         if key not in made or made[key].as_proxy().node._erased:
             made[key] = make()
         return self._note(made[key]).as_proxy().node

@@ -1,0 +1,199 @@
+"""The operator that runs a loop's body part by part, where no rule computes it for all parts at once (`batching.py`).
+
+    torch.cat([mlp(part.view(h, w, -1)) for part, (h, w) in zip(x.split(sizes), grid.tolist())])
+
+    loop_over_parts = torch.ops.fxpasses.loop_over_parts(name, [sizes, x, grid, weight], [])     # any number of parts
+    y = loop_over_parts[0]
+
+The body is a graph, traced for a part of unknown size; it runs with eager mode's kernels, so results are eager mode's.
+Backward runs it again for each part, as a checkpoint does, and keeps nothing but the operator's inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from fxpasses.dynamo.dispatch_state import as_in_new_thread
+from fxpasses.metadata.runtime.prologue import AutocastState
+
+# A size of a result: a number; that of an operand, by its position and the dimension; or None, which is not known.
+Size = int | tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Input:
+    """What the body of one part takes: of the operand at a position, or of the numbers.
+
+    kind: "size" (an element of the operand, [n], as a number), "part" (`length` rows in dimension `dim`, where `length`
+    is the position of the operand with the parts' sizes), "element" (`operand[i]`), "whole" or "number".
+    """
+
+    kind: str
+    at: int
+    dim: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result of all parts: concatenated in dimension `dim`, or stacked if that is None."""
+
+    dim: int | None
+    sizes: tuple[Size, ...]  # after that
+    dtype: torch.dtype
+    device: torch.device
+
+    def fake(self, tensors: Sequence[Tensor]) -> Tensor:
+        def size_of(size: Size) -> Any:
+            if size is None:
+                return torch.library.get_ctx().new_dynamic_size()
+            return tensors[size[0]].shape[size[1]] if isinstance(size, tuple) else size
+
+        return torch.empty(tuple(map(size_of, self.sizes)), dtype=self.dtype, device=self.device)
+
+    def joined(self, values: list[Tensor]) -> Tensor:
+        return torch.stack(values) if self.dim is None else torch.cat(values, self.dim)
+
+    def cut(self, whole: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the parts' values, of that of the whole."""
+        if self.dim is None:
+            return list(whole.unbind())
+        return list(whole.split([value.shape[self.dim] for value in values], self.dim))
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A loop's body. function: takes the inputs of one part, returns its results as a tuple.
+
+    The first operand has an element for each part.
+    """
+
+    function: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[Input, ...]
+    results: tuple[Result, ...]
+    autocast: AutocastState
+
+    def calls(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Iterator[list[Any]]:
+        """The inputs of each part."""
+        sizes = {given.at: tensors[given.at].tolist() for given in self.inputs if given.kind == "size"}
+        sizes |= {given.length: tensors[given.length].tolist() for given in self.inputs if given.kind == "part"}
+        starts = dict.fromkeys(sizes, 0)
+        for i in range(tensors[0].shape[0]):
+            yield [
+                tensors[given.at].narrow(given.dim, starts[given.length], sizes[given.length][i])
+                if given.kind == "part"
+                else sizes[given.at][i]
+                if given.kind == "size"
+                else tensors[given.at][i]
+                if given.kind == "element"
+                else tensors[given.at]
+                if given.kind == "whole"
+                else numbers[given.at]
+                for given in self.inputs
+            ]
+            for at, found in sizes.items():
+                starts[at] += found[i]
+
+
+_bodies: dict[str, Body] = {}  # an operator cannot take a graph, so it takes a name that stands for it here
+_numbers = itertools.count()
+_process = uuid.uuid4().hex  # part of each name, so that no cache on disk gives the graph to another process
+
+
+def register(body: Body) -> str:
+    """The name of a body."""
+    name = f"{_process}:{next(_numbers)}"
+    _bodies[name] = body
+    return name
+
+
+@custom_op("fxpasses::loop_over_parts", mutates_args=())
+def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+    """The results of all parts. name: that of the body. tensors, numbers: the operands."""
+    body = _bodies[name]
+    with as_in_new_thread(body.autocast), torch.no_grad():
+        results = [body.function(*given) for given in body.calls(tensors, numbers)]
+        columns = zip(*results, strict=True) if results else [()] * len(body.results)
+        return [result.joined([*values]) for result, values in zip(body.results, columns, strict=True)]
+
+
+@loop_over_parts.register_fake
+def _fake(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+    return [result.fake(tensors) for result in _bodies[name].results]
+
+
+@custom_op("fxpasses::loop_over_parts_backward", mutates_args=())
+def loop_over_parts_backward(
+    name: str, grads: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Sequence[int], needed: Sequence[int]
+) -> list[Tensor]:
+    """The gradients of the operands at the positions `needed`. grads: those of the floating-point results."""
+    body = _bodies[name]
+    sums = {at: torch.zeros_like(tensors[at], memory_format=torch.contiguous_format) for at in needed}
+    into = [sums.get(at, tensor) for at, tensor in enumerate(tensors)]
+    with as_in_new_thread(body.autocast), torch.enable_grad():
+        calls = zip(body.calls(tensors, numbers), body.calls(into, numbers), strict=True)
+        parts = [_Part(body, given, own, sums.keys()) for given, own in calls]
+        values = zip(*(part.values for part in parts), strict=True)
+        kept = [result for result in body.results if result.dtype.is_floating_point]
+        cut = [result.cut(grad, own) for result, grad, own in zip(kept, grads, values, strict=True)]
+        for part, *own in zip(parts, *cut, strict=True):
+            part.add_gradients(own)
+    return [sums[at] for at in needed]
+
+
+class _Part:
+    """The forward of one part, for its backward. into: as `given`, with sums of gradients in place of the operands."""
+
+    def __init__(self, body: Body, given: list[Any], into: list[Any], needed: Collection[int]) -> None:
+        self.leaves: list[Tensor] = []
+        self.sums: list[Tensor] = []
+        for at, known in enumerate(body.inputs):
+            if isinstance(given[at], Tensor):
+                given[at] = given[at].detach()
+            if known.kind in ("part", "element", "whole") and known.at in needed:
+                self.leaves.append(given[at].requires_grad_())
+                self.sums.append(into[at])
+        self.values = [value for value in body.function(*given) if value.is_floating_point()]
+
+    def add_gradients(self, grads: Sequence[Tensor]) -> None:
+        chosen = [(value, grad) for value, grad in zip(self.values, grads, strict=True) if value.requires_grad]
+        if not chosen:
+            return
+        outputs, own = zip(*chosen, strict=True)
+        found = torch.autograd.grad(outputs, self.leaves, own, allow_unused=True)
+        with torch.no_grad():
+            for total, grad in zip(self.sums, found, strict=True):
+                if grad is not None:
+                    total.add_(grad)
+
+
+@loop_over_parts_backward.register_fake
+def _backward_fake(
+    name: str, grads: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Sequence[int], needed: Sequence[int]
+) -> list[Tensor]:
+    return [torch.empty_like(tensors[at], memory_format=torch.contiguous_format) for at in needed]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.name, tensors, ctx.numbers = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    needed = [at for at, is_needed in enumerate(ctx.needs_input_grad[1]) if is_needed]
+    results = _bodies[ctx.name].results
+    kept = [grad for grad, result in zip(grads, results, strict=True) if result.dtype.is_floating_point]
+    found = loop_over_parts_backward(ctx.name, kept, ctx.saved_tensors, ctx.numbers, needed)
+    by_place = dict(zip(needed, found, strict=True))
+    return None, [by_place.get(at) for at in range(len(ctx.saved_tensors))], None if ctx.numbers else []
+
+
+loop_over_parts.register_autograd(_gradients, setup_context=_keep)
