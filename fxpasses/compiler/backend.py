@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -251,9 +253,9 @@ def _try_to_lower(
     """Compile without hints from the batch; if autograd needs a size that only the batch determines, with hints."""
     if settings.lowering != "eager":
         make_exact(attempt.gm)
-    for hints in (trace.paused, tracing.without_caches):
+    for hints in (_without_hints(trace), tracing.without_caches()):
         try:
-            with hints():
+            with hints:
                 return building_anew(restored_if_it_fails()(lambda: _lower(attempt, gm, settings, trace, on_report)))
         except asks_for_another_trace():
             raise
@@ -264,6 +266,14 @@ def _try_to_lower(
             if not is_data_dependent(error):
                 break
     return failed
+
+
+@contextlib.contextmanager
+def _without_hints(trace: Trace) -> Iterator[None]:
+    with trace.paused(), warnings.catch_warnings():
+        # AOTAutograd traces backward in anomaly mode, which warns of each error; another try follows.
+        warnings.filterwarnings("ignore", "Error detected in ")
+        yield
 
 
 def _warn(what: str, error: Exception, instead: str, trace: Trace) -> None:

@@ -110,7 +110,9 @@ class Trace(Protocol):
 
     def number(self, expression: Any) -> Any: ...
 
-    def is_of_part(self, expression: Any, by_itself: bool = False) -> bool: ...
+    def is_of_part(self, expression: Any) -> bool: ...
+
+    def is_of_one_part(self, expression: Any) -> bool: ...
 
     def compute(self, symbols: Iterable[Any]) -> None: ...
 
@@ -259,14 +261,14 @@ class SizeDefaults:
 
     def _asking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_expr(expression: Any, *args: Any, fallback_value: Any = None, **kwargs: Any) -> Any:
-            if fallback_value is None and self._listens() and self._contained(self._is_of_any_part, expression):
+            if fallback_value is None and self._listens() and self._contained(self._is_of_one_part, expression):
                 return sympy.true if isinstance(expression, sympy.Ne) else sympy.false
             if fallback_value is None or not self._listens() or not self._contained(_is_about_a_dimension, expression):
                 return original(expression, *args, fallback_value=fallback_value, **kwargs)
             answer = original(expression, *args, fallback_value=_NO_ANSWER, **kwargs)
             if answer is not _NO_ANSWER:
                 return answer
-            if self._trace.is_of_part(expression):
+            if self._trace.is_of_part(expression) or self._trace.is_of_one_part(expression):
                 return fallback_value
             if self._contained(self._is_answered, expression, fallback_value):
                 # PyTorch never learns that a symbol in this set is 0 or 1, and compilers would ask again.
@@ -277,9 +279,9 @@ class SizeDefaults:
 
         return evaluate_expr
 
-    def _is_of_any_part(self, question: Any) -> bool:
-        """Whether a question is whether a part, whose operators run for it alone, has a size of 0 or 1."""
-        return self._trace.is_of_part(question, by_itself=True) and is_of_one(question)
+    def _is_of_one_part(self, question: Any) -> bool:
+        """Whether a question is whether a part that operators will run for alone has a size of 0 or 1."""
+        return self._trace.is_of_one_part(question) and is_of_one(question)
 
     def _is_answered(self, question: Any, granted: bool) -> bool:
         """Whether the batch answers a question unlike PyTorch's default `granted`; notes the default otherwise."""

@@ -35,6 +35,7 @@ from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.partial_graph import NotKnown, PartialGraph, input_of
 from fxpasses.dynamo.size_defaults import SizeDefaults, is_of_one
 from fxpasses.dynamo.unproved import Function
+from fxpasses.graph.symbols import is_younger
 from fxpasses.metadata.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
@@ -284,12 +285,14 @@ class Trace:
             self.note_error(Feature.HINTS, error)
             raise
 
-    def is_of_part(self, expression: Any, by_itself: bool = False) -> bool:
-        """Whether an expression depends on the size of a part. by_itself: of one whose operators run for it alone."""
-        if not self.sizes_of_parts:
-            return False
-        found = [self.sizes_of_parts[s] for s in expression.free_symbols if s in self.sizes_of_parts]
-        return any(part.by_itself or not by_itself for part in found)
+    def is_of_part(self, expression: Any) -> bool:
+        """Whether an expression depends on the size of a part."""
+        return bool(self.sizes_of_parts) and not self.sizes_of_parts.keys().isdisjoint(expression.free_symbols)
+
+    def is_of_one_part(self, expression: Any) -> bool:
+        """Whether an expression depends on a size that operators have made of a part which they will run for alone."""
+        parts = [symbol for symbol, part in self.sizes_of_parts.items() if part.by_itself]
+        return bool(parts) and any(is_younger(found, parts[0]) for found in expression.free_symbols)
 
     def _part_size(self, part: PartSize) -> Any:
         """The size of a part, as an answer: of the smallest to the program, and neither 0 nor 1 to an operator."""

@@ -80,6 +80,13 @@ def symbol(value: Any) -> Any:
     return found if isinstance(found, sympy.Symbol) and isinstance(value, torch.SymInt) else None
 
 
+def is_younger(found: Any, other: Any) -> bool:
+    """Whether a symbol known at run time is `other`, which is one too, or was created after it."""
+    if not symbol_is_type(found, SymT.UNBACKED_INT):
+        return False
+    return int(found.name[1:]) >= int(other.name[1:])
+
+
 def symbol_as_created(value: torch.SymInt) -> Any:
     """The symbol with which a graph's input was created, even if Dynamo has specialised it since."""
     return value.node._expr

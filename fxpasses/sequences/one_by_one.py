@@ -62,11 +62,9 @@ class Result:
     def joined(self, values: list[Tensor]) -> Tensor:
         return torch.stack(values) if self.dim is None else torch.cat(values, self.dim)
 
-    def cut(self, whole: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the parts' values, of that of the whole."""
-        if self.dim is None:
-            return list(whole.unbind())
-        return list(whole.split([value.shape[self.dim] for value in values], self.dim))
+    def cut(self, whole: Tensor, part: int, start: int, value: Tensor) -> Tensor:
+        """What `whole` has of the value of a part. start: where that begins."""
+        return whole[part] if self.dim is None else whole.narrow(self.dim, start, value.shape[self.dim])
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,14 +136,16 @@ def loop_over_parts_backward(
     body = _bodies[name]
     sums = {at: torch.zeros_like(tensors[at], memory_format=torch.contiguous_format) for at in needed}
     into = [sums.get(at, tensor) for at, tensor in enumerate(tensors)]
+    kept = [result for result in body.results if result.dtype.is_floating_point]
+    starts = [0] * len(kept)
+    calls = zip(body.calls(tensors, numbers), body.calls(into, numbers), strict=True)
     with as_in_new_thread(body.autocast), torch.enable_grad():
-        calls = zip(body.calls(tensors, numbers), body.calls(into, numbers), strict=True)
-        parts = [_Part(body, given, own, sums.keys()) for given, own in calls]
-        values = zip(*(part.values for part in parts), strict=True)
-        kept = [result for result in body.results if result.dtype.is_floating_point]
-        cut = [result.cut(grad, own) for result, grad, own in zip(kept, grads, values, strict=True)]
-        for part, *own in zip(parts, *cut, strict=True):
-            part.add_gradients(own)
+        for number, (given, own) in enumerate(calls):
+            part = _Part(body, given, own, sums.keys())
+            cut = zip(kept, grads, starts, part.values, strict=True)
+            part.add_gradients([result.cut(grad, number, start, value) for result, grad, start, value in cut])
+            for place, (result, value) in enumerate(zip(kept, part.values, strict=True)):
+                starts[place] += 0 if result.dim is None else value.shape[result.dim]
     return [sums[at] for at in needed]
 
 

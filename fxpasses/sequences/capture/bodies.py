@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fxpasses.dynamo.trace import Trace
 from fxpasses.graph.effects import leaves, observe, storage_key
 from fxpasses.graph.refusals import Refused
-from fxpasses.graph.symbols import constant, expression, free_symbols, unbacked_symbols
+from fxpasses.graph.symbols import constant, expression, free_symbols, is_younger, unbacked_symbols
 from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batched import Unbatched
@@ -56,9 +56,10 @@ class PartBody:
 
         Raises `Unbatched` if anything else depends on it.
         """
+        first = min(self.symbols, key=lambda symbol: int(symbol.name[1:]))
         for symbol, found in [*shape_env.deferred_runtime_asserts.items()]:
-            kept = [each for each in found if self.symbols.isdisjoint(each.expr.free_symbols)]
-            if symbol in self.symbols or not kept:
+            kept = [each for each in found if not any(is_younger(s, first) for s in each.expr.free_symbols)]
+            if not kept:
                 del shape_env.deferred_runtime_asserts[symbol]
             else:
                 shape_env.deferred_runtime_asserts[symbol] = kept
@@ -142,6 +143,8 @@ class Operand:
         raise Unbatched(f"`{node.name}` is neither a tensor nor an integer")
 
     def _tensor(self, node: Any) -> int:
+        if node.meta["example_value"].device.type != "cpu":
+            raise Unbatched("a loop that runs part by part was not measured on devices")
         return self.tensors.setdefault(node, len(self.tensors))
 
     def _result(self, node: Node) -> tuple[Result, Node | None]:

@@ -299,8 +299,8 @@ class Loop:
         try:
             for node in self.body.others:
                 self._check_outside(node, output.fake_mode)
-            items = {id(made): self._item(items) for made, items in self.appended.values()}
-            items = {made: node for made, node in items.items() if node is not None}
+            found = {key: self._item(items) for key, (_, items) in self.appended.items()}
+            items = {key: node for key, node in found.items() if node is not None}
             added = [self._added(before, after) for before, after in sums.values()]
             if self.is_one_by_one:
                 self._run_one_by_one([*items.values(), *(node for node, _ in added)], output)
