@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "offload": {"graph", "runtime", "fold"},
     "attention": {"graph", "runtime", "metadata", "passes"},
     "experts": {"graph", "runtime", "passes", "dynamo"},
-    "sequences": {"graph", "dynamo", "experts"},
+    "sequences": {"graph", "metadata", "dynamo", "experts"},
     "rows": {"graph", "runtime", "metadata", "attention", "experts", "passes", "dynamo"},
     "loss": {"graph", "runtime", "metadata", "rows", "passes", "dynamo"},
     "inspect": {

@@ -54,6 +54,7 @@ _OWN = frozenset(
         "fxpasses::earlier_pairs",
         "fxpasses::host_function",
         "fxpasses::live_rows",
+        "fxpasses::loop_over_parts",
         "fxpasses::loss_in_chunks",
         "fxpasses::plan_of_rows",
         "fxpasses::rows_attended_from",

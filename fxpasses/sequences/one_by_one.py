@@ -11,7 +11,6 @@ Backward runs it again for each part, as a checkpoint does, and keeps nothing bu
 
 from __future__ import annotations
 
-import itertools
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -102,15 +101,20 @@ class Body:
 
 
 _bodies: dict[str, Body] = {}  # an operator cannot take a graph, so it takes a name that stands for it here
-_numbers = itertools.count()
+_names: dict[Any, str] = {}
 _process = uuid.uuid4().hex  # part of each name, so that no cache on disk gives the graph to another process
 
 
-def register(body: Body) -> str:
-    """The name of a body."""
-    name = f"{_process}:{next(_numbers)}"
-    _bodies[name] = body
-    return name
+def register(body: Body, key: Any = None) -> str:
+    """The name of a body. key: equal for bodies that compute the same, which share a name; None for one like no other.
+
+    A model that is compiled again makes the same bodies again.
+    """
+    key = object() if key is None else (key, body.inputs, body.results, body.autocast)
+    if key not in _names:
+        _names[key] = f"{_process}:{len(_names)}"
+        _bodies[_names[key]] = body
+    return _names[key]
 
 
 @custom_op("fxpasses::loop_over_parts", mutates_args=())

@@ -340,3 +340,13 @@ def test_the_lengths_have_to_sum_to_the_tensor() -> None:
 @pytest.mark.parametrize("program", [several_loops, a_loop_that_appends, padded, of_four_dimensions, a_carried_loss])
 def test_they_are_lowered(program: Program, lowering: str) -> None:
     assert len(assert_eager_modes(program, lowering=lowering).graphs) == 1
+
+
+def test_a_list_in_a_closure_is_not_read() -> None:
+    def program(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+        sizes = lengths.tolist()
+        cut = [torch.split(values, sizes) for values in (x, y)]  # before Python 3.12, a function with a closure
+        means = [part.mean(0) for part in cut[0]]
+        return [torch.cat(parts) for parts in cut], [torch.stack(means, dim) for dim in (0, 1)]
+
+    assert len(assert_eager_modes(program, batches(FEW)).graphs) == 1

@@ -109,10 +109,12 @@ class Operand:
             self._add(outer, self._of_all(outer))
         for node in inner:
             self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
+            self.copies[node].meta = {}  # no fake tensors, which would stay as long as the process
         self.graph.output(tuple(self.copies[node] for node in wanted))
         results, cuts = zip(*map(self._result, wanted), strict=True)
-        function = GraphModule(torch.nn.Module(), self.graph).forward
-        name = register(Body(function, tuple(self.inputs), results, autocast_state()))
+        module = GraphModule(torch.nn.Module(), self.graph)
+        key = module.code, tuple(node.target for node in self.graph.nodes if node.op == "call_function")
+        name = register(Body(module.forward, tuple(self.inputs), results, autocast_state()), key)
         operator = torch.ops.fxpasses.loop_over_parts.default
         found = self.writer.emit(operator, name, [*self.tensors], [*self.numbers])
         values = [

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables.base import AsPythonConstantNotImplementedError, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 
 from fxpasses.dynamo.attempt import Place
@@ -40,7 +40,17 @@ class Lengths:
     is_known: bool = True
 
 
-class _Unread:
+class _OfBatch:
+    """A list whose length is a size of the batch."""
+
+    def as_python_constant(self) -> Any:  # Dynamo asks this of all lists in a closure
+        raise AsPythonConstantNotImplementedError(cast(VariableTracker, self), "its elements depend on the batch")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class _Unread(_OfBatch):
     """A list that reads its elements when Dynamo asks for them."""
 
     _fields = frozenset({"lengths", "tensor", "dim", "gradients", "columns", "read", "plain"})
@@ -113,7 +123,7 @@ class Watched(ListVariable):
         self.__dict__["items"] = items
 
 
-class Results(ListVariable):
+class Results(_OfBatch, ListVariable):
     """A list to which a loop over parts appends one value for each.
 
     whole: that of all parts (`batching.py`); None while the body is traced, and for a list of `None`. refuse: raises,
