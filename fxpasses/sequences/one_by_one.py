@@ -50,6 +50,10 @@ class Result:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def is_differentiable(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def fake(self, tensors: Sequence[Tensor]) -> Tensor:
         def size_of(size: Size) -> Any:
             if size is None:
@@ -124,7 +128,12 @@ def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]
     with as_in_new_thread(body.autocast), torch.no_grad():
         results = [body.function(*given) for given in body.calls(tensors, numbers)]
         columns = zip(*results, strict=True) if results else [()] * len(body.results)
-        return [result.joined([*values]) for result, values in zip(body.results, columns, strict=True)]
+        made = [result.joined([*values]) for result, values in zip(body.results, columns, strict=True)]
+    for result, value in zip(body.results, made, strict=True):
+        expected = [tensors[size[0]].shape[size[1]] if isinstance(size, tuple) else size for size in result.sizes]
+        if any(size not in (None, found) for size, found in zip(expected, value.shape, strict=True)):
+            raise RuntimeError(f"a loop over parts of the batch made a tensor of size {[*value.shape]}, not {expected}")
+    return made
 
 
 @loop_over_parts.register_fake
@@ -136,11 +145,11 @@ def _fake(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[
 def loop_over_parts_backward(
     name: str, grads: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Sequence[int], needed: Sequence[int]
 ) -> list[Tensor]:
-    """The gradients of the operands at the positions `needed`. grads: those of the floating-point results."""
+    """The gradients of the operands at the positions `needed`. grads: those of the differentiable results."""
     body = _bodies[name]
     sums = {at: torch.zeros_like(tensors[at], memory_format=torch.contiguous_format) for at in needed}
     into = [sums.get(at, tensor) for at, tensor in enumerate(tensors)]
-    kept = [result for result in body.results if result.dtype.is_floating_point]
+    kept = [result for result in body.results if result.is_differentiable]
     starts = [0] * len(kept)
     calls = zip(body.calls(tensors, numbers), body.calls(into, numbers), strict=True)
     with as_in_new_thread(body.autocast), torch.enable_grad():
@@ -165,7 +174,8 @@ class _Part:
             if known.kind in ("part", "element", "whole") and known.at in needed:
                 self.leaves.append(given[at].requires_grad_())
                 self.sums.append(into[at])
-        self.values = [value for value in body.function(*given) if value.is_floating_point()]
+        found = zip(body.results, body.function(*given), strict=True)
+        self.values = [value for result, value in found if result.is_differentiable]
 
     def add_gradients(self, grads: Sequence[Tensor]) -> None:
         chosen = [(value, grad) for value, grad in zip(self.values, grads, strict=True) if value.requires_grad]
@@ -194,7 +204,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     needed = [at for at, is_needed in enumerate(ctx.needs_input_grad[1]) if is_needed]
     results = _bodies[ctx.name].results
-    kept = [grad for grad, result in zip(grads, results, strict=True) if result.dtype.is_floating_point]
+    kept = [grad for grad, result in zip(grads, results, strict=True) if result.is_differentiable]
     found = loop_over_parts_backward(ctx.name, kept, ctx.saved_tensors, ctx.numbers, needed)
     by_place = dict(zip(needed, found, strict=True))
     return None, [by_place.get(at) for at in range(len(ctx.saved_tensors))], None if ctx.numbers else []

@@ -240,3 +240,80 @@ def test_autocast_reaches_the_body() -> None:
     with warnings.catch_warnings():
         record = assert_eager_modes(program, batches(SIZES), "aot_eager")
     assert "part by part" in str(record.graphs[-1])
+
+
+# Found by trying to break it: each gave wrong numbers, or an error
+
+
+def assigns_to_its_part(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    copied, rows = x.detach() * 1, []
+    for part in copied.split(lengths.tolist()):
+        part[0] = part[0] * 2 + 1
+        rows.append(part.cumsum(0) @ w)
+    return torch.cat(rows), copied
+
+
+def assigns_to_a_sum(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    seen, rows = torch.zeros(WIDTH, dtype=x.dtype), []
+    for part in x.split(lengths.tolist()):
+        seen[:] = seen + part.detach().amax(0)
+        rows.append(part.cumsum(0) * 2)
+    return torch.cat(rows), seen
+
+
+def complex_numbers(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    rows = torch.cat([torch.view_as_complex(part.view(-1, 3, 2)).cumsum(0) for part in x.split(lengths.tolist())])
+    return torch.view_as_real(rows)
+
+
+def squeezes(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    return torch.stack([part.amax(1).squeeze(0).sum() for part in x.split(lengths.tolist())])
+
+
+def adds_parts_of_other_sizes(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    pairs = zip(x.split(lengths.tolist()), y.split(lengths.flip(0).tolist()), strict=True)
+    return torch.cat([one.cumsum(0) + other[:1] for one, other in pairs])
+
+
+def values_again(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    largest = [part.amax(0) for part in x.split(lengths.tolist())]
+    return torch.stack([value.sort().values @ w for value in largest])
+
+
+def calls_a_checkpoint(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    def body(part: Tensor) -> Tensor:
+        return part.cumsum(0) @ w
+
+    parts = x.split(lengths.tolist())
+    return torch.cat([torch.utils.checkpoint.checkpoint(body, part, use_reentrant=False) for part in parts])
+
+
+def is_written_to_later(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    copied, first = x * 1, y[0] * 1
+    rows = [part.cumsum(0) + first for part in copied.split(lengths.tolist())]
+    copied.mul_(3)
+    first.add_(1)
+    return torch.cat(rows), copied, first
+
+
+def sums_of_small_integers(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    return sum([part.amax(0).int() for part in x.split(lengths.tolist())])
+
+
+def no_gradients(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    return torch.cat([part.detach().cumsum(0) for part in x.split(lengths.tolist())]), x * 2
+
+
+FOUND = [
+    assigns_to_its_part, is_written_to_later, assigns_to_a_sum, complex_numbers, squeezes, adds_parts_of_other_sizes,
+    values_again, calls_a_checkpoint, sums_of_small_integers, no_gradients,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(one, marks=() if number < 1 else pytest.mark.slow) for number, one in enumerate(FOUND)],
+    ids=lambda program: program.__name__,
+)
+def test_what_a_body_does_is_as_in_eager_mode(program: Program) -> None:
+    assert_eager_modes(program, batches([[3, 4], [2, 5, 3], [1, 1, 2, 6]]), "aot_eager")

@@ -9,21 +9,27 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from fxpasses.dynamo.size_defaults import OF_PROGRAM
 from fxpasses.dynamo.trace import Trace
+from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.effects import leaves, observe, storage_key
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import constant, expression, free_symbols, is_younger, unbacked_symbols
+from fxpasses.graph.traits import CASTS, COPIES, RESHAPES, SQUEEZES
 from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batched import Unbatched
 from fxpasses.sequences.capture.writer import Value, Writer
 from fxpasses.sequences.one_by_one import Body, Input, Result, Size, register
 
+# Return a part's own memory where it has one row, say, and a copy of others.
+_MAY_BE_VIEWS = RESHAPES | CASTS | COPIES - {"clone"}
 _STAND_INS: dict[Any, str] = {
     torch.ops.fxpasses.part_size.default: "size",
     torch.ops.fxpasses.part.default: "part",
@@ -56,9 +62,11 @@ class PartBody:
 
         Raises `Unbatched` if anything else depends on it.
         """
-        first = min(self.symbols, key=lambda symbol: int(symbol.name[1:]))
+        first = min(self.symbols, key=lambda symbol: int(symbol.name[1:]), default=None)
         for symbol, found in [*shape_env.deferred_runtime_asserts.items()]:
-            kept = [each for each in found if not any(is_younger(s, first) for s in each.expr.free_symbols)]
+            kept = [
+                each for each in found if not first or not any(is_younger(s, first) for s in each.expr.free_symbols)
+            ]
             if not kept:
                 del shape_env.deferred_runtime_asserts[symbol]
             else:
@@ -71,8 +79,10 @@ class PartBody:
         """Raise `Unbatched` unless the body can run for each part by itself, once more in backward."""
         made: set[int] = set()  # memory that the body has made
         for node in self.own:
-            if node.target in _STAND_INS or not _tensors(node.meta.get("example_value")):
+            if node.target in _STAND_INS or _is_of_numbers(node):
                 continue
+            if any(operand.meta.get("example_value") is None for operand in node.all_input_nodes):
+                raise Unbatched(f"`{node.name}` has a body")
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
             try:
                 with trace.running(node):
@@ -82,7 +92,32 @@ class PartBody:
             given = [storage_key(value) for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
             if any(given[at] not in made for at in effects.writes):
                 raise Unbatched(f"`{node.name}` writes to what other parts may read")
-            made |= {storage_key(value) for value in _tensors(node.meta["example_value"])} - {*given} | made & {*given}
+            if operator_of(node) in _MAY_BE_VIEWS:
+                continue  # of a part with one row, it may be the part's own memory
+            if operator_of(node) in SQUEEZES and self._is_squeezed(node):
+                raise Unbatched(f"`{node.name}` squeezes a size that differs from part to part")
+            made |= {storage_key(value) for value in _tensors(node.meta.get("example_value"))} - {*given}
+
+    def _is_squeezed(self, node: Node) -> bool:
+        """Whether an operator takes out a dimension of size 1, which some parts have and others have not."""
+        operand: Any = node.args[0]
+        sizes = operand.meta["example_value"].shape
+        dims = OperatorCall.of(node).argument("dim", None)
+        chosen = range(len(sizes)) if dims is None else dims if isinstance(dims, (tuple, list)) else [dims]
+        is_own = any(not self.symbols.isdisjoint(free_symbols(sizes[at])) for at in chosen)
+        return operator_of(node) != "unsqueeze" and is_own
+
+    def memory(self) -> set[int]:
+        """That of all tensors which the body reads, or which its parts are cut from."""
+        outer = [o for node in self.own for o in node.all_input_nodes if o not in self.own]
+        return {storage_key(value) for node in outer for value in _tensors(node.meta.get("example_value"))}
+
+    def compared(self, shape_env: Any) -> set[Any]:
+        """The symbols that an operator has taken to be equal to something else, as it may if they are not 1."""
+        found = {side for key, value in shape_env.replacements.items() for side in (key, value)}
+        for asserted in shape_env.deferred_runtime_asserts.values():
+            found |= {side for each in asserted if isinstance(each.expr, sympy.Eq) for side in each.expr.args}
+        return found & self.symbols
 
 
 class Operand:
@@ -117,10 +152,11 @@ class Operand:
         name = register(Body(module.forward, tuple(self.inputs), results, autocast_state()), key)
         operator = torch.ops.fxpasses.loop_over_parts.default
         found = self.writer.emit(operator, name, [*self.tensors], [*self.numbers])
-        values = [
-            Value(self.writer.variables[node], () if result.dim is None else (result.dim,))
-            for node, result in zip(found, results, strict=True)
-        ]
+        values = []
+        for node, result, one in zip(found, results, wanted, strict=True):
+            if result.is_differentiable and not one.meta["example_value"].requires_grad:
+                node = self.writer.emit(torch.Tensor.detach, node)
+            values.append(Value(self.writer.variables[node], () if result.dim is None else (result.dim,)))
         return [*zip(values, cuts, strict=True)]
 
     def _add(self, node: Node, given: Input) -> None:
@@ -180,6 +216,14 @@ class Operand:
                 if expression(length.meta["example_value"]) == size:
                     return (self.tensors[operand], dim), length.args[0]
         return None, None
+
+
+def _is_of_numbers(node: Node) -> bool:
+    """Whether a node computes a number, or asserts something of one."""
+    name, value = operator_of(node), node.meta.get("example_value")
+    if name in OF_PROGRAM or name == "item":
+        return True
+    return isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) and not is_in_place(name)
 
 
 def _symbols(node: Node) -> set[Any]:

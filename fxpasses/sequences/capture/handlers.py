@@ -21,6 +21,7 @@ from fxpasses.dynamo.interceptions import NOT_HANDLED, TRANSLATOR, Handlers, Pro
 from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.speculation import born, is_running
+from fxpasses.graph.calls import is_in_place, operator_of
 from fxpasses.graph.symbols import expression
 from fxpasses.sequences.capture import lists, part_counts
 from fxpasses.sequences.capture.joining import cat, pad_sequence, stack, total
@@ -262,6 +263,17 @@ def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: 
 @handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=4)
 def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
     trace.state(Sequences).changed(born(args[0]))
+    return NOT_HANDLED
+
+
+@handlers.at(method("torch._dynamo.utils", "run_node"), order=1)
+def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+    sequences = trace.state(Sequences)
+    if sequences.kept:
+        written = [*args[:1]] if is_in_place(operator_of(node)) else []
+        for tensor in [*written, *(value for name, value in kwargs.items() if name == "out")]:
+            if isinstance(tensor, Tensor):
+                sequences.written(tensor)
     return NOT_HANDLED
 
 

@@ -39,7 +39,7 @@ def total(sequences: Sequences, tx: Any, results: Any) -> Any:
     found, writer, value = _whole(sequences, tx, results)
     if value.dims:
         sequences.refuse(found.lengths.place, why="parts of several sizes are summed")
-    return writer.variables[writer.emit(torch.sum, writer.local(value.variable), 0)]
+    return writer.variables[writer.sum_of_parts(writer.local(value.variable))]
 
 
 def pad_sequence(

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch._dynamo.variables import ConstantVariable, TupleVariable
 from torch._dynamo.variables.base import ValueMutationNew
@@ -38,7 +39,7 @@ from fxpasses.dynamo.trace import PartSize, Trace
 from fxpasses.experts.capture.liveness import live_at
 from fxpasses.experts.capture.speculation import born, now
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.effects import impurity
+from fxpasses.graph.effects import impurity, storage_key
 from fxpasses.graph.symbols import expression
 from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batched import Batched, Unbatched
@@ -55,6 +56,7 @@ class Sequences:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.open: Loop | None = None
+        self.kept: dict[int, set[Any]] = {}  # by memory that backward reads, the places of the loops' lists
 
     def refuse(self, *places: Any, why: str, has_rules: bool = True) -> Any:
         """Have the frame traced again with the loops over some lists unrolled.
@@ -76,6 +78,12 @@ class Sequences:
         """Called for a change of a Python object that was created at the time `when`."""
         if self.open is not None and when < self.open.born:
             self.open.spoiled = True
+
+    def written(self, tensor: Any) -> None:
+        """Called before the program writes to a tensor: no loop may read it again in backward."""
+        places = self.kept.get(storage_key(tensor))
+        if places:
+            self.trace.unrolled.update(dict.fromkeys(places, "what it reads is written to after it"))
 
 
 class PartIterator(IteratorVariable):
@@ -332,13 +340,27 @@ class Loop:
     def _run_one_by_one(self, wanted: list[Node], output: Any) -> None:
         """Make the body an operator that runs it part by part."""
         self.body.check(self.sequences.trace, output.fake_mode)
+        for symbol in self.body.compared(output.shape_env):
+            self._check_not_one(symbol)
         self.body.forget_assertions(output.shape_env)
         self.sequences.trace.sizes.forget(self.body.symbols)
         nodes = [*dict.fromkeys(wanted)]
         for node, (value, cut) in zip(nodes, Operand(self.body, self.writer).write(nodes), strict=True):
             self.known[node] = Batched(self.writer.local(value.variable), value.dims)
+            self.sequences.kept.update(dict.fromkeys(self.body.memory(), self.places))
             own = Lengths(self.lengths.tensor, object(), self.lengths.place, is_known=False)
             self.lengths_of[node] = self.lengths if not value.dims else self.cuts[cut] if cut is not None else own
+
+    def _check_not_one(self, symbol: Any) -> None:
+        """Guard that a number is larger than 1 for all parts: operators have taken it for granted."""
+        trace = self.sequences.trace
+        part = trace.sizes_of_parts.get(symbol)
+        if part is not None:
+            least = part.extremes()[0]
+            with trace.insisting():
+                if trace.number(least) is None or trace.number(least) <= 1:
+                    raise Unbatched("operators take a part of one row in another way")
+                trace.note(least > 1, sympy.true)
 
     def _carried(self, tx: Any) -> dict[str, tuple[Any, Any]]:
         """The variables that each part adds to, with their values before and after one part.
@@ -380,7 +402,7 @@ class Loop:
         """The value of a variable to which the body adds, after all parts."""
         if added not in self.known or self.known[added].dims:
             raise Unbatched("a variable is carried from part to part")
-        total = self.writer.emit(torch.add, self.writer.emit(torch.sum, self.known[added].node, 0), own)
+        total = self.writer.emit(torch.add, self.writer.sum_of_parts(self.known[added].node), own)
         found, expected = total.meta["example_value"], after.as_proxy().node.meta["example_value"]
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
             raise Unbatched("a sum has other sizes for all parts")

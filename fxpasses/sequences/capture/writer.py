@@ -86,6 +86,11 @@ class Writer:
             return proxy.node
         return self._note(variable.call_method(self._tx, "view_as", [variable], {})).as_proxy().node
 
+    def sum_of_parts(self, node: Node) -> Node:
+        """The sum of a value for each part, in its dtype, as Python's `sum` adds."""
+        dtype = node.meta["example_value"].dtype
+        return self.emit(torch.sum, node, 0, dtype=torch.int64 if dtype is torch.bool else dtype)
+
     def size(self, node: Node, dim: int) -> Any:
         return _number(self.variables[node].call_method(self._tx, "size", [ConstantVariable.create(dim)], {}))
 
