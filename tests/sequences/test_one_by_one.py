@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fxpasses.sequences.one_by_one import Body, Input, Result, loop_over_parts, register
 from tests.sequences.comparing import FEW, SEVERAL, WIDTH, Program, assert_eager_modes, batches
+from tests.support import compiled
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -304,16 +305,48 @@ def no_gradients(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tens
     return torch.cat([part.detach().cumsum(0) for part in x.split(lengths.tolist())]), x * 2
 
 
+def parts_of_one_row(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    return torch.cat([part * (2 if part.cumsum(0).squeeze(0).dim() == 2 else 3) for part in x.split(lengths.tolist())])
+
+
+def parts_that_broadcast(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    ones = torch.where(lengths > 2, 1, lengths)
+    pairs = zip(x[: ones.sum()].split(ones.tolist()), y.split(lengths.tolist()), strict=True)
+    sums = [one + other.cumsum(0) for one, other in pairs]
+    return torch.stack([part.amax(0) for part in sums])
+
+
+def a_certain_size(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    return torch.cat(
+        [part.cumsum(0) * part.shape[0] + w[:1] for part in x.split(lengths.tolist()) if part.shape[0] > 0]
+    )
+
+
+def a_number_of_the_part(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    return torch.cat([part.cumsum(0) * part.detach().sum().item() for part in x.split(lengths.tolist())])
+
+
 FOUND = [
-    assigns_to_its_part, is_written_to_later, assigns_to_a_sum, complex_numbers, squeezes, adds_parts_of_other_sizes,
-    values_again, calls_a_checkpoint, sums_of_small_integers, no_gradients,
+    parts_that_broadcast, assigns_to_its_part, parts_of_one_row, a_certain_size, a_number_of_the_part,
+    is_written_to_later, assigns_to_a_sum, complex_numbers, squeezes, adds_parts_of_other_sizes, values_again,
+    calls_a_checkpoint, sums_of_small_integers, no_gradients,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(one, marks=() if number < 1 else pytest.mark.slow) for number, one in enumerate(FOUND)],
+    [pytest.param(one, marks=() if number < 2 else pytest.mark.slow) for number, one in enumerate(FOUND)],
     ids=lambda program: program.__name__,
 )
 def test_what_a_body_does_is_as_in_eager_mode(program: Program) -> None:
     assert_eager_modes(program, batches([[3, 4], [2, 5, 3], [1, 1, 2, 6]]), "aot_eager")
+
+
+def test_numbers_of_the_next_batch_may_be_written_before_backward() -> None:
+    ours = compiled(a_convolution, "aot_eager")
+    given = batches([[3, 4], [2, 5, 3], [4, 4, 2]])
+    for x, y, w, lengths, targets in given:
+        loss = ours(x, y, w, lengths, targets).sum()
+        expected = a_convolution(x, y, w, lengths, targets).sum()
+        lengths.zero_()
+        torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w)))

@@ -57,16 +57,18 @@ class PartBody:
         outer = {o for node in self.own for o in node.all_input_nodes if o not in self.own}
         return set().union(*map(_symbols, self.own)).difference(*map(_symbols, outer))
 
-    def forget_assertions(self, shape_env: Any) -> None:
+    def forget_assertions(self, shape_env: Any, numbers: Iterable[Any]) -> None:
         """Leave the assertions on what differs from part to part to the operators that run for each.
 
-        Raises `Unbatched` if anything else depends on it.
+        numbers: the symbols of a part's sizes and numbers. Raises `Unbatched` if one has become a constant, or if
+        anything else depends on it.
         """
-        first = min(self.symbols, key=lambda symbol: int(symbol.name[1:]), default=None)
+        if any(self.symbols.isdisjoint(shape_env.replace(number).free_symbols) for number in numbers):
+            raise Unbatched("its parts must have a certain size")
+        ages = {int(symbol.name[1:]): symbol for symbol in self.symbols if is_younger(symbol, symbol)}
+        oldest = [ages[min(ages)]] if ages else []
         for symbol, found in [*shape_env.deferred_runtime_asserts.items()]:
-            kept = [
-                each for each in found if not first or not any(is_younger(s, first) for s in each.expr.free_symbols)
-            ]
+            kept = [each for each in found if not any(is_younger(s, o) for s in each.expr.free_symbols for o in oldest)]
             if not kept:
                 del shape_env.deferred_runtime_asserts[symbol]
             else:
@@ -151,13 +153,18 @@ class Operand:
         key = module.code, tuple(node.target for node in self.graph.nodes if node.op == "call_function")
         name = register(Body(module.forward, tuple(self.inputs), results, autocast_state()), key)
         operator = torch.ops.fxpasses.loop_over_parts.default
-        found = self.writer.emit(operator, name, [*self.tensors], [*self.numbers])
+        found = self.writer.emit(operator, name, [*map(self._kept, self.tensors)], [*self.numbers])
         values = []
         for node, result, one in zip(found, results, wanted, strict=True):
             if result.is_differentiable and not one.meta["example_value"].requires_grad:
                 node = self.writer.emit(torch.Tensor.detach, node)
             values.append(Value(self.writer.variables[node], () if result.dim is None else (result.dim,)))
         return [*zip(values, cuts, strict=True)]
+
+    def _kept(self, node: Node) -> Node:
+        """What backward reads. A program may write the next batch's numbers over these before that."""
+        dtype = node.meta["example_value"].dtype
+        return node if dtype.is_floating_point or dtype.is_complex else self.writer.emit(torch.clone, node)
 
     def _add(self, node: Node, given: Input) -> None:
         self.copies[node] = self.graph.placeholder(node.name)

@@ -94,10 +94,10 @@ def _lengths(trace: Trace, tensor: Any) -> Lengths | None:
     if found.ndim != 1 and (found.ndim != 2 or type(found.shape[1]) is not int or found.shape[1] > _MOST_COLUMNS):
         return None
     place = trace.place()
-    if _is_unrolled(trace, place) or trace.state(Sequences).open is not None:
-        return None
     if part_counts.varies(place, found.shape[0]):
         trace.varying.add(place)
+    if _is_unrolled(trace, place) or trace.state(Sequences).open is not None:
+        return None
     key = key_of(trace, tensor)
     return None if key is None else Lengths(tensor, key, place)
 
@@ -266,7 +266,7 @@ def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: A
     return NOT_HANDLED
 
 
-@handlers.at(method("torch._dynamo.utils", "run_node"), order=1)
+@handlers.at(method("torch._dynamo.utils", "run_node"), order=0)
 def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, args: Any, kwargs: Any, nnmodule: Any) -> Any:
     sequences = trace.state(Sequences)
     if sequences.kept:

@@ -342,7 +342,7 @@ class Loop:
         self.body.check(self.sequences.trace, output.fake_mode)
         for symbol in self.body.compared(output.shape_env):
             self._check_not_one(symbol)
-        self.body.forget_assertions(output.shape_env)
+        self.body.forget_assertions(output.shape_env, self.numbers)
         self.sequences.trace.sizes.forget(self.body.symbols)
         nodes = [*dict.fromkeys(wanted)]
         for node, (value, cut) in zip(nodes, Operand(self.body, self.writer).write(nodes), strict=True):
