@@ -175,8 +175,8 @@ def report(trace: Trace) -> Report | None:
     loops = list(dict.fromkeys(trace.loops))
     if not found:
         many = f"{len(loops)} loops" if len(loops) > 1 else "1 loop"
-        summary = f"{many} over parts of the batch computed for all at once" if loops else ""
-        figures = {"loops_batched": len(loops)} if loops else {}
+        summary = f"{many} over parts of the batch traced once" if loops else ""
+        figures = {"loops_traced_once": len(loops)} if loops else {}
         empty = not loops and not refusals
         return None if empty else Report("capture", summary=summary, changes=loops, figures=figures, refusals=refusals)
     many = f"{len(found)} assumptions" if len(found) > 1 else "1 assumption"
@@ -185,7 +185,7 @@ def report(trace: Trace) -> Report | None:
         "capture",
         summary=f"{many} on the batch; a batch that breaks one {what}",
         changes=[*loops, *(f"assumed: {assumption}" for assumption in found)],
-        figures={"assumptions": len(found)} | ({"loops_batched": len(loops)} if loops else {}),
+        figures={"assumptions": len(found)} | ({"loops_traced_once": len(loops)} if loops else {}),
         refusals=refusals,
     )
 

@@ -326,9 +326,14 @@ class Loop:
             self.refuse(f"an operator does not take all parts: {error_text(error)}", has_rules=False)
         self._erase()
         where = in_short(*self.lengths.place[:2])
-        what = "runs part by part" if self.is_one_by_one else "is one computation"
-        how = " (attention)" if not self.is_one_by_one and self.batching.mixes_rows else ""
-        self.sequences.trace.loops.append(f"the loop over parts of the batch at {where} {what}{how}")
+        self.sequences.trace.loops.append(f"the loop over parts of the batch at {where} {self._what_it_is()}")
+
+    def _what_it_is(self) -> str:
+        if not self.is_one_by_one:
+            return "is one computation" + " (attention)" * self.batching.mixes_rows
+        known = dict(self.sequences.trace.attempt.one_by_one)
+        reasons = [known[place] for place in self.places if place in known]
+        return f"runs part by part: {reasons[0] if reasons else 'there is no rule for its lists'}"
 
     def _compute_for_all(self, output: Any) -> None:
         """Compute the body for all parts at once."""
