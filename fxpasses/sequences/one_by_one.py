@@ -11,6 +11,7 @@ Backward runs it again for each part, as a checkpoint does, and keeps nothing bu
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,24 +85,23 @@ class Body:
 
     def calls(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Iterator[list[Any]]:
         """The inputs of each part."""
-        sizes = {given.at: tensors[given.at].tolist() for given in self.inputs if given.kind == "size"}
-        sizes |= {given.length: tensors[given.length].tolist() for given in self.inputs if given.kind == "part"}
-        starts = dict.fromkeys(sizes, 0)
+        read = {given.at for given in self.inputs if given.kind == "size"}
+        read |= {given.length for given in self.inputs if given.kind == "part"}
+        sizes = {at: tensors[at].tolist() for at in read}
+        starts = {at: [*itertools.accumulate(found, initial=0)] for at, found in sizes.items()}
+
+        def value(given: Input, i: int) -> Any:
+            if given.kind == "number":
+                return numbers[given.at]
+            if given.kind == "size":
+                return sizes[given.at][i]
+            whole = tensors[given.at]
+            if given.kind == "part":
+                return whole.narrow(given.dim, starts[given.length][i], sizes[given.length][i])
+            return whole[i] if given.kind == "element" else whole
+
         for i in range(tensors[0].shape[0]):
-            yield [
-                tensors[given.at].narrow(given.dim, starts[given.length], sizes[given.length][i])
-                if given.kind == "part"
-                else sizes[given.at][i]
-                if given.kind == "size"
-                else tensors[given.at][i]
-                if given.kind == "element"
-                else tensors[given.at]
-                if given.kind == "whole"
-                else numbers[given.at]
-                for given in self.inputs
-            ]
-            for at, found in sizes.items():
-                starts[at] += found[i]
+            yield [value(given, i) for given in self.inputs]
 
 
 _bodies: dict[str, Body] = {}  # an operator cannot take a graph, so it takes a name that stands for it here
