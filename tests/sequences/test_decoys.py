@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from fxpasses.sequences.capture import lists
 from fxpasses.sequences.capture.loops import Loop
 from tests.sequences.comparing import FEW, WIDTH, Program, assert_eager_modes, batches
+from tests.support import compiled
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
@@ -573,3 +575,19 @@ def test_a_defect_while_a_loop_is_traced_leaves_it_unrolled(broken: str, monkeyp
     with pytest.warns(UserWarning, match="loops over parts.*a defect"):
         actual = program_compiled(*given)
     torch.testing.assert_close(actual, program(*given))
+
+
+def test_a_list_is_read_once_where_a_default_device_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode calls the same function again: reading the list there would call it once more, and so on."""
+    made = []
+
+    def counted(*args: Any) -> Any:
+        made.append(args)
+        return sizes(*args)
+
+    sizes = lists.sizes
+    monkeypatch.setattr(lists, "sizes", counted)
+    lengths = torch.tensor([3, 4, 2])
+    with torch.device("cpu"):
+        actual = compiled(lambda lengths: lengths * sum(lengths.tolist()))(lengths)
+    assert len(made) <= 4 and actual.tolist() == [27, 36, 18]

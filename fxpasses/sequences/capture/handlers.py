@@ -96,7 +96,8 @@ def _lengths(trace: Trace, tensor: Any) -> Lengths | None:
     place = trace.place()
     if part_counts.varies(place, found.shape[0]):
         trace.varying.add(place)
-    if _is_unrolled(trace, place) or trace.state(Sequences).open is not None:
+    sequences = trace.state(Sequences)
+    if _is_unrolled(trace, place) or sequences.open is not None or sequences.is_reading:
         return None
     key = key_of(trace, tensor)
     return None if key is None else Lengths(tensor, key, place)
@@ -108,12 +109,16 @@ def _is_unrolled(trace: Trace, place: Any) -> bool:
 
 def _reading(trace: Trace, lengths: Lengths, read: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
     """The elements of a list, which is read later than the program makes it."""
-    gradients = torch.is_grad_enabled()
+    sequences, gradients = trace.state(Sequences), torch.is_grad_enabled()
 
     def elements() -> list[Any]:
         if key_of(trace, lengths.tensor) != lengths.key or torch.is_grad_enabled() != gradients:
-            trace.state(Sequences).refuse(lengths.place, why="its list is read after something has changed")
-        return read()
+            sequences.refuse(lengths.place, why="its list is read after something has changed")
+        before, sequences.is_reading = sequences.is_reading, True
+        try:
+            return read()
+        finally:
+            sequences.is_reading = before
 
     return elements
 
@@ -125,6 +130,8 @@ def _split(trace: Trace, args: Any, kwargs: Any, read: Callable[..., Any]) -> An
     found = {name: value.realize() for name, value in given.items()}
     tensor, sizes, dim = found.get("tensor"), found.get("sizes"), found.get("dim", ConstantVariable.create(0))
     if type(sizes) is not Sizes or not isinstance(tensor, TensorVariable) or not dim.is_python_constant():
+        return NOT_HANDLED
+    if trace.state(Sequences).is_reading:
         return NOT_HANDLED
     whole, at = example(tensor), dim.as_python_constant()
     if len(found) != len(args) + len(kwargs) or whole.layout is not torch.strided or type(at) is not int:

@@ -56,6 +56,7 @@ class Sequences:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.open: Loop | None = None
+        self.is_reading = False  # a list, which calls the same function again inside a mode, such as a default device
         self.kept: dict[int, set[Any]] = {}  # by memory that backward reads, the places of the loops' lists
 
     def refuse(self, *places: Any, why: str, has_rules: bool = True) -> Any:
