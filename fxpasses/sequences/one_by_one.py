@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from fxpasses.dynamo.dispatch_state import as_in_new_thread
+from fxpasses.dynamo.runtime.host_functions import Look
 from fxpasses.metadata.runtime.prologue import AutocastState
-
-# A size of a result: a number; that of an operand, by its position and the dimension; or None, which is not known.
-Size = int | tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -43,25 +41,14 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Result:
-    """A result of all parts: concatenated in dimension `dim`, or stacked if that is None."""
+class Result(Look):
+    """A result of all parts: concatenated in dimension `dim`, or stacked if that is None. sizes: after that."""
 
     dim: int | None
-    sizes: tuple[Size, ...]  # after that
-    dtype: torch.dtype
-    device: torch.device
 
     @property
     def is_differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def fake(self, tensors: Sequence[Tensor]) -> Tensor:
-        def size_of(size: Size) -> Any:
-            if size is None:
-                return torch.library.get_ctx().new_dynamic_size()
-            return tensors[size[0]].shape[size[1]] if isinstance(size, tuple) else size
-
-        return torch.empty(tuple(map(size_of, self.sizes)), dtype=self.dtype, device=self.device)
 
     def joined(self, values: list[Tensor]) -> Tensor:
         return torch.stack(values) if self.dim is None else torch.cat(values, self.dim)
@@ -130,9 +117,8 @@ def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]
         columns = zip(*results, strict=True) if results else [()] * len(body.results)
         made = [result.joined([*values]) for result, values in zip(body.results, columns, strict=True)]
     for result, value in zip(body.results, made, strict=True):
-        expected = [tensors[size[0]].shape[size[1]] if isinstance(size, tuple) else size for size in result.sizes]
-        if any(size not in (None, found) for size, found in zip(expected, value.shape, strict=True)):
-            raise RuntimeError(f"a loop over parts of the batch made a tensor of size {[*value.shape]}, not {expected}")
+        if not result.fits(value, tensors):
+            raise RuntimeError(f"a loop over parts of the batch made {value.dtype} {[*value.shape]}, not {result}")
     return made
 
 

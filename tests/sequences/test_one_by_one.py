@@ -199,12 +199,9 @@ def body(autocast: Any = ()) -> str:
         return part @ w * size, part.amax(0)
 
     inputs = Input("part", 1, 0, 0), Input("whole", 2), Input("size", 0)
-    rows = Result(0, ((1, 0), (2, 1)), torch.float64, torch.device("cpu"))
-    return register(Body(function, inputs, (rows, Result(None, ((0, 0), (1, 1)), *rows_like(rows))), autocast))
-
-
-def rows_like(rows: Result) -> tuple[torch.dtype, torch.device]:
-    return rows.dtype, rows.device
+    like = torch.float64, torch.device("cpu")
+    rows, largest = Result(((1, 0), (2, 1)), *like, 0), Result(((0, 0), (1, 1)), *like, None)
+    return register(Body(function, inputs, (rows, largest), autocast))
 
 
 def test_the_operator_is_one_of_pytorch() -> None:
@@ -223,7 +220,7 @@ def test_backward_keeps_the_activations_of_one_part_alone() -> None:
         made.add(found)
         return (found,)
 
-    result = Result(0, ((1, 0), (1, 1)), torch.float64, torch.device("cpu"))
+    result = Result(((1, 0), (1, 1)), torch.float64, torch.device("cpu"), 0)
     name = register(Body(function, (Input("part", 1, 0, 0),), (result,), ()))
     batch = batches([[2, 3, 4, 1]])[0]
     (y,) = loop_over_parts(name, [batch.lengths, batch.x], [])

@@ -18,8 +18,8 @@ dtypes of its results, and to check that it writes to no argument.
 Two tables say what is served:
 - functions of transformers that vision models call before their first layer, or the program ahead of the model. Results
   that are computed already are in a dict, from which the function removes them; those calls are left to Dynamo. The
-  first size of a result depends on the batch, the others on constants. They depend on nothing else, so
-  `hoist_metadata` moves them into the prologue.
+  last size of a result with several dimensions depends on constants, the others on the batch. They depend on nothing
+  else, so `hoist_metadata` moves them into the prologue.
 - `get_rope_index` of Qwen-VL, GLM-V and their kin, which groups the tokens of a text by `itertools.groupby`. It is a
   method of the model, so the graph is for this model alone. It runs once per batch as well if its source shows that it
   reads constants of the model alone, which are guarded; else in each step. Its results have the sizes of the tokens.

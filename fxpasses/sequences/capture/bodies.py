@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from fxpasses.dynamo.runtime.host_functions import Size
 from fxpasses.dynamo.size_defaults import OF_PROGRAM
 from fxpasses.dynamo.trace import Trace
 from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
@@ -26,7 +27,7 @@ from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batched import Unbatched
 from fxpasses.sequences.capture.writer import Value, Writer
-from fxpasses.sequences.one_by_one import Body, Input, Result, Size, register
+from fxpasses.sequences.one_by_one import Body, Input, Result, register
 
 # Return a part's own memory where it has one row, say, and a copy of others.
 _MAY_BE_VIEWS = RESHAPES | CASTS | COPIES - {"clone"}
@@ -199,10 +200,10 @@ class Operand:
             raise Unbatched(f"`{node.name}` has several sizes that differ from part to part")
         sizes = [None if at in ragged else self._size(node, size) for at, size in enumerate(example.shape)]
         if not ragged:
-            return Result(None, ((0, 0), *sizes), example.dtype, example.device), None
+            return Result(((0, 0), *sizes), example.dtype, example.device, None), None
         (dim,) = ragged
         sizes[dim], cut = self._rows(expression(example.shape[dim]))
-        return Result(dim, tuple(sizes), example.dtype, example.device), cut
+        return Result(tuple(sizes), example.dtype, example.device, dim), cut
 
     def _size(self, node: Node, size: Any) -> Size:
         known = constant(size)
