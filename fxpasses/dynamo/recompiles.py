@@ -23,9 +23,8 @@ _sizes: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
 
 def note_sizes(gm: GraphModule) -> None:
     """Warn once for an input vector of integers of fixed size that was compiled for more than 3 sizes."""
-    context = getattr(torch._guards, "CompileContext", None)
-    compilation = context.current_compile_id() if context is not None else None
-    if compilation is None or compilation.frame_id is None:
+    compilation = current_compilation()
+    if compilation is None:
         return
     for node in gm.graph.find_nodes(op="placeholder"):
         size = _fixed_size(node.meta.get("example_value"))
@@ -44,6 +43,13 @@ def note_sizes(gm: GraphModule) -> None:
                 "is a graph of its own, and Dynamo stops at its limit. Pad the lengths with "
                 "fxpasses.data.bucket_lengths.",
             )
+
+
+def current_compilation() -> Any | None:
+    """The identity of the current compilation, with `frame_id` and `frame_compile_id`; None if it is not known."""
+    context: Any = getattr(torch._guards, "CompileContext", None)
+    compilation = context.current_compile_id() if context is not None else None
+    return None if compilation is None or compilation.frame_id is None else compilation
 
 
 def _fixed_size(example: Any) -> int | None:
