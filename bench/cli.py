@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     threads = torch.get_num_threads()
     run.add_argument("--threads", type=int, default=threads, help="threads of each contender (default %(default)s)")
     run.add_argument("--rounds", type=int, metavar="N", help="time every contender at most N times")
-    run.add_argument("--processes", type=int, metavar="N", help="start every contender N times (default 2)")
+    run.add_argument("--processes", type=int, metavar="N", help="start every contender N times (default 1)")
     run.add_argument(
         "--limit", type=float, metavar="SECONDS", help="time for a contender to compile and see every batch"
     )

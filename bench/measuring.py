@@ -3,12 +3,12 @@
     round 0:  eager  Inductor  fastpack      one figure each, by `torch.utils.benchmark.Timer`
     round 1:  Inductor  fastpack  eager      another order, so that none always follows the same
     ...
-    and the second half of the rounds in new processes, with the compile caches that the first ones filled
+    and if asked for, half of the rounds in new processes, with the compile caches that the first ones filled
 
 Ratios are taken within a round, so that what slows the machine down for a while slows all contenders: a shared machine
 is slow for seconds at a time, hence many short rounds. One process is faster than the next by some per cent, for where
-its memory happens to lie: hence the second one. A contender is timed only if its values are the baseline's; one that
-fails or takes too long has an entry that says so.
+its memory happens to lie: several of each contender show by how much. A contender is timed only if its values are the
+baseline's; one that fails or takes too long has an entry that says so.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Settings:
 
     device: str
     threads: int
-    rounds: int = 40
+    rounds: int = 20
     round_s: float = 0.3
-    group_s: float = 240.0
-    limit_s: float = 900.0
-    processes: int = 2
+    group_s: float = 60.0
+    limit_s: float = 600.0
+    processes: int = 1
     lock: Path | None = None
     at_once: int = 1
     until: float = math.inf

@@ -48,7 +48,8 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
         sizes = {"tokens": 8192, "hidden": 2048, "width": 768, "top": 8}
     forms = [(8, "where", "float32")]
     if not quick:
-        forms = [(e, loop, dtype) for dtype in ("float32", "bfloat16") for loop in FORMS for e in (8, 32, 128)]
+        forms = [(e, "where", "float32") for e in (8, 32, 128)] + [(32, "where", "bfloat16")]
+        forms += [(32, loop, "float32") for loop in FORMS if loop != "where"]
     return [{"experts": e, "loop": loop, "dtype": dtype, **sizes} for e, loop, dtype in forms]
 
 

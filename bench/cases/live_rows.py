@@ -23,9 +23,9 @@ from bench.cases.compilers import (
 
 LIVE, ALL_ROWS = "fastpack, live rows", "fastpack, all rows"
 BY_HAND, BY_HAND_OURS = "by hand, Inductor", "by hand, fastpack, all rows"
-BATCHES, ROWS = 4, 8
+BATCHES, ROWS = 4, 4
 LABELLED = 0.4  # the part of each text that has labels, where its prompt has none
-SIZES = {"hidden": 512, "layers": 6, "heads": 8, "vocabulary": 32000}
+SIZES = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 32000}
 WIDE = {"hidden": 2048, "layers": 8, "heads": 16, "vocabulary": 32000}  # on a GPU, which the others leave idle
 SMALL = {"hidden": 128, "layers": 2, "heads": 4, "vocabulary": 4000}
 # Of the model of transformers: its class, and what its configuration takes besides the sizes.
@@ -33,7 +33,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
     "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 64}),
     "DPO": ("LlamaForCausalLM", {}),
-    "reward": ("LlamaForSequenceClassification", {}),
     "BERT": ("BertForSequenceClassification", {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}),
     "embedding": ("BertModel", {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}),
     "BART": ("BartForConditionalGeneration", {"dropout": 0.0}),
@@ -131,7 +130,6 @@ def contrastive_loss(model: Any) -> Callable[..., Any]:
 
 LOSSES: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "DPO": preference_loss,
-    "reward": class_loss,
     "BERT": class_loss,
     "embedding": contrastive_loss,
 }
@@ -175,13 +173,10 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     if quick:
         return [{"model": "Llama", "dead": "padding and prompts", "tokens": 128, **SMALL, "dtype": dtype}]
     both = "padding and prompts"
-    shapes = [("Llama", dead, 384) for dead in (both, "padding", "prompts", "nothing")]
-    shapes += [("Llama", both, 1024), ("Qwen3", both, 384), ("DPO", both, 384)]
-    shapes += [(model, "padding", 384) for model in ("BERT", "reward", "embedding", "BART")]
+    shapes = [("Llama", both), ("Llama", "padding"), ("Llama", "nothing"), ("Qwen3", both), ("DPO", both)]
+    shapes += [(model, "padding") for model in ("BERT", "embedding", "BART")]
     sizes = WIDE if device == "cuda" else SIZES
-    found = [
-        {"model": model, "dead": dead, "tokens": tokens, **sizes, "dtype": dtype} for model, dead, tokens in shapes
-    ]
+    found = [{"model": model, "dead": dead, "tokens": 384, **sizes, "dtype": dtype} for model, dead in shapes]
     return [group | ({"vocabulary": 128000} if group["model"] == "Qwen3" else {}) for group in found]
 
 

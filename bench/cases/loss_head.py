@@ -163,11 +163,10 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
 
     if quick:
         return [group("plain", 1.0, 1024, 16000, 128)]
-    found = [group("plain", 1.0, tokens) for tokens in (1024, 4096, 16384)]
-    found += [group(loss, 1.0, 4096) for loss in ("softcap", "label smoothing", "DPO")]
-    found += [group(loss, 0.3, 4096) for loss in LOSSES]
-    found += [group("plain", 1.0, 4096, 32000, 2048), group("plain", 1.0, 2048, 128000)]
-    return [*found, group("plain", 0.3, 2048, 128000)]
+    found = [group("plain", 1.0, 4096, 32000, 2048)] if device == "cuda" else []
+    found += [group("plain", labelled, 2048) for labelled in (1.0, 0.3)]
+    found += [group(loss, 0.3, 2048) for loss in ("softcap", "label smoothing", "DPO")]
+    return [*found, group("plain", 1.0, 1024, 128000)]
 
 
 CASE = Case(

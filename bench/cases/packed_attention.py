@@ -106,11 +106,11 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     rest = {"layers": 2, "width": "reduced", "dtype": "bfloat16" if device == "cuda" else "float32"}
     if quick:
         return [{"mask": "documents", "tokens": 1024, "documents": 6, **rest}]
-    shapes = [("documents", 2048, 8), ("documents", 4096, 12), ("documents", 8192, 16)]
-    shapes += [("padded", 4096, ROWS), ("window", 4096, 1), ("one document", 2048, 1), ("one document", 4096, 1)]
-    shapes += [("equal documents", tokens, tokens // 512) for tokens in (2048, 4096, 8192, 16384)]
-    found = [{"mask": mask, "tokens": tokens, "documents": documents, **rest} for mask, tokens, documents in shapes]
-    return [*found, {"mask": "documents", "tokens": 2048, "documents": 8, **rest, "layers": 1, "width": "full"}]
+    times = 2 if device == "cuda" else 1
+    shapes = [("documents", 4096 * times, 12), ("padded", 2048 * times, ROWS), ("window", 2048 * times, 1)]
+    shapes += [("one document", 1024 * times, 1)]
+    shapes += [("equal documents", tokens * times, tokens * times // 512) for tokens in (1024, 2048, 4096)]
+    return [{"mask": mask, "tokens": tokens, "documents": documents, **rest} for mask, tokens, documents in shapes]
 
 
 def not_for_growth(parameters: Parameters, device: str) -> str:

@@ -40,7 +40,7 @@ def build(compiler: Compiler, parameters: Parameters, device: str, attention: st
 def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     if quick:
         return [{"model": "llama", "layers": 4, "tokens": 512, **scale(device)}]
-    sizes = [("llama", 4), ("llama", 8), ("llama", 16), ("qwen3", 4), ("qwen3", 16), ("qwen3", 28)]
+    sizes = [("llama", 4), ("llama", 16), ("qwen3", 28)]
     return [{"model": model, "layers": layers, "tokens": 2048, **scale(device)} for model, layers in sizes]
 
 

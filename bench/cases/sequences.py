@@ -140,7 +140,7 @@ def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
 
 
 def groups(device: str, quick: bool) -> list[dict[str, Any]]:
-    counts = [4] if quick else [4, 12]
+    counts = [4] if quick else [8]
     programs = list(PROGRAMS)[2:] if quick else PROGRAMS
     return [{"program": name, "parts": count} for name, count in itertools.product(programs, counts)]
 

@@ -16,7 +16,7 @@ from bench.measuring import Group, Settings, disagreement, losses, run_case
 from bench.peer import PeerFailed, PeerTooSlow
 from bench.results import Entry, spread
 
-SETTINGS = Settings("cpu", threads=1, rounds=6, round_s=0.0, group_s=1e9)
+SETTINGS = Settings("cpu", threads=1, rounds=6, round_s=0.0, group_s=1e9, processes=2)
 
 
 def can_lock(file: Path, lock: int) -> bool:
