@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -86,3 +87,30 @@ def test_folders_import_what_lies_below_them() -> None:
             if folder in BASE and part not in BASE:
                 wrong.append(f"{name} imports {other}")
     assert not wrong, sorted(wrong)
+
+
+def test_who_names_an_operator_of_the_package_imports_what_registers_it() -> None:
+    """A pass may run in a process that has imported nothing else."""
+    known, found = modules(), imports()
+    texts = {name: file.read_text() for name, file in known.items()}
+    registers = {
+        operator: name
+        for name, text in texts.items()
+        for operator in re.findall(r'^@custom_op\(\s*"fxpasses::(\w+)"', text, re.MULTILINE)
+    }
+    assert len(registers) > 20
+    wrong = []
+    for name, text in texts.items():
+        seen, rest = set(), [name]
+        while rest:
+            module = rest.pop()
+            if module not in seen:
+                seen.add(module)
+                rest += found[module]
+        names = {node.attr for node in ast.walk(ast.parse(text)) if _is_of_package(node)}
+        wrong += [f"{name}: {operator}" for operator in names & registers.keys() if registers[operator] not in seen]
+    assert not wrong, sorted(wrong)
+
+
+def _is_of_package(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.ops.fxpasses"

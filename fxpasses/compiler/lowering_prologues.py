@@ -12,7 +12,7 @@ from fxpasses.compiler.lowering import Compiled, inductor
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.symbols import constant, is_symbolic
-from fxpasses.graph.traits import VIEWS
+from fxpasses.graph.traits import PLANS, VIEWS
 from fxpasses.metadata.program import Program
 from fxpasses.options import Options
 
@@ -65,7 +65,7 @@ def _extract_plans(gm: GraphModule) -> GraphModule:
         return taken[node]
 
     results: Any = output.args[0]
-    rest.output(tuple(take(node, node.target is torch.ops.fxpasses.attention_plan.default) for node in results))
+    rest.output(tuple(take(node, operator_of(node) in PLANS) for node in results))
     output.args = (tuple(returned),)
     for node in reversed(gm.graph.nodes):
         if node in taken and not node.users:  # only such nodes: a write in place has no users either

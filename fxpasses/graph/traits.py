@@ -21,6 +21,7 @@ KEEPS_VALUES = CASTS | COPIES
 RESHAPES = frozenset({"flatten", "reshape", "reshape_as", "unflatten", "view", "view_as"})
 SQUEEZES = frozenset({"squeeze", "unsqueeze"})
 # Return memory of their first operand, whatever the other arguments; `getitem` does for indices of numbers and slices.
+PLANS = frozenset({"fxpasses::attention_plan"})  # of a mask; operators that need not be registered
 VIEWS = frozenset({"expand", "getitem", "permute", "reshape", "transpose", "unsqueeze", "view"})
 # Make a tensor from numbers, and use only the size, dtype and device of another tensor.
 FACTORIES = frozenset(

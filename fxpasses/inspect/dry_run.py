@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils import flop_counter
 
+import fxpasses.attention.runtime.operators  # noqa: F401 (registers the operators)
 from fxpasses.base import sample
 from fxpasses.base.sample import Form
 from fxpasses.graph import flop_formulas

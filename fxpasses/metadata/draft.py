@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.symbols import elements_of
+from fxpasses.graph.traits import PLANS
 from fxpasses.graph.values import Entry, Ref, ValueTable
 from fxpasses.metadata.cost import elements_saved
 from fxpasses.metadata.describe import comparison, describe
@@ -139,7 +140,7 @@ class _Builder:
         if entry.module is not None:  # opaque to a compiler
             return False
         elements = elements_of(entry.fake) if isinstance(entry.fake, torch.Tensor) else 0
-        return (elements or 0) >= _LARGE or entry.node.target is torch.ops.fxpasses.attention_plan.default
+        return (elements or 0) >= _LARGE or operator_of(entry.node) in PLANS
 
     def _saved(self, refs: list[Ref], on_host: set[int]) -> int:
         return elements_saved(self.table, refs, self._is_import, on_host)
