@@ -29,7 +29,6 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
@@ -159,6 +158,8 @@ class RowProgram:
                 traced, fakes, fake_mode = self._traced(step, inputs)
                 if self.inductor is None:
                     return traced
+                from torch._inductor.compile_fx import compile_fx  # takes a second to import
+
                 step = traced
                 with tracing(TracingContext(fake_mode)):
                     compiled: Any = compile_fx(traced, fakes, config_patches=dict(self.inductor) | _FIXED)

@@ -254,7 +254,7 @@ def test_what_does_not_compile_runs_operator_by_operator(monkeypatch: pytest.Mon
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(row_program, "compile_fx", fails)
+    monkeypatch.setattr(row_program, "_in_inference", fails)
     once.forget("contained")
     model = Head(lambda m, x, t, tokens: heads.entropy(m.head(x) * 1.25, t))
     with pytest.warns(UserWarning, match="compiling the loss of some rows failed.*on purpose"):
