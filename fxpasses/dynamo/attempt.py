@@ -37,7 +37,8 @@ class Attempt:
     the graph. strict: errors of this package are raised. answered: the questions about sizes that the batch answers
     in place of PyTorch's defaults (`dynamo/size_defaults.py`). unrolled: the places of lists of the batch's numbers
     over whose parts no loop is traced once (`sequences/capture/loops.py`), each with the reason. one_by_one: of those
-    over whose parts a loop is traced once, and runs part by part.
+    over whose parts a loop is traced once, and runs part by part. carried: with those, the names of numbers to which
+    each part adds.
     """
 
     flags: Values | None = None
@@ -49,6 +50,7 @@ class Attempt:
     answered: frozenset[Question] = frozenset()
     unrolled: frozenset[tuple[Place, str]] = frozenset()
     one_by_one: frozenset[tuple[Place, str]] = frozenset()
+    carried: frozenset[tuple[Place, str]] = frozenset()
 
     def without(self, *features: Feature) -> Attempt:
         """The same attempt without some features and the features that need them."""
@@ -75,9 +77,11 @@ class Attempt:
         """The same attempt, in which the loops over more lists are unrolled."""
         return replace(self, unrolled=self.unrolled.union(places.items()))
 
-    def running_one_by_one(self, places: Mapping[Place, str]) -> Attempt:
-        """The same attempt, in which the loops over more lists run part by part."""
-        return replace(self, one_by_one=self.one_by_one.union(places.items()))
+    def running_one_by_one(self, places: Mapping[Place, str], carried: Iterable[tuple[Place, str]]) -> Attempt:
+        """The same attempt, in which the loops over more lists run part by part, and carry more numbers."""
+        return replace(
+            self, one_by_one=self.one_by_one.union(places.items()), carried=self.carried.union(carried)
+        )  # fmt: skip
 
     def answering(self, questions: Iterable[Question]) -> Attempt:
         """The same attempt, in which the batch answers more questions about sizes."""

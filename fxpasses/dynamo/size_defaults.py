@@ -122,6 +122,8 @@ class Trace(Protocol):
 
     def choosing(self) -> AbstractContextManager[None]: ...
 
+    def asking(self, question: Any) -> AbstractContextManager[None]: ...
+
     def note_choice(self, question: Any, answer: bool, place: Place) -> None: ...
 
     def note_error(self, feature: Feature, error: Exception) -> None: ...
@@ -264,7 +266,8 @@ class SizeDefaults:
             if fallback_value is None and self._listens() and self._contained(self._is_of_one_part, expression):
                 return sympy.true if isinstance(expression, sympy.Ne) else sympy.false
             if fallback_value is None or not self._listens() or not self._contained(_is_about_a_dimension, expression):
-                return original(expression, *args, fallback_value=fallback_value, **kwargs)
+                with self._trace.asking(expression if fallback_value is None else None):
+                    return original(expression, *args, fallback_value=fallback_value, **kwargs)
             answer = original(expression, *args, fallback_value=_NO_ANSWER, **kwargs)
             if answer is not _NO_ANSWER:
                 return answer

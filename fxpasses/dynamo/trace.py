@@ -8,7 +8,8 @@ assumption (`dynamo/assumptions.py`), so that a batch with another answer gets a
 
 A loop with a question for each token would get another graph for each batch, after a trace as long as the batch. A
 place that has asked about 8 numbers, and got both answers, gets no more answers: the graph breaks there, as under stock
-PyTorch.
+PyTorch. So does a place that asks about a number of each part, in a loop that had to be unrolled for another number of
+parts.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `ShapeEnv.real_tensor_prop_unbacked_vals`, a dict from symbols to
 values that `evaluate_expr` consults last, and `ShapeEnv._log_real_tensor_propagation(expression, answer)`, which it
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sympy
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._sympy.functions import FloorDiv
 
 from fxpasses.dynamo.attempt import Attempt, Left, Place
 from fxpasses.dynamo.dynamo_names import in_short, is_in_try, user_place
@@ -126,6 +128,7 @@ class Trace:
         self.left: set[Left] = set()  # checkpoints at which this attempt breaks the graph
         self.unrolled: dict[Place, str] = {}  # lists over whose parts another attempt unrolls the loops, and why
         self.one_by_one: dict[Place, str] = {}  # or runs them part by part
+        self.carried: set[tuple[Place, str]] = set()  # and carries numbers from part to part
         self.varying: set[Place] = set()  # lists that have another number of parts than in an earlier compilation
         self.loops: list[str] = []  # what was done to loops over parts, for the report
         self.sizes_of_parts: dict[Any, PartSize] = {}  # by symbol
@@ -139,6 +142,7 @@ class Trace:
         self._states: dict[Any, Any] = {}
         self._answering = True
         self._insists = False
+        self._asked: Any = None  # what an operator insists on
         self._choosing = False  # whether the question that is being answered is a choice
         self.sizes = SizeDefaults(self)
 
@@ -295,9 +299,16 @@ class Trace:
         return bool(parts) and any(is_younger(found, parts[0]) for found in expression.free_symbols)
 
     def _part_size(self, part: PartSize) -> Any:
-        """The size of a part, as an answer: of the smallest to the program, and neither 0 nor 1 to an operator."""
+        """The size of a part, as an answer: of the smallest to the program, and neither 0 nor 1 to an operator.
+
+        An operator that will run for each part gets an answer if it insists, and if the extremes can answer for all.
+        """
+        if self.operators and not part.by_itself:
+            return 2
         if self.operators:
-            return None if part.by_itself else 2
+            asked = [found for found in getattr(self._asked, "free_symbols", ()) if found in self.sizes_of_parts]
+            if len(asked) != 1 or not _is_monotonic(self._asked, asked[0]):
+                return None
         return self.value(part.extremes()[0])
 
     def _note_of_part(self, question: Any, answer: Any) -> None:
@@ -306,7 +317,7 @@ class Trace:
         """
         symbol, *others = question.free_symbols & self.sizes_of_parts.keys()
         part = self.sizes_of_parts[symbol]
-        if self.operators:
+        if self.operators and not part.by_itself:
             if not others and is_of_one(question):
                 return
         elif not others and (_is_monotonic(question, symbol) or self._are_equal(part)):
@@ -357,6 +368,15 @@ class Trace:
             self.operators -= 1
 
     @contextmanager
+    def asking(self, question: Any) -> Iterator[None]:
+        """Inside, an operator insists on an answer to a question; to none if that is None."""
+        before, self._asked = self._asked, question
+        try:
+            yield
+        finally:
+            self._asked = before
+
+    @contextmanager
     def choosing(self) -> Iterator[None]:
         """Inside, answers are choices."""
         self._choosing = True
@@ -373,8 +393,13 @@ class Trace:
     def _count(self, answer: Answer, question: Any, truth: bool) -> None:
         truths = self._truths.setdefault(answer.place, {})
         truths[question] = truth
-        if len(truths) >= _MOST_QUESTIONS and len(set(truths.values())) == 2 and self.attempt.flags is not None:
+        if self.attempt.flags is None:
+            return
+        if len(truths) >= _MOST_QUESTIONS and len(set(truths.values())) == 2:
             text = f"{answer.where} asks for {len(truths)} numbers of one batch, and their answers differ"
+            self.crowded.setdefault(answer.place, text)
+        elif len(truths) > 1 and answer.where and any(place in self.varying for place, _ in self.attempt.unrolled):
+            text = f"{answer.where} asks for a number of each part of a batch, and batches have other numbers of parts"
             self.crowded.setdefault(answer.place, text)
 
     def place(self) -> Place:
@@ -432,4 +457,12 @@ def _is_monotonic(question: Any, symbol: Any) -> bool:
     """Whether the truth of a question, as a function of one symbol, changes at most once."""
     if not isinstance(question, (sympy.Gt, sympy.Ge, sympy.Lt, sympy.Le)):
         return False
-    return bool(sympy.diff(question.lhs - question.rhs, symbol).is_number)
+    difference = question.lhs - question.rhs
+    parts = [*sympy.preorder_traversal(difference)]
+    if parts.count(symbol) != 1:
+        return bool(sympy.diff(difference, symbol).is_number)
+    return all(
+        isinstance(part, (sympy.Symbol, sympy.Number, sympy.Add, sympy.Mul))
+        or (isinstance(part, FloorDiv) and symbol not in part.args[1].free_symbols)
+        for part in parts
+    )

@@ -62,13 +62,18 @@ class Result(Look):
 class Body:
     """A loop's body. function: takes the inputs of one part, returns its results as a tuple.
 
-    The first operand has an element for each part.
+    The first operand has an element for each part. written: the positions of operands to which the body writes, and
+    from which it does not read; the operator writes to copies, which are its last results.
     """
 
     function: Callable[..., tuple[Tensor, ...]]
     inputs: tuple[Input, ...]
     results: tuple[Result, ...]
     autocast: AutocastState
+    written: tuple[int, ...] = ()
+
+    def with_copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.clone() if at in self.written else tensor for at, tensor in enumerate(tensors)]
 
     def calls(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Iterator[list[Any]]:
         """The inputs of each part."""
@@ -101,7 +106,7 @@ def register(body: Body, key: Any = None) -> str:
 
     A model that is compiled again makes the same bodies again.
     """
-    key = object() if key is None else (key, body.inputs, body.results, body.autocast)
+    key = object() if key is None else (key, body.inputs, body.results, body.autocast, body.written)
     if key not in _names:
         _names[key] = f"{_process}:{len(_names)}"
         _bodies[_names[key]] = body
@@ -112,6 +117,7 @@ def register(body: Body, key: Any = None) -> str:
 def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
     """The results of all parts. name: that of the body. tensors, numbers: the operands."""
     body = _bodies[name]
+    tensors = body.with_copies(tensors)
     with as_in_new_thread(body.autocast), torch.no_grad():
         results = [body.function(*given) for given in body.calls(tensors, numbers)]
         columns = zip(*results, strict=True) if results else [()] * len(body.results)
@@ -119,12 +125,13 @@ def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]
     for result, value in zip(body.results, made, strict=True):
         if not result.fits(value, tensors):
             raise RuntimeError(f"a loop over parts of the batch made {value.dtype} {[*value.shape]}, not {result}")
-    return made
+    return [*made, *(tensors[at] for at in body.written)]
 
 
 @loop_over_parts.register_fake
 def _fake(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-    return [result.fake(tensors) for result in _bodies[name].results]
+    body = _bodies[name]
+    return [*(result.fake(tensors) for result in body.results), *(torch.empty_like(tensors[at]) for at in body.written)]
 
 
 @custom_op("fxpasses::loop_over_parts_backward", mutates_args=())
@@ -133,6 +140,7 @@ def loop_over_parts_backward(
 ) -> list[Tensor]:
     """The gradients of the operands at the positions `needed`. grads: those of the differentiable results."""
     body = _bodies[name]
+    tensors = body.with_copies(tensors)
     sums = {at: torch.zeros_like(tensors[at], memory_format=torch.contiguous_format) for at in needed}
     into = [sums.get(at, tensor) for at, tensor in enumerate(tensors)]
     kept = [result for result in body.results if result.is_differentiable]
@@ -190,7 +198,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     needed = [at for at, is_needed in enumerate(ctx.needs_input_grad[1]) if is_needed]
     results = _bodies[ctx.name].results
-    kept = [grad for grad, result in zip(grads, results, strict=True) if result.is_differentiable]
+    kept = [grad for grad, result in zip(grads, results, strict=False) if result.is_differentiable]
     found = loop_over_parts_backward(ctx.name, kept, ctx.saved_tensors, ctx.numbers, needed)
     by_place = dict(zip(needed, found, strict=True))
     return None, [by_place.get(at) for at in range(len(ctx.saved_tensors))], None if ctx.numbers else []

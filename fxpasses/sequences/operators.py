@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
@@ -44,9 +46,20 @@ def _element(x: Tensor) -> Tensor:
     return x.new_empty_strided(x.shape[1:], x.stride()[1:])
 
 
+@custom_op("fxpasses::ragged", mutates_args=())
+def ragged(x: Tensor, lengths: Tensor, sizes: Sequence[int]) -> Tensor:
+    """What x, flat, has of one part: as many elements as `lengths` says, which have several sizes."""
+    raise AssertionError(_NEVER)
+
+
+@ragged.register_fake
+def _ragged(x: Tensor, lengths: Tensor, sizes: Sequence[int]) -> Tensor:
+    return x.new_empty(sizes)
+
+
 def _no_gradient(ctx: object, *grads: Tensor) -> tuple[None, ...]:
     raise AssertionError(_NEVER)
 
 
-for _operator in (part, element):
+for _operator in (part, element, ragged):
     _operator.register_autograd(_no_gradient)

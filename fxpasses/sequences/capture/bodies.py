@@ -6,7 +6,7 @@ Private names, checked on torch 2.13: of the shape environment, `deferred_runtim
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -22,7 +22,7 @@ from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
 from fxpasses.graph.effects import leaves, observe, storage_key
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.symbols import constant, expression, free_symbols, is_younger, unbacked_symbols
-from fxpasses.graph.traits import CASTS, COPIES, RESHAPES, SQUEEZES
+from fxpasses.graph.traits import CASTS, COPIES, RESHAPES, SQUEEZES, VIEWS
 from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batched import Unbatched
@@ -31,10 +31,12 @@ from fxpasses.sequences.one_by_one import Body, Input, Result, register
 
 # Return a part's own memory where it has one row, say, and a copy of others.
 _MAY_BE_VIEWS = RESHAPES | CASTS | COPIES - {"clone"}
+_RAGGED = torch.ops.fxpasses.ragged.default
 _STAND_INS: dict[Any, str] = {
     torch.ops.fxpasses.part_size.default: "size",
     torch.ops.fxpasses.part.default: "part",
     torch.ops.fxpasses.element.default: "element",
+    _RAGGED: "ragged",
 }
 
 
@@ -42,21 +44,60 @@ class PartBody:
     """The nodes that a loop's body has written, in order, and what they stand for.
 
     own: those that differ from part to part; others: the others. symbols: those of the sizes and numbers of a part.
+    written: nodes from outside to whose memory the body writes.
     """
 
     def __init__(self, nodes: Iterable[Node], stand_ins: Iterable[Node]) -> None:
-        self.own: dict[Node, None] = dict.fromkeys(stand_ins)
+        of_part = set(stand_ins)
+        self.written: dict[Node, None] = {}
+        self.own: dict[Node, None] = {}
         self.others: list[Node] = []
         for node in nodes:
-            if any(operand in self.own for operand in node.all_input_nodes):
+            if node in of_part or any(operand in self.own for operand in node.all_input_nodes):
                 self.own[node] = None
-            elif node not in self.own:
+            else:
                 self.others.append(node)
 
     @functools.cached_property
     def symbols(self) -> set[Any]:
         outer = {o for node in self.own for o in node.all_input_nodes if o not in self.own}
         return set().union(*map(_symbols, self.own)).difference(*map(_symbols, outer))
+
+    def differs(self, size: Any) -> bool:
+        """Whether a size differs from part to part."""
+        return not self.symbols.isdisjoint(free_symbols(size))
+
+    def cut(self, size: Any) -> Node | None:
+        """The node that cuts something into parts of a size, an expression."""
+        for node in self.own:
+            if node.target is torch.ops.fxpasses.part.default:
+                length: Any = node.args[2]
+                if expression(length.meta["example_value"]) == size:
+                    return node
+        return None
+
+    def nodes_of(
+        self, wanted: Node, numbers: Mapping[Any, Node], carried: Collection[Node], is_metadata: Callable[[Node], bool]
+    ) -> set[Node]:
+        """The nodes that compute one, if it depends on nothing but the batch's numbers; none otherwise.
+
+        numbers: by their expressions, those of a part, which stand for the sizes of the body's tensors. carried: the
+        stand-ins of numbers to which each part adds.
+        """
+        found: set[Node] = set()
+        rest = [wanted]
+        while rest:
+            node = same_number(rest.pop(), numbers)
+            if node in carried:
+                return set()
+            if node in self.own and node not in found:
+                found.add(node)
+                rest += node.all_input_nodes
+            elif node not in self.own and not is_metadata(node):
+                return set()
+        written = {storage_key(value) for node in self.own if is_in_place(operator_of(node)) for value in _read(node)}
+        made = {storage_key(value) for node in found for value in _tensors(node.meta.get("example_value"))}
+        return found if written.isdisjoint(made) else set()
 
     def forget_assertions(self, shape_env: Any, numbers: Iterable[Any]) -> None:
         """Leave the assertions on what differs from part to part to the operators that run for each.
@@ -93,13 +134,29 @@ class PartBody:
             except Refused as refused:
                 raise Unbatched(refused.text) from None
             given = [storage_key(value) for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
-            if any(given[at] not in made for at in effects.writes):
-                raise Unbatched(f"`{node.name}` writes to what other parts may read")
+            for at in effects.writes:
+                if given[at] not in made:
+                    self._write(node, given[at])
             if operator_of(node) in _MAY_BE_VIEWS:
                 continue  # of a part with one row, it may be the part's own memory
             if operator_of(node) in SQUEEZES and self._is_squeezed(node):
                 raise Unbatched(f"`{node.name}` squeezes a size that differs from part to part")
             made |= {storage_key(value) for value in _tensors(node.meta.get("example_value"))} - {*given}
+
+    def _write(self, node: Node, memory: int) -> None:
+        """Note that the body writes to memory from outside, or raise `Unbatched` if anything may read that."""
+        readers = [n for n in (*self.own, *self.others) if any(memory == storage_key(value) for value in _read(n))]
+        outer = {o for n in readers for o in n.all_input_nodes if o not in self.own and _has(o, memory)}
+        views = [n for n in readers if operator_of(n) in VIEWS]
+        only_writes = all(
+            n in views or (is_in_place(operator_of(n)) and not any(_has(o, memory) for o in n.all_input_nodes[1:]))
+            for n in readers
+        )
+        is_plain = not any(value.requires_grad for n in readers for value in [*_read(n), *_made(n)])
+        is_of_parts = all(n in self.own and n.target not in _STAND_INS for n in readers)
+        if len(outer) != 1 or not only_writes or not is_plain or not is_of_parts:
+            raise Unbatched(f"`{node.name}` writes to what other parts may read")
+        self.written |= dict.fromkeys(outer)
 
     def _is_squeezed(self, node: Node) -> bool:
         """Whether an operator takes out a dimension of size 1, which some parts have and others have not."""
@@ -124,57 +181,84 @@ class PartBody:
 
 
 class Operand:
-    """Writes the operator of one loop."""
+    """Writes the operator of one loop.
 
-    def __init__(self, body: PartBody, writer: Writer) -> None:
-        self.body, self.writer = body, writer
+    count: has an element for each part. numbers: by their expressions, those of a part that stand for others. carried:
+    by the stand-ins of numbers to which each part adds, those of all parts, [n].
+    """
+
+    def __init__(
+        self, body: PartBody, writer: Writer, count: Node, numbers: Mapping[Any, Node], carried: Mapping[Node, Node]
+    ) -> None:
+        self.body, self.writer, self.same, self.carried = body, writer, numbers, carried
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
+        self.flat: dict[Node, Node] = {}  # what `ragged` nodes have before they have their sizes
         self.inputs: list[Input] = []
         self.tensors: dict[Node, int] = {}
         self.numbers: dict[Node, int] = {}
+        self._tensor(count)  # the first one
 
-    def write(self, wanted: list[Node]) -> list[tuple[Value, Node | None]]:
-        """Add the operator; returns the values of all parts, and the lengths by which they are cut, if they are known.
+    def write(self, wanted: list[Node], nodes: list[Node]) -> list[Value]:
+        """Add the operator; returns the values of all parts.
 
-        wanted: nodes of the body, tensors of one part.
+        wanted: tensors of one part. nodes: those of the body that compute them, in order.
         """
-        stand_ins = [node for node in self.body.own if node.target in _STAND_INS]
-        for node in stand_ins:
-            self._add(node, self._of_part(node))
-        inner = [node for node in self.body.own if node not in self.copies]
-        for outer in dict.fromkeys(o for node in inner for o in node.all_input_nodes if o not in self.body.own):
-            self._add(outer, self._of_all(outer))
+        for node in nodes:
+            if node.target in _STAND_INS:
+                self._add(node, self._of_part(node), self.flat if node.target is _RAGGED else self.copies)
+        inner = [node for node in nodes if node not in self.copies]
+        for operand in dict.fromkeys(self._same(o) for node in inner for o in _operands(node)):
+            if operand not in self.body.own:
+                self._add(operand, self._of_all(operand), self.copies)
         for node in inner:
-            self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
+            self.copies[node] = self._copy(node)
             self.copies[node].meta = {}  # no fake tensors, which would stay as long as the process
-        self.graph.output(tuple(self.copies[node] for node in wanted))
-        results, cuts = zip(*map(self._result, wanted), strict=True)
+        self.graph.output(tuple(self.copies[self._same(node)] for node in wanted))
+        results = [*map(self._result, wanted)]
         module = GraphModule(torch.nn.Module(), self.graph)
         key = module.code, tuple(node.target for node in self.graph.nodes if node.op == "call_function")
-        name = register(Body(module.forward, tuple(self.inputs), results, autocast_state()), key)
+        written = [node for node in self.body.written if node in self.copies]
+        places = tuple(self.tensors[node] for node in written)
+        name = register(Body(module.forward, tuple(self.inputs), tuple(results), autocast_state(), places), key)
         operator = torch.ops.fxpasses.loop_over_parts.default
         found = self.writer.emit(operator, name, [*map(self._kept, self.tensors)], [*self.numbers])
+        for node, copy in zip(written, found[len(wanted) :], strict=True):
+            self.writer.emit("copy_", node, self.writer.emit(torch.Tensor.detach, copy))
         values = []
-        for node, result, one in zip(found, results, wanted, strict=True):
+        for node, result, one in zip(found, results, wanted, strict=False):
             if result.is_differentiable and not one.meta["example_value"].requires_grad:
                 node = self.writer.emit(torch.Tensor.detach, node)
             values.append(Value(self.writer.variables[node], () if result.dim is None else (result.dim,)))
-        return [*zip(values, cuts, strict=True)]
+        return values
+
+    def _same(self, node: Node) -> Node:
+        return same_number(node, self.same)
+
+    def _copy(self, node: Node) -> Node:
+        if node.target is not _RAGGED:
+            return self.graph.node_copy(node, lambda operand: self.copies[self._same(operand)])
+        given: Any = node.args[2]
+        sizes = [self.copies[self._same(size)] if isinstance(size, Node) else size for size in given]
+        return self.graph.call_method("view", (self.flat[node], *sizes))
 
     def _kept(self, node: Node) -> Node:
         """What backward reads. A program may write the next batch's numbers over these before that."""
         dtype = node.meta["example_value"].dtype
         return node if dtype.is_floating_point or dtype.is_complex else self.writer.emit(torch.clone, node)
 
-    def _add(self, node: Node, given: Input) -> None:
-        self.copies[node] = self.graph.placeholder(node.name)
+    def _add(self, node: Node, given: Input, copies: dict[Node, Node]) -> None:
+        copies[node] = self.graph.placeholder(node.name)
         self.inputs.append(given)
 
     def _of_part(self, node: Node) -> Input:
         operands: Any = node.args
         operand, *others = operands
+        if node in self.carried:
+            return Input("size", self._tensor(self.carried[node]))
         at, kind = self._tensor(operand), _STAND_INS[node.target]
+        if kind == "ragged":
+            return Input("part", at, 0, self._tensor(others[0]))
         if kind != "part":
             return Input(kind, at)
         dim, size = others
@@ -193,17 +277,17 @@ class Operand:
             raise Unbatched("a loop that runs part by part was not measured on devices")
         return self.tensors.setdefault(node, len(self.tensors))
 
-    def _result(self, node: Node) -> tuple[Result, Node | None]:
+    def _result(self, node: Node) -> Result:
         example = node.meta["example_value"]
-        ragged = [at for at, size in enumerate(example.shape) if not self.body.symbols.isdisjoint(free_symbols(size))]
+        ragged = [at for at, size in enumerate(example.shape) if self.body.differs(size)]
         if len(ragged) > 1:
             raise Unbatched(f"`{node.name}` has several sizes that differ from part to part")
         sizes = [None if at in ragged else self._size(node, size) for at, size in enumerate(example.shape)]
         if not ragged:
-            return Result(((0, 0), *sizes), example.dtype, example.device, None), None
+            return Result(((0, 0), *sizes), example.dtype, example.device, None)
         (dim,) = ragged
-        sizes[dim], cut = self._rows(expression(example.shape[dim]))
-        return Result(tuple(sizes), example.dtype, example.device, dim), cut
+        sizes[dim] = self._rows(expression(example.shape[dim]))
+        return Result(tuple(sizes), example.dtype, example.device, dim)
 
     def _size(self, node: Node, size: Any) -> Size:
         known = constant(size)
@@ -215,15 +299,34 @@ class Operand:
                     return at, dim
         raise Unbatched(f"`{node.name}` has a size that no operand has")
 
-    def _rows(self, size: Any) -> tuple[Size, Node | None]:
-        """The size of all parts together, if something is cut into parts of a size, and the lengths by which it is."""
-        for node in self.body.own:
-            if node.target is torch.ops.fxpasses.part.default:
-                operands: Any = node.args
-                operand, dim, length = operands
-                if expression(length.meta["example_value"]) == size:
-                    return (self.tensors[operand], dim), length.args[0]
-        return None, None
+    def _rows(self, size: Any) -> Size:
+        """The size of all parts together, if something is cut into parts of a size."""
+        cut: Any = self.body.cut(size)
+        return None if cut is None else (self.tensors[cut.args[0]], cut.args[1])
+
+
+def same_number(node: Node, numbers: Mapping[Any, Node]) -> Node:
+    """The node that stands for another one: of the same number."""
+    value = node.meta.get("example_value")
+    return numbers.get(expression(value), node) if numbers and isinstance(value, torch.SymInt) else node
+
+
+def _operands(node: Node) -> list[Node]:
+    """What a node takes of the body, or of outside."""
+    given: Any = node.args
+    return node.all_input_nodes if node.target is not _RAGGED else [size for size in given[2] if isinstance(size, Node)]
+
+
+def _has(node: Node, memory: int) -> bool:
+    return any(storage_key(value) == memory for value in _made(node))
+
+
+def _made(node: Node) -> list[Tensor]:
+    return _tensors(node.meta.get("example_value"))
+
+
+def _read(node: Node) -> list[Tensor]:
+    return [value for operand in node.all_input_nodes for value in _tensors(operand.meta.get("example_value"))]
 
 
 def _is_of_numbers(node: Node) -> bool:

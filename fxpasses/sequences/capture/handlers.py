@@ -7,6 +7,7 @@ a translator.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from fxpasses.dynamo.hints import BUILTIN
 from fxpasses.dynamo.interceptions import NOT_HANDLED, TRANSLATOR, Handlers, Proceed, method, opcodes
@@ -22,10 +25,11 @@ from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.speculation import born, is_running
 from fxpasses.graph.calls import is_in_place, operator_of
-from fxpasses.graph.symbols import expression
+from fxpasses.graph.symbols import expression, hint_of, is_unbacked
 from fxpasses.sequences.capture import lists, part_counts
-from fxpasses.sequences.capture.joining import cat, pad_sequence, stack, total
-from fxpasses.sequences.capture.lists import Elements, Lengths, Parts, Results, Sizes
+from fxpasses.sequences.capture.items import Numbers, Tensors
+from fxpasses.sequences.capture.joining import cat, numbers_of, pad_sequence, stack, tensor, total
+from fxpasses.sequences.capture.lists import Elements, Indices, Lengths, Parts, Results, Sizes
 from fxpasses.sequences.capture.loops import PartIterator, Sequences
 from fxpasses.sequences.capture.writer import key_of
 
@@ -35,7 +39,7 @@ _SPLITS = (torch.split, torch.split_with_sizes)
 _SPLIT_METHODS = ("split", "split_with_sizes")
 _JOINS: dict[Any, Callable[..., Any]] = {
     torch.cat: cat, torch.concat: cat, torch.concatenate: cat, torch.stack: stack,
-    torch._C._nn.pad_sequence: pad_sequence,
+    torch._C._nn.pad_sequence: pad_sequence, torch.tensor: tensor, torch.as_tensor: tensor,
 }  # fmt: skip
 # What may stand between the iterator of a comprehension and its loop, which Python 3.12 inlines.
 _PREPARES = ("LOAD_FAST_AND_CLEAR", "SWAP", "BUILD_LIST", "COPY", "NOP", "RESUME", "CACHE")
@@ -77,7 +81,8 @@ def function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
     if self.value in _SPLITS and args:
         return _split(trace, args, kwargs, lambda *given: proceed(self, tx, list(given), {}))
     join = _JOINS.get(self.value) if callable(self.value) else None
-    if join is None or not args or type(args[0].realize()) not in (Results, Parts):
+    taken = (Results, Sizes if join is tensor else Parts)
+    if join is None or not args or type(args[0].realize()) not in taken:
         return NOT_HANDLED
     try:
         inspect.signature(join).bind(None, None, *args, **kwargs)
@@ -129,7 +134,8 @@ def _split(trace: Trace, args: Any, kwargs: Any, read: Callable[..., Any]) -> An
     given.update(("sizes" if name.startswith("split_size") else name, value) for name, value in kwargs.items())
     found = {name: value.realize() for name, value in given.items()}
     tensor, sizes, dim = found.get("tensor"), found.get("sizes"), found.get("dim", ConstantVariable.create(0))
-    if type(sizes) is not Sizes or not isinstance(tensor, TensorVariable) or not dim.is_python_constant():
+    lengths = _lengths_of(trace, sizes)
+    if lengths is None or not isinstance(tensor, TensorVariable) or not dim.is_python_constant():
         return NOT_HANDLED
     if trace.state(Sequences).is_reading:
         return NOT_HANDLED
@@ -138,12 +144,30 @@ def _split(trace: Trace, args: Any, kwargs: Any, read: Callable[..., Any]) -> An
         return NOT_HANDLED
     if not -whole.ndim <= at < whole.ndim:
         return NOT_HANDLED
-    lengths = sizes.lengths
 
     def elements() -> list[Any]:
         return list(read(tensor, sizes, dim).items)
 
     return lists.parts(lengths, _reading(trace, lengths, elements), tensor, at % whole.ndim)
+
+
+def _lengths_of(trace: Trace, sizes: Any) -> Lengths | None:
+    """The lengths of a list of numbers: the batch's, or those that a loop has made."""
+    if type(sizes) is Sizes:
+        return sizes.lengths
+    if type(sizes) is not Results:
+        return None
+    item = sizes.item
+    if isinstance(item, Numbers):
+        numbers = item.variable
+    elif isinstance(item, Tensors) and not item.value.dims:
+        numbers = item.value.variable
+    else:
+        return None
+    if example(numbers).ndim != 1 or example(numbers).dtype not in (torch.int32, torch.int64):
+        return None
+    key = key_of(trace, numbers)
+    return Lengths(numbers, object() if key is None else key, sizes.lengths.place, is_own=True)
 
 
 # Loops
@@ -154,7 +178,15 @@ def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwarg
     if not args:
         return NOT_HANDLED
     if self.fn is zip and not kwargs.keys() - {"strict"}:
-        return _iterator(trace, args, is_zip=True) or NOT_HANDLED
+        return _iterator(trace, tx, tuple(args)) or NOT_HANDLED
+    if self.fn in (max, min) and len(args) == 1 and not kwargs:
+        numbers = numbers_of(trace.state(Sequences), args[0])
+        if numbers is not None:
+            return numbers.call_method(tx, f"a{self.fn.__name__}", [], {}).call_method(tx, "item", [], {})
+    loop = trace.state(Sequences).open
+    if self.fn is operator.getitem and loop is not None and isinstance(args[1], SymNodeVariable):
+        found = loop.at_index(args[0].realize(), args[1]) if _is_of_parts(args[0]) else None
+        return NOT_HANDLED if found is None else found
     is_padding = tx.f_code is torch.nn.utils.rnn.pad_sequence.__code__
     if self.fn is tuple and is_padding and len(args) == 1 and type(args[0].realize()) in (Parts, Results):
         return args[0].realize()
@@ -165,7 +197,9 @@ def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwarg
 
 @handlers.at(method("torch._dynamo.variables.functions.PolyfilledFunctionVariable", "call_function"))
 def polyfilled(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    if self.fn is not sum or len(args) != 1 or kwargs or type(args[0].realize()) is not Results:
+    if self.fn is enumerate and args and not kwargs.keys() - {"start"}:
+        return _iterator(trace, tx, args[0], [*args[1:], *kwargs.values()]) or NOT_HANDLED
+    if self.fn is not sum or len(args) != 1 or kwargs or type(args[0].realize()) not in (Results, Sizes):
         return NOT_HANDLED
     return total(trace.state(Sequences), tx, args[0])
 
@@ -175,7 +209,7 @@ def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     value = tx.stack[-1].realize()
     if isinstance(value, PartIterator):
         return None
-    found = _iterator(trace, [value], is_zip=False) if _is_looped_over(tx) else None
+    found = _iterator(trace, tx, value) if _is_looped_over(tx) else None
     if found is None:
         return NOT_HANDLED
     tx.pop()
@@ -187,43 +221,107 @@ def _is_of_parts(value: Any) -> bool:
     return type(value.realize()) in lists.KINDS
 
 
-def _iterator(trace: Trace, args: Any, is_zip: bool) -> PartIterator | None:
-    """The iterator of a loop over some lists; None if it cannot be traced once."""
-    sequences, found = trace.state(Sequences), [value.realize() for value in args]
-    if sequences.open is not None or not any(type(value) in lists.KINDS for value in found):
+def _iterator(trace: Trace, tx: Any, over: Any, start: Any = None) -> PartIterator | None:
+    """The iterator of a loop over some lists; None if it cannot be traced once.
+
+    over: a list, or a tuple of what is zipped. start: what `enumerate` takes besides; None for another iterator.
+    """
+    sequences = trace.state(Sequences)
+    flags = trace.attempt.flags
+    if sequences.open is not None or sequences.is_reading or (flags is not None and not flags.dynamic_output_shapes):
         return None
-    if _has_rules(found):
+    over = _zipped(over)
+    found = tree_leaves(over)
+    first = _first_number(start)
+    if first is None or not all(type(value) in lists.KINDS or isinstance(value, TensorVariable) for value in found):
+        return None
+    if not any(type(value) in lists.KINDS for value in found):
+        return _over_tensors(trace, tx, over, found, first if start is not None else None)
+    if start is None and _has_rules(found):
         is_one_by_one = sequences.are_one_by_one([value.lengths.place for value in found])
-        return PartIterator(sequences, found, is_zip, is_one_by_one)
-    over = _of_as_many_parts(trace, found)
-    return None if over is None else PartIterator(sequences, over, is_zip, is_one_by_one=True)
+        return PartIterator(sequences, over, is_one_by_one)
+    known = [value.lengths for value in found if type(value) in lists.KINDS]
+    if not all(lengths.place in trace.varying for lengths in known):
+        return None
+    return _one_by_one(sequences, tx, over, found, known[0], first if start is not None else None)
+
+
+def _zipped(over: Any) -> Any:
+    """Lists, and tuples of those that are zipped."""
+    if isinstance(over, tuple):
+        return tuple(map(_zipped, over))
+    over = over.realize()
+    return over.over if isinstance(over, PartIterator) and over.loop is None else over
+
+
+def _first_number(start: Any) -> int | None:
+    """The first number of `enumerate`; None if it is no constant."""
+    if not start:
+        return 0
+    found = start[0].as_python_constant() if len(start) == 1 and start[0].is_python_constant() else None
+    return found if type(found) is int else None
 
 
 def _has_rules(found: list[Any]) -> bool:
     """Whether lists are of the same lengths, and one is cut from a tensor."""
     if any(type(value) not in (Sizes, Parts, Results) for value in found):
         return False
-    if len({value.lengths.key for value in found}) != 1 or not found[0].lengths.is_known:
+    if len({value.lengths.key for value in found}) != 1 or found[0].lengths.is_own:
         return False
-    return any(type(value) is Parts or (type(value) is Results and value.whole and value.whole.dims) for value in found)
+    items = [value.item for value in found if type(value) is Results]
+    if any(type(item) is not Tensors for item in items):
+        return False
+    return any(type(value) is Parts for value in found) or any(item.value.dims for item in items)
 
 
-def _of_as_many_parts(trace: Trace, found: list[Any]) -> list[Any] | None:
-    """Lists and tensors over which a loop runs part by part; None if the loop is to be unrolled, as it is at first."""
-    known = [value.lengths for value in found if type(value) in lists.KINDS]
-    if not all(lengths.is_known and lengths.place in trace.varying for lengths in known):
+def _over_tensors(trace: Trace, tx: Any, over: Any, found: list[Any], first: int | None) -> PartIterator | None:
+    """The iterator of a loop over the elements of tensors, if batches have had other numbers of them."""
+    sequences, place = trace.state(Sequences), trace.place()
+    if not found or any(not example(value).ndim for value in found):
         return None
-    over, count = [], expression(example(known[0].tensor).shape[0])
+    counts = [example(value).shape[0] for value in found]
+    if any(type(count) is not torch.SymInt or is_unbacked(count) for count in counts):
+        return None
+    trace.varying.add(place)
+    if _is_unrolled(trace, place):
+        return None
+    keys = [key_of(trace, value) for value in found]
+    known = next((value for value, key in zip(found, keys, strict=True) if key is not None), found[0])
+    lengths = Lengths(known, object(), place, is_own=True)
+    return _one_by_one(sequences, tx, over, found, lengths, first)
+
+
+def _one_by_one(
+    sequences: Sequences, tx: Any, over: Any, found: list[Any], lengths: Lengths, first: int | None
+) -> PartIterator | None:
+    """The iterator of a loop that runs part by part; None if there are not as many parts of each."""
+    count = example(lengths.tensor).shape[0]
+    made = []
     for value in found:
-        if isinstance(value, TensorVariable) and example(value).ndim:
-            value = Elements(known[0], value)
-        elif type(value) not in lists.KINDS:
+        if isinstance(value, TensorVariable):
+            if not example(value).ndim:
+                return None
+            value = Elements(lengths, value)
+        of_parts = value.tensor if type(value) is Elements else value.lengths.tensor
+        if not _are_equal(example(of_parts).shape[0], count):
             return None
-        tensor = value.tensor if type(value) is Elements else value.lengths.tensor
-        if expression(example(tensor).shape[0]) != count:
-            return None
-        over.append(value)
-    return over
+        made.append(value)
+    over = tree_unflatten(made, tree_structure(over))
+    if first is not None:
+        size = lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
+        numbers = TorchInGraphFunctionVariable(torch.arange).call_function(tx, [size], {})
+        if first:
+            numbers = numbers.call_method(tx, "add", [ConstantVariable.create(first)], {})
+        over = Indices(lengths, numbers, first), over
+    return PartIterator(sequences, over, is_one_by_one=True)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes of the batch are equal, which is guarded."""
+    if expression(one) == expression(other):
+        return True
+    is_known = not is_unbacked(one) and not is_unbacked(other)
+    return is_known and hint_of(one) == hint_of(other) and bool(one == other)
 
 
 def _is_looped_over(tx: Any) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch._dynamo.variables import ConstantVariable
 
-from fxpasses.sequences.capture.lists import Parts
+from fxpasses.sequences.capture.items import Numbers, Tensors
+from fxpasses.sequences.capture.lists import Parts, Results, Sizes
 from fxpasses.sequences.capture.loops import Sequences
-from fxpasses.sequences.capture.writer import Value, Writer
+from fxpasses.sequences.capture.writer import Value, Writer, key_of
 
 
 def cat(sequences: Sequences, tx: Any, tensors: Any, dim: Any = None) -> Any:
@@ -36,17 +37,40 @@ def stack(sequences: Sequences, tx: Any, tensors: Any, dim: Any = None) -> Any:
 
 def total(sequences: Sequences, tx: Any, results: Any) -> Any:
     """`sum(results)`."""
+    column = numbers_of(sequences, results)
+    if column is not None:
+        return column.call_method(tx, "sum", [], {}).call_method(tx, "item", [], {})
     found, writer, value = _whole(sequences, tx, results)
     if value.dims:
         sequences.refuse(found.lengths.place, why="parts of several sizes are summed")
     return writer.variables[writer.sum_of_parts(writer.local(value.variable))]
 
 
+def numbers_of(sequences: Sequences, results: Any) -> Any:
+    """The variable of the numbers of a list, [n]; None if they are something else."""
+    found = results.realize()
+    if type(found) is Sizes:
+        if key_of(sequences.trace, found.lengths.tensor) != found.lengths.key:
+            sequences.refuse(found.lengths.place, why="its lengths have been written to")
+        return found.lengths.tensor
+    return found.item.variable if type(found) is Results and type(found.item) is Numbers else None
+
+
+def tensor(sequences: Sequences, tx: Any, data: Any, dtype: Any = None, device: Any = None) -> Any:
+    """`torch.tensor(numbers)`."""
+    column = numbers_of(sequences, data)
+    if column is None:
+        sequences.refuse(data.realize().lengths.place, why="it is made a tensor")
+    given = {name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None}
+    made = column.call_method(tx, "to", [], {"dtype": ConstantVariable.create(torch.int64)} | given)
+    return made.call_method(tx, "clone", [], {})
+
+
 def pad_sequence(
     sequences: Sequences, tx: Any, tensors: Any, batch_first: Any = None, padding_value: Any = None, side: Any = None
 ) -> Any:
     found, writer, value = _whole(sequences, tx, tensors)
-    if value.dims != (0,) or not found.lengths.is_known or (side is not None and side.as_python_constant() != "right"):
+    if value.dims != (0,) or (side is not None and side.as_python_constant() != "right"):
         sequences.refuse(found.lengths.place, why="something else than rows is padded")
     rows, ids, lengths = writer.local(value.variable), writer.ids(), writer.lengths()
     longest = writer.number(writer.emit(torch.amax, lengths))
@@ -79,10 +103,12 @@ def _whole(sequences: Sequences, tx: Any, given: Any) -> tuple[Any, Writer, Valu
         value = Value(found.tensor, (found.dim,))
         if found.gradients != torch.is_grad_enabled():
             sequences.refuse(found.lengths.place, why="its parts were cut with other gradients")
-    elif found.whole is None:
+    elif found.item is None:
         sequences.refuse(found.lengths.place, why="what it makes is read before its end")
+    elif type(found.item) is not Tensors:
+        sequences.refuse(found.lengths.place, why="something else than tensors is joined")
     else:
-        value = found.whole
+        value = found.item.value
     at = value.dims[0] if value.dims else 0
     rows = value.variable.call_method(tx, "size", [ConstantVariable.create(at)], {})
     writer = Writer(sequences.trace, tx, found.lengths, rows)

@@ -24,6 +24,7 @@ from torch._dynamo.variables.base import AsPythonConstantNotImplementedError, Va
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 
 from fxpasses.dynamo.attempt import Place
+from fxpasses.graph.symbols import expression
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +32,18 @@ class Lengths:
     """The sizes of the parts of a batch.
 
     tensor: Dynamo's variable, of integers [n]. key: equal for two tensors of the same values. place: where the program
-    makes a list of them. is_known: whether `tensor` has the sizes, and not only as many elements as there are parts.
+    makes a list of them. is_own: whether a loop has made the tensor, so that the program does not write to it.
     """
 
     tensor: Any
     key: Any
     place: Place
-    is_known: bool = True
+    is_own: bool = False
+
+    @property
+    def count(self) -> Any:
+        """How many parts there are, as an expression."""
+        return expression(self.tensor.as_proxy().node.meta["example_value"].shape[0])
 
 
 class _OfBatch:
@@ -96,6 +102,15 @@ class Elements:
     tensor: Any
 
 
+@dataclass(frozen=True, eq=False)
+class Indices:
+    """The numbers of the parts, from `enumerate`. tensor: Dynamo's variable, int64 [n]. start: the first one."""
+
+    lengths: Lengths
+    tensor: Any
+    start: int
+
+
 class Parts(_Unread, TupleVariable):
     """`tensor.split(lengths.tolist(), dim)`. tensor: Dynamo's variable. gradients: whether they were enabled."""
 
@@ -126,13 +141,13 @@ class Watched(ListVariable):
 class Results(_OfBatch, ListVariable):
     """A list to which a loop over parts appends one value for each.
 
-    whole: that of all parts (`batching.py`); None while the body is traced, and for a list of `None`. refuse: raises,
-    and has the frame traced again with the loop unrolled.
+    item: what that is, for all parts (`items.py`); None while the body is traced. refuse: raises, and has the frame
+    traced again with the loop unrolled.
     """
 
-    _nonvar_fields = {"lengths", "whole", "refuse", *ListVariable._nonvar_fields}
+    _nonvar_fields = {"lengths", "item", "refuse", *ListVariable._nonvar_fields}
     lengths: Lengths
-    whole: Any
+    item: Any
     refuse: Callable[[str], Any]
 
     @property
@@ -144,7 +159,12 @@ class Results(_OfBatch, ListVariable):
         self.refuse("a list that a loop over parts has made is changed")
 
 
-KINDS = (Sizes, Rows, Parts, Elements, Results)
+def new_list(items: list[Any]) -> ListVariable:
+    """A list of Dynamo's own."""
+    return ListVariable(items, mutation_type=ValueMutationNew())
+
+
+KINDS = (Sizes, Rows, Parts, Elements, Indices, Results)
 
 
 def sizes(lengths: Lengths, read: Callable[[], list[Any]]) -> Sizes:
@@ -185,4 +205,4 @@ def expect_results(variable: Any, lengths: Lengths, refuse: Callable[[str], Any]
     """Turn a watched list into `Results`."""
     del variable.__dict__["items"], variable.is_read
     variable.__class__ = Results
-    variable.lengths, variable.whole, variable.refuse = lengths, None, refuse
+    variable.lengths, variable.item, variable.refuse = lengths, None, refuse

@@ -21,33 +21,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import sympy
 import torch
-from torch._dynamo.variables import ConstantVariable, TupleVariable
-from torch._dynamo.variables.base import ValueMutationNew
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from fxpasses.base.containment import error_text
 from fxpasses.dynamo.dynamo_names import DynamoNames, in_short
 from fxpasses.dynamo.failures import Unrolled
 from fxpasses.dynamo.features import Feature
-from fxpasses.dynamo.trace import PartSize, Trace
-from fxpasses.experts.capture.liveness import live_at
+from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.speculation import born, now
-from fxpasses.graph.calls import operator_of
 from fxpasses.graph.effects import impurity, storage_key
 from fxpasses.graph.symbols import expression
-from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
-from fxpasses.sequences.batched import Batched, Unbatched
+from fxpasses.sequences.batched import Unbatched
 from fxpasses.sequences.batching import Batching
 from fxpasses.sequences.capture import lists
-from fxpasses.sequences.capture.bodies import Operand, PartBody
-from fxpasses.sequences.capture.lists import Elements, Lengths, Parts, Results, Rows, Sizes
-from fxpasses.sequences.capture.writer import Value, Writer
+from fxpasses.sequences.capture.all_parts import AllParts
+from fxpasses.sequences.capture.bodies import PartBody
+from fxpasses.sequences.capture.carried import Carried
+from fxpasses.sequences.capture.items import Columns, Tensors
+from fxpasses.sequences.capture.lists import Lengths, Parts, Results
+from fxpasses.sequences.capture.parts import OnePart
+from fxpasses.sequences.capture.writer import Writer
 
 
 class Sequences:
@@ -57,18 +56,27 @@ class Sequences:
         self.trace = trace
         self.open: Loop | None = None
         self.is_reading = False  # a list, which calls the same function again inside a mode, such as a default device
-        self.kept: dict[int, set[Any]] = {}  # by memory that backward reads, the places of the loops' lists
+        self.kept: dict[int, frozenset[Any]] = {}  # by memory that backward reads, the places of the loops' lists
 
-    def refuse(self, *places: Any, why: str, has_rules: bool = True) -> Any:
+    def refuse(self, *places: Any, why: str, has_rules: bool = True, is_new: bool = False) -> Any:
         """Have the frame traced again with the loops over some lists unrolled.
 
-        has_rules: False if only a rule is missing, so that they can run part by part.
+        has_rules: False if only a rule is missing, so that they can run part by part. is_new: whether that differs from
+        what this attempt does.
         """
         self.open = None
-        can_run = not has_rules and self.trace.varying.issuperset(places) and not self.are_one_by_one(places)
+        can_run = not has_rules and self.trace.varying.issuperset(places)
+        can_run = can_run and (is_new or not self.are_one_by_one(places))
         found = self.trace.one_by_one if can_run else self.trace.unrolled
         found.update(dict.fromkeys(places, why))
         raise Unrolled(f"a loop over parts of the batch is unrolled: {why}")
+
+    def carry(self, name: str, *places: Any) -> None:
+        """Have the frame traced again with a number that the loops over some lists carry from part to part."""
+        carried = {(place, name) for place in places}
+        if self.trace.varying.issuperset(places) and self.trace.attempt.carried.isdisjoint(carried):
+            self.trace.carried |= carried
+            self.refuse(*places, why=f"`{name}` counts from part to part", has_rules=False, is_new=True)
 
     def are_one_by_one(self, places: Iterable[Any]) -> bool:
         """Whether this attempt runs the loops over some lists part by part."""
@@ -90,19 +98,18 @@ class Sequences:
 class PartIterator(IteratorVariable):
     """Iterates over lists that belong together: has one element, a part of unknown size.
 
-    is_one_by_one: whether the body is to run part by part.
+    over: a list, or a tuple of what is zipped. is_one_by_one: whether the body is to run part by part.
     """
 
-    def __init__(
-        self, sequences: Sequences, over: list[Any], is_zip: bool, is_one_by_one: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, sequences: Sequences, over: Any, is_one_by_one: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.sequences, self.over, self.is_zip, self.is_one_by_one = sequences, over, is_zip, is_one_by_one
-        self.places = [value.lengths.place for value in over]
+        self.sequences, self.over, self.is_one_by_one = sequences, over, is_one_by_one
+        self.lists = tree_leaves(over)
+        self.places = [value.lengths.place for value in self.lists]
         self.loop: Loop | None = None
 
     _nonvar_fields = {
-        "sequences", "over", "is_zip", "is_one_by_one", "places", "loop", *IteratorVariable._nonvar_fields
+        "sequences", "over", "is_one_by_one", "lists", "places", "loop", *IteratorVariable._nonvar_fields
     }  # fmt: skip
 
     def python_type(self) -> type:
@@ -120,12 +127,11 @@ class PartIterator(IteratorVariable):
         place = tx.instruction_pointer - 1
         if tx.instructions[place].opname != "FOR_ITER":
             self.sequences.refuse(*self.places, why="something else than a loop takes its parts")
-        if any(type(value) not in lists.KINDS for value in self.over):
+        if any(type(value) not in lists.KINDS for value in self.lists):
             self.sequences.refuse(*self.places, why="its list is read before it")
         if self.loop is None:
-            self.loop = Loop(self.sequences, tx, place, self.over, self.is_one_by_one)
-            elements = self.loop.begin()
-            return TupleVariable(elements) if self.is_zip else elements[0]
+            self.loop = Loop(self.sequences, tx, place, self.lists, self.is_one_by_one)
+            return self.loop.begin(self.over)
         self.loop.end(tx, place)
         raise StopIteration
 
@@ -140,9 +146,10 @@ class Loop:
 
     def __init__(self, sequences: Sequences, tx: Any, start: int, over: list[Any], is_one_by_one: bool) -> None:
         self.sequences, self.tx, self.start, self.over, self.is_one_by_one = sequences, tx, start, over, is_one_by_one
-        self.places = {value.lengths.place for value in over}
+        self.places: frozenset[Any] = frozenset(value.lengths.place for value in over)
+        self.elements: dict[int, Any] = {}  # by id, other lists that the body reads at the number of the part
         self.lengths: Lengths = over[0].lengths
-        self.variables = dict(tx.symbolic_locals)
+        self.carried = Carried(sequences.trace, tx, self.refuse)
         self.stack = list(tx.stack)
         self.blocks = len(tx.block_stack)
         self.graph = tx.output.current_tracer.graph
@@ -151,7 +158,6 @@ class Loop:
         self.watched: list[Any] = []  # empty lists
         self.appended: dict[int, tuple[Any, list[Any]]] = {}  # by id: the list, and what the body has appended
         self.spoiled = False  # whether the body has changed Python's state
-        self.lengths_of: dict[Node, Lengths] = {}  # by what is appended, if not those of the loop
 
     def refuse(self, why: str, has_rules: bool = True) -> Any:
         return self.sequences.refuse(*self.places, why=why, has_rules=has_rules or self.is_one_by_one)
@@ -162,30 +168,30 @@ class Loop:
 
     # The beginning
 
-    def begin(self) -> list[Any]:
-        """The variables of one part."""
+    def begin(self, over: Any) -> Any:
+        """The variable of one part. over: as above, with tuples of what is zipped."""
         if self.sequences.open is not None:
             self.refuse("it is inside another one")
         if any(type(value) is Parts and value.gradients != torch.is_grad_enabled() for value in self.over):
             self.refuse("its parts were cut with gradients, and it runs without, or the other way round")
         self.writer = Writer(self.sequences.trace, self.tx, self.lengths, self._rows())
         self._check_lengths()
-        self.sizes: dict[Any, Any] = {}  # by the lengths' keys, the variables of parts' sizes
-        self.cuts: dict[Node, Lengths] = {}  # by the lengths' nodes
-        self.known: dict[Node, Batched] = {}  # values for all parts, by those for one
-        self.numbers: list[Any] = []  # the symbols of a part's numbers
-        self.stand_ins: list[Any] = []
+        self.part = OnePart(
+            self.sequences.trace, self.tx, self.writer, self.lengths, self.places, self.is_one_by_one, self.refuse
+        )
         self.first = self.graph._root.prev
-        elements = [self._element(value) for value in self.over]
-        if not self.is_one_by_one:
-            (size,) = self.sizes.values()
+        element = self.part.of(over)
+        if self.is_one_by_one:
+            self.carried.begin(self.part, self.writer)
+        else:
+            (size,) = self.part.sizes.values()
             self.batching = Batching(self.writer, expression(size.sym_num), size.as_proxy().node)
-            self.batching.known = self.known
+            self.batching.known = self.part.known
         self.sequences.open = self
         self.watched = [found for found in _lists(self.tx) if born(found) >= 0 and not found.items]
         for found in self.watched:
             lists.watch(found)
-        return elements
+        return element
 
     def _check_lengths(self) -> None:
         """Refuse the loop unless the lengths are those of the program's lists, and sum to what they cut."""
@@ -206,75 +212,20 @@ class Loop:
         for value in self.over:
             if type(value) is Parts:
                 return value.tensor.call_method(self.tx, "size", [ConstantVariable.create(value.dim)], {})
-            if type(value) is Results and value.whole.dims:
-                at = ConstantVariable.create(value.whole.dims[0])
-                return value.whole.variable.call_method(self.tx, "size", [at], {})
+            if type(value) is Results and type(value.item) is Tensors and value.item.value.dims:
+                at = ConstantVariable.create(value.item.value.dims[0])
+                return value.item.value.variable.call_method(self.tx, "size", [at], {})
         return None if self.is_one_by_one else self.refuse("it has no tensor of all parts")
 
-    def _size(self, lengths: Lengths) -> Any:
-        """The variable of the size of a part."""
-        if lengths.key not in self.sizes:
-            size = self.writer.call(torch.ops.fxpasses.part_size.default, lengths.tensor)
-            self.stand_ins.append(size)
-            self._note_number(size, lengths.tensor)
-            self.sizes[lengths.key] = size
-            self.cuts[size.as_proxy().node.args[0]] = lengths
-        return self.sizes[lengths.key]
-
-    def _note_number(self, number: Any, of_all: Any) -> None:
-        """Have questions about a number of a part answered by the smallest and the largest one."""
-        found: list[Any] = []
-
-        def extremes() -> Any:
-            if not found:
-                smallest, largest = (of_all.call_method(self.tx, name, [], {}) for name in ("amin", "amax"))
-                for value in (smallest, largest):
-                    found.append(expression(value.call_method(self.tx, "item", [], {}).sym_num))
-            return tuple(found)
-
-        symbol = expression(number.sym_num)
-        self.numbers.append(symbol)
-        part = PartSize(frozenset(self.places), extremes, by_itself=self.is_one_by_one)
-        self.sequences.trace.sizes_of_parts[symbol] = part
-
-    def _element(self, value: Any) -> Any:
-        if type(value) is Sizes:
-            return self._size(value.lengths)
-        if type(value) is Rows:
-            return ListVariable(self._numbers(value), mutation_type=ValueMutationNew())
-        dims: tuple[int, ...]
-        if type(value) is Elements:
-            whole, dims = value.tensor, ()
-        elif type(value) is Parts:
-            whole, dims = value.tensor, (value.dim,)
-        elif value.whole is None:
-            return self.refuse("it takes a list without tensors")
-        else:
-            whole, dims = value.whole.variable, value.whole.dims
-        if not dims:
-            element = self.writer.call(torch.ops.fxpasses.element.default, whole)
-        elif len(dims) == 1:
-            of_dim = ConstantVariable.create(dims[0])
-            element = self.writer.call(torch.ops.fxpasses.part.default, whole, of_dim, self._size(value.lengths))
-        else:
-            return self.refuse("it takes pairs of rows")
-        self.stand_ins.append(element)
-        self.known[element.as_proxy().node] = Batched(self.writer.local(whole), dims)
-        return element
-
-    def _numbers(self, rows: Rows) -> list[Any]:
-        """The variables of the numbers that a list has for a part."""
-        row = self.writer.call(torch.ops.fxpasses.element.default, rows.lengths.tensor)
-        self.stand_ins.append(row)
-        found = []
-        for column in range(rows.columns):
-            at = [ConstantVariable.create(column)]
-            element = row.call_method(self.tx, "select", [ConstantVariable.create(0), *at], {})
-            number = element.call_method(self.tx, "item", [], {})
-            of_all = rows.lengths.tensor.call_method(self.tx, "select", [ConstantVariable.create(1), *at], {})
-            self._note_number(number, of_all)
-            found.append(number)
-        return found
+    def at_index(self, value: Any, index: Any) -> Any:
+        """What a part has of another list; None unless it is read at the part's own number."""
+        if not self.is_one_by_one or value.lengths.count != self.lengths.count:
+            return None
+        if not self.carried.is_index(index, self.part):
+            return None
+        if id(value) not in self.elements:
+            self.elements[id(value)] = value, self.part.of(value)
+        return self.elements[id(value)][1]
 
     def append(self, made: Any, value: Any) -> None:
         """Note that the body appends to a list."""
@@ -303,24 +254,9 @@ class Loop:
         stack = [id(value) for value in tx.stack]
         if len(tx.block_stack) != self.blocks or stack != [id(value) for value in self.stack]:
             self.refuse("its state differs after a part")
-        sums = self._carried(tx)
-        self.body = PartBody(self._nodes(), [value.as_proxy().node for value in self.stand_ins])
+        self.carried.find(self.start, lambda name: self.sequences.carry(name, *self.places))
         try:
-            for node in self.body.others:
-                self._check_outside(node, output.fake_mode)
-            found = {key: self._item(items) for key, (_, items) in self.appended.items()}
-            items = {key: node for key, node in found.items() if node is not None}
-            added = [self._added(before, after) for before, after in sums.values()]
-            if self.is_one_by_one:
-                self._run_one_by_one([*items.values(), *(node for node, _ in added)], output)
-            else:
-                self._compute_for_all(output)
-            for key, item in items.items():
-                made, _ = self.appended[key]
-                made.whole = self._value(item)
-                made.lengths = self.lengths_of.get(item, self.lengths)
-            for (name, (_, after)), (node, own) in zip(sums.items(), added, strict=True):
-                tx.symbolic_locals[name] = self._sum(node, own, after)
+            self._finish(output)
         except Unbatched as refusal:
             self.refuse(str(refusal), has_rules=False)
         except (DynamoNames.find().runtime_error, DynamoNames.find().unsupported) as error:
@@ -328,6 +264,33 @@ class Loop:
         self._erase()
         where = in_short(*self.lengths.place[:2])
         self.sequences.trace.loops.append(f"the loop over parts of the batch at {where} {self._what_it_is()}")
+
+    def _finish(self, output: Any) -> None:
+        """Compute what the body makes, for all parts."""
+        part, carried = self.part, self.carried
+        self.body = self._body()
+        for node in self.body.others:
+            self._check_outside(node, output.fake_mode)
+        parts = AllParts(part, carried, self.body)
+        columns = Columns(parts)
+        steps = {name: columns.step(carried.counters[name], after) for name, after in carried.counted.items()}
+        if any(columns.constant_steps.get(carried.counters[name]) != 1 for name in carried.indexing):
+            raise Unbatched("a list is read at a number that it carries")
+        items = [columns.plan(self._only(items)) for _, items in self.appended.values()]
+        self.body = parts.body = self._body()
+        added = carried.added(self.body.own)
+        if self.is_one_by_one:
+            parts.run_one_by_one([*columns.wanted, *added], steps, output.fake_mode)
+            self.sequences.kept |= dict.fromkeys(self.body.memory(), self.places)
+        else:
+            self._compute_for_all(output)
+        for (made, _), item in zip(self.appended.values(), items, strict=True):
+            made.item = item()
+            made.lengths = made.item.lengths if type(made.item) is Tensors else self.lengths
+        carried.finish_sums(self.body.own, part.known, self.writer)
+
+    def _body(self) -> PartBody:
+        return PartBody(self._nodes(), [value.as_proxy().node for value in self.part.stand_ins])
 
     def _what_it_is(self) -> str:
         if not self.is_one_by_one:
@@ -340,79 +303,8 @@ class Loop:
         """Compute the body for all parts at once."""
         self._check_size(output.shape_env)
         for node in self.body.own:
-            if node not in self.known and node not in self.batching.numbers:
+            if node not in self.part.known and node not in self.batching.numbers:
                 self.batching.visit(node)
-
-    def _run_one_by_one(self, wanted: list[Node], output: Any) -> None:
-        """Make the body an operator that runs it part by part."""
-        self.body.check(self.sequences.trace, output.fake_mode)
-        for symbol in self.body.compared(output.shape_env):
-            self._check_not_one(symbol)
-        self.body.forget_assertions(output.shape_env, self.numbers)
-        self.sequences.trace.sizes.forget(self.body.symbols)
-        nodes = [*dict.fromkeys(wanted)]
-        for node, (value, cut) in zip(nodes, Operand(self.body, self.writer).write(nodes), strict=True):
-            self.known[node] = Batched(self.writer.local(value.variable), value.dims)
-            self.sequences.kept.update(dict.fromkeys(self.body.memory(), self.places))
-            own = Lengths(self.lengths.tensor, object(), self.lengths.place, is_known=False)
-            self.lengths_of[node] = self.lengths if not value.dims else self.cuts[cut] if cut is not None else own
-
-    def _check_not_one(self, symbol: Any) -> None:
-        """Guard that a number is larger than 1 for all parts: operators have taken it for granted."""
-        trace = self.sequences.trace
-        part = trace.sizes_of_parts.get(symbol)
-        if part is not None:
-            least = part.extremes()[0]
-            with trace.insisting():
-                if trace.number(least) is None or trace.number(least) <= 1:
-                    raise Unbatched("operators take a part of one row in another way")
-                trace.note(least > 1, sympy.true)
-
-    def _carried(self, tx: Any) -> dict[str, tuple[Any, Any]]:
-        """The variables that each part adds to, with their values before and after one part.
-
-        No other variable that the next part reads, or the program after the loop, may come from this part.
-        """
-        live, sums = live_at(tx.instructions, self.start, tx.f_globals), {}
-        for name in live:
-            before, after = self.variables.get(name), tx.symbolic_locals.get(name)
-            if before is after or _same(before, after):
-                continue
-            if before is None or not isinstance(after, TensorVariable) or not self._only_adds(tx, name):
-                self.refuse(f"`{name}` is carried from part to part")
-            sums[name] = before, after
-        for name in [name for name in tx.symbolic_locals if name not in live and name not in self.variables]:
-            del tx.symbolic_locals[name]  # it may hold a node that goes
-        return sums
-
-    def _only_adds(self, tx: Any, name: str) -> bool:
-        """Whether the body's only use of a variable is one like `total += x`."""
-        code = tx.instructions
-        end = code.index(code[self.start].target)
-        uses = [i.opname for i in code[self.start : end] if i.argval == name]
-        return uses == ["LOAD_FAST", "STORE_FAST"]
-
-    def _added(self, before: Any, after: Any) -> tuple[Node, Any]:
-        """The node that the body adds to a variable, and the variable's value before."""
-        node = after.as_proxy().node
-        own = before.as_python_constant() if before.is_python_constant() else before.as_proxy().node
-        added = [operand for operand in node.args if operand in self.body.own]
-        if operator_of(node).rstrip("_") != "add" or len(node.args) != 2 or node.kwargs or len(added) != 1:
-            raise Unbatched("a variable is carried from part to part")
-        (other,) = [operand for operand in node.args if operand is not added[0]]
-        if type(other) is not type(own) or other != own or node.users:
-            raise Unbatched("a variable is carried from part to part")
-        return added[0], own
-
-    def _sum(self, added: Node, own: Any, after: Any) -> Any:
-        """The value of a variable to which the body adds, after all parts."""
-        if added not in self.known or self.known[added].dims:
-            raise Unbatched("a variable is carried from part to part")
-        total = self.writer.emit(torch.add, self.writer.sum_of_parts(self.known[added].node), own)
-        found, expected = total.meta["example_value"], after.as_proxy().node.meta["example_value"]
-        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-            raise Unbatched("a sum has other sizes for all parts")
-        return self.writer.variables[total]
 
     def _check_size(self, shape_env: Any) -> None:
         """Nothing may have been assumed of the size of a part."""
@@ -436,39 +328,20 @@ class Loop:
         if node.op != "get_attr" and (reason := impurity(node, fake_mode)) is not None:
             raise Unbatched(reason)  # it runs once, and not for each part
 
-    def _item(self, items: list[Any]) -> Node | None:
-        """What the body has appended to a list; None if that is `None`, like weights that attention does not return."""
-        if len(items) == 1 and items[0].is_python_constant() and items[0].as_python_constant() is None:
-            return None
-        if len(items) != 1 or not isinstance(items[0], TensorVariable):
-            raise Unbatched("a list gets something else than one tensor for each part")
-        node: Node = items[0].as_proxy().node
-        if node not in self.body.own:
-            raise Unbatched("a list gets a tensor that is no part's")
-        return node
-
-    def _value(self, item: Node) -> Value:
-        """What the body has appended to a list, for all parts."""
-        found = self.known[item]
-        return Value(self.writer.variables[found.node], found.dims)
+    def _only(self, items: list[Any]) -> Any:
+        """What the body has appended to a list."""
+        if len(items) != 1:
+            raise Unbatched("a list gets something else than one value for each part")
+        return items[0]
 
     def _erase(self) -> None:
         """Take out the nodes of one part, which nothing reads any more."""
         trace = self.sequences.trace
         assert trace.graph is not None
         trace.graph.erase([*self.body.own])
-        for symbol in self.numbers:
-            del trace.sizes_of_parts[symbol]
-
-
-def _same(before: Any, after: Any) -> bool:
-    if before is None or after is None:
-        return False
-    if isinstance(before, (TensorVariable, SymNodeVariable)) and type(before) is type(after):
-        return before.as_proxy().node is after.as_proxy().node
-    if before.is_python_constant() and after.is_python_constant():
-        return repr(before.as_python_constant()) == repr(after.as_python_constant())
-    return False
+        counters = [expression(value.sym_num) for value in self.carried.counters.values()]
+        for number in [*self.part.numbers, *counters]:
+            del trace.sizes_of_parts[number]
 
 
 def _lists(tx: Any) -> list[Any]:

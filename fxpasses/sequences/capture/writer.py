@@ -60,7 +60,7 @@ class Writer:
 
     def is_current(self) -> bool:
         """Whether the lengths are still those of the program's list."""
-        return not self._lengths.is_known or key_of(self._trace, self._lengths.tensor) == self._lengths.key
+        return self._lengths.is_own or key_of(self._trace, self._lengths.tensor) == self._lengths.key
 
     def fits(self) -> bool:
         """Whether the lengths sum to T, and none is negative; eager mode raises if not."""
@@ -71,9 +71,9 @@ class Writer:
         total = lengths.call_method(self._tx, "sum", [], {}).call_method(self._tx, "item", [], {})
         number, rows = map(_value, (total, self._rows))
         with self._trace.insisting():
-            if not self._trace.can_answer(number):
+            if not self._trace.can_answer(number) and not self._lengths.is_own:
                 return False
-            if self._trace.can_answer(rows):
+            if self._trace.can_answer(number) and self._trace.can_answer(rows):
                 return bool(number == rows)
             torch._check(number == rows)  # when the graph runs
             return True
