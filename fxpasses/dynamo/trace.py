@@ -320,6 +320,8 @@ class Trace:
         if self.operators and not part.by_itself:
             if not others and is_of_one(question):
                 return
+        elif not others and self._is_on_one_side(question, symbol, part):
+            return
         elif not others and (_is_monotonic(question, symbol) or self._are_equal(part)):
             extremes = [question.xreplace({symbol: extreme}) for extreme in part.extremes()]
             if all(self.number(extreme) == answer for extreme in extremes):
@@ -327,6 +329,19 @@ class Trace:
                     self._note(extreme, answer)
                 return
         self.unrolled.update(dict.fromkeys(part.places, "its parts may answer a question differently"))
+
+    def _is_on_one_side(self, question: Any, symbol: Any, part: PartSize) -> bool:
+        """Whether no part equals what the question compares it with, as all are smaller or all are larger, guarded."""
+        if not isinstance(question, (sympy.Eq, sympy.Ne)):
+            return False
+        for side in (sympy.Gt, sympy.Lt):
+            conditions = [side(question.lhs, question.rhs).xreplace({symbol: each}) for each in part.extremes()]
+            if _is_monotonic(side(question.lhs, question.rhs), symbol):
+                if all(self.number(condition) == sympy.true for condition in conditions):
+                    for condition in conditions:
+                        self._note(condition, sympy.true)
+                    return True
+        return False
 
     def _are_equal(self, part: PartSize) -> bool:
         """Whether all parts have the same size, which is guarded."""

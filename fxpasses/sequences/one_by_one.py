@@ -123,7 +123,7 @@ def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]
         columns = zip(*results, strict=True) if results else [()] * len(body.results)
         made = [result.joined([*values]) for result, values in zip(body.results, columns, strict=True)]
     for result, value in zip(body.results, made, strict=True):
-        if not result.fits(value, tensors):
+        if not result.fits(value, tensors, numbers):
             raise RuntimeError(f"a loop over parts of the batch made {value.dtype} {[*value.shape]}, not {result}")
     return [*made, *(tensors[at] for at in body.written)]
 
@@ -131,7 +131,10 @@ def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]
 @loop_over_parts.register_fake
 def _fake(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
     body = _bodies[name]
-    return [*(result.fake(tensors) for result in body.results), *(torch.empty_like(tensors[at]) for at in body.written)]
+    return [
+        *(result.fake(tensors, numbers) for result in body.results),
+        *(torch.empty_like(tensors[at]) for at in body.written),
+    ]
 
 
 @custom_op("fxpasses::loop_over_parts_backward", mutates_args=())
@@ -196,12 +199,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # once: a checkpoint lets go of them
     needed = [at for at, is_needed in enumerate(ctx.needs_input_grad[1]) if is_needed]
     results = _bodies[ctx.name].results
     kept = [grad for grad, result in zip(grads, results, strict=False) if result.is_differentiable]
-    found = loop_over_parts_backward(ctx.name, kept, ctx.saved_tensors, ctx.numbers, needed)
+    found = loop_over_parts_backward(ctx.name, kept, saved, ctx.numbers, needed)
     by_place = dict(zip(needed, found, strict=True))
-    return None, [by_place.get(at) for at in range(len(ctx.saved_tensors))], None if ctx.numbers else []
+    return None, [by_place.get(at) for at in range(len(saved))], None if ctx.numbers else []
 
 
 loop_over_parts.register_autograd(_gradients, setup_context=_keep)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.sequences.comparing import Program, assert_eager_modes, batches
 
@@ -66,6 +67,44 @@ def writes_to_the_batch(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, target
         targets[start : start + size] = size
         start += size
     return x * targets[:, None]
+
+
+def a_padding_mask(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    sizes = lengths.tolist()
+    mask = torch.zeros(len(sizes), max(sizes), dtype=torch.bool)
+    for i, size in enumerate(sizes):
+        mask[i, :size] = True
+    return mask.double().sum(1, keepdim=True) * w.sum()
+
+
+def rows_and_a_mask(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    mask, made, start = torch.zeros(x.shape[0], dtype=x.dtype), [], 0
+    for part in x.split(lengths.tolist()):
+        mask[start : start + part.shape[0]] = start + 1.0
+        made.append((part @ w).sort(0).values)
+        start += part.shape[0]
+    return torch.cat(made) * mask[:, None]
+
+
+def in_a_checkpoint(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    def layer(x: Tensor) -> Tensor:
+        made, start = [], 0
+        for size in lengths.tolist():
+            made.append(torch.sin(x[start : start + size] @ w).sort(0).values)
+            start += size
+        return torch.cat(made)
+
+    return checkpoint(layer, x, use_reentrant=False) + y
+
+
+def skips_empty_parts(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    made, start = [], 0
+    for size in lengths.clamp(min=1).tolist():
+        if size == 0:
+            continue
+        made.append(x[start : start + size].sort(0).values)
+        start += size
+    return torch.cat(made)
 
 
 # Decoys
@@ -134,7 +173,7 @@ def decides_for_each_part(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targ
 
 CARRIED = (
     slices_by_running_sums, a_block_mask, two_numbers, the_number_of_the_part, writes_over_each_other,
-    writes_to_the_batch,
+    writes_to_the_batch, a_padding_mask, rows_and_a_mask, in_a_checkpoint, skips_empty_parts,
 )  # fmt: skip
 DECOYS = (
     reads_what_it_writes, adds_in_place, writes_rows_with_gradients, from_the_end, a_product, the_first_part_differs,
@@ -150,7 +189,14 @@ def _marked(programs: tuple[Program, ...]) -> Any:
 @pytest.mark.parametrize("program", _marked(CARRIED))
 def test_numbers_are_carried_for_any_number_of_parts(program: Program) -> None:
     record = assert_eager_modes(program, batches(SIZES), "aot_eager", strict=True)
-    assert len(record.graphs) == 2 and "counts from part to part" in str(record.graphs[-1])
+    assert len(record.graphs) == 2 and "part by part" in str(record.graphs[-1])
+
+
+@pytest.mark.parametrize("program", [rows_and_a_mask, in_a_checkpoint], ids=lambda program: program.__name__)
+def test_gradients_without_functionalization(program: Program) -> None:
+    """Autograd checks what is written after the operator has saved it, and that checkpoints are read once."""
+    record = assert_eager_modes(program, batches(SIZES[:3]), "eager", strict=True)
+    assert "part by part" in str(record.graphs[-1])
 
 
 @pytest.mark.filterwarnings("ignore:fxpasses")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -40,6 +41,12 @@ def products_of_parts(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets:
 def every_second_row(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
     halves = [part[::2] for part in x.split(lengths.tolist())]
     return pad_sequence([half.cumsum(0) for half in halves], batch_first=True)
+
+
+def padded_to_the_longest(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    sizes = lengths.tolist()
+    longest = max(sizes)
+    return torch.stack([F.pad(part, (0, 0, 0, longest - part.shape[0])) for part in x.split(sizes)])
 
 
 def enumerated(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
@@ -99,7 +106,7 @@ def a_recurrent_network(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, target
 # The first batch is unrolled, and so has a graph of its own, unless sizes are known to differ before it.
 GRAPHS: dict[Program, int] = {
     crops: 1, lists_and_tuples: 2, enumerated: 2, numbers_of_the_batch: 1, items_that_change: 2, products_of_parts: 2,
-    every_second_row: 2, rows_of_a_tensor: 1,
+    every_second_row: 2, rows_of_a_tensor: 1, padded_to_the_longest: 2,
 }  # fmt: skip
 UNROLLED = (the_part_before, a_recurrent_network)
 QUICK = (crops, lists_and_tuples, enumerated)

@@ -15,9 +15,17 @@ from torch.library import custom_op
 
 from fxpasses.metadata.runtime.batch_cache import State, batch_cache
 
-# A size of a result: a number; a size of a tensor argument, by the argument's position and the dimension; or None,
-# which differs from batch to batch.
-Size = int | tuple[int, int] | None
+
+@dataclass(frozen=True)
+class Number:
+    """A size that is a number given to the operator, at a position."""
+
+    at: int
+
+
+# A size of a result: a number; a size of a tensor argument, by the argument's position and the dimension; a number that
+# is an argument; or None, which differs from batch to batch.
+Size = int | tuple[int, int] | Number | None
 
 
 @dataclass(frozen=True)
@@ -28,19 +36,22 @@ class Look:
     dtype: torch.dtype
     device: torch.device
 
-    def fits(self, result: Tensor, tensors: Sequence[Tensor]) -> bool:
+    def fits(self, result: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> bool:
         """Whether a result is as expected; its device is that of `tensors`, which may be copies on the host."""
-        expected = [tensors[size[0]].shape[size[1]] if isinstance(size, tuple) else size for size in self.sizes]
+        expected = [_size_of(size, tensors, numbers) for size in self.sizes]
         same = all(size in (None, found) for size, found in zip(expected, result.shape, strict=False))
         return same and result.ndim == len(expected) and result.dtype is self.dtype
 
-    def fake(self, tensors: Sequence[Tensor]) -> Tensor:
-        def size_of(size: Size) -> Any:
-            if size is None:
-                return torch.library.get_ctx().new_dynamic_size()
-            return tensors[size[0]].shape[size[1]] if isinstance(size, tuple) else size
+    def fake(self, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> Tensor:
+        known = [_size_of(size, tensors, numbers) for size in self.sizes]
+        sizes = [torch.library.get_ctx().new_dynamic_size() if size is None else size for size in known]
+        return torch.empty(sizes, dtype=self.dtype, device=self.device)
 
-        return torch.empty(tuple(map(size_of, self.sizes)), dtype=self.dtype, device=self.device)
+
+def _size_of(size: Size, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Any:
+    if isinstance(size, Number):
+        return numbers[size.at]
+    return tensors[size[0]].shape[size[1]] if isinstance(size, tuple) else size
 
 
 @dataclass(frozen=True)

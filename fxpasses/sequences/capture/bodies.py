@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from fxpasses.dynamo.runtime.host_functions import Size
+from fxpasses.dynamo.runtime.host_functions import Number, Size
 from fxpasses.dynamo.size_defaults import OF_PROGRAM
 from fxpasses.dynamo.trace import Trace
 from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of
@@ -243,9 +243,10 @@ class Operand:
         return self.graph.call_method("view", (self.flat[node], *sizes))
 
     def _kept(self, node: Node) -> Node:
-        """What backward reads. A program may write the next batch's numbers over these before that."""
+        """What backward reads. A program may write the next batch's numbers over these before that, or has written."""
         dtype = node.meta["example_value"].dtype
-        return node if dtype.is_floating_point or dtype.is_complex else self.writer.emit(torch.clone, node)
+        is_kept = (dtype.is_floating_point or dtype.is_complex) and node not in self.body.written
+        return node if is_kept else self.writer.emit(torch.clone, node)
 
     def _add(self, node: Node, given: Input, copies: dict[Node, Node]) -> None:
         copies[node] = self.graph.placeholder(node.name)
@@ -297,6 +298,9 @@ class Operand:
             for dim, found in enumerate(operand.meta["example_value"].shape):
                 if expression(found) == expression(size):
                     return at, dim
+        for number, place in self.numbers.items():
+            if expression(number.meta["example_value"]) == expression(size):
+                return Number(place)
         raise Unbatched(f"`{node.name}` has a size that no operand has")
 
     def _rows(self, size: Any) -> Size:

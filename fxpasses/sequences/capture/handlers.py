@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TupleVariable
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from fxpasses.dynamo.hints import BUILTIN
+from fxpasses.dynamo.hints import BUILTIN, ITEM_WRITE
 from fxpasses.dynamo.interceptions import NOT_HANDLED, TRANSLATOR, Handlers, Proceed, method, opcodes
 from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
 from fxpasses.dynamo.trace import Trace
@@ -71,6 +71,8 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
         read = _reading(trace, lengths, lambda: proceed(self, tx, name, args, kwargs).items)
         found = example(self)
         return lists.sizes(lengths, read) if found.ndim == 1 else lists.rows(lengths, read, found.shape[1])
+    if name == "__setitem__" and len(args) == 2 and (key := _at_number(trace, tx, args[0])) is not None:
+        return proceed(self, tx, name, [key, args[1]], kwargs)
     if name in _SPLIT_METHODS and args:
         return _split(trace, (self, *args), kwargs, lambda *given: proceed(self, tx, name, given[1:], {}))
     return NOT_HANDLED
@@ -363,6 +365,22 @@ def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: 
         return NOT_HANDLED
     loop.append(self, args[0])
     return ConstantVariable.create(None)
+
+
+@handlers.at(ITEM_WRITE, order=8, without="`mask[i, :n] = True` has its loop unrolled")
+def write(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, value: Any) -> Any:
+    key = _at_number(trace, tx, key)
+    return NOT_HANDLED if key is None else proceed(self, tx, key, value)
+
+
+def _at_number(trace: Trace, tx: Any, key: Any) -> Any:
+    """The index `i : i + 1, :n` for `i, :n` where i is the number of a part; None for others."""
+    loop, items = trace.state(Sequences).open, list(key.items) if type(key) is TupleVariable else [key]
+    first = items[0] if items else None
+    if loop is None or not isinstance(first, SymNodeVariable) or not loop.carried.is_index(first, loop.part):
+        return None
+    following = BuiltinVariable(operator.add).call_function(tx, [first, ConstantVariable.create(1)], {})
+    return TupleVariable([BuiltinVariable(slice).call_function(tx, [first, following], {}), *items[1:]])
 
 
 @handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=4)

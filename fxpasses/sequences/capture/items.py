@@ -267,7 +267,10 @@ def is_known_not_negative(like: Any, number: Any) -> bool:
 def _slices(node: Node) -> list[tuple[Any, Any]]:
     """Of each dimension of `x[..., :end]`: its size in x, and the end; none for an index of another kind."""
     operand, index = cast(Any, node.args)
-    sizes = [*operand.meta["example_value"].shape]
+    example = operand.meta.get("example_value")
+    if not isinstance(example, torch.Tensor):
+        return []
+    sizes = [*example.shape]
     index = list(index) if isinstance(index, (tuple, list)) else [index]
     if Ellipsis in index:
         at = index.index(Ellipsis)
