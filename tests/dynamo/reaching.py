@@ -26,7 +26,7 @@ def truths(x: Tensor, lengths: Tensor) -> Tensor:
     if bool(longest == 8):
         x = x + 1
     height, width = lengths.tolist()
-    if height / width > max(lengths.tolist()) / 16:
+    if height / width > max([height, width]) / 16:
         x = x.sin()
     if 4 in lengths.tolist() or torch.equal(lengths, lengths.flip(0)):
         x = x.cos()
