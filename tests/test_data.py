@@ -65,8 +65,21 @@ def layer(x, lengths):
     return torch.where(segment[:, None] == segment, 0.0, -1e4).softmax(-1) @ x
 
 
+def unrolled_layer(x, lengths):
+    position, start = torch.arange(TOKENS), 0
+    segment = torch.zeros(TOKENS, dtype=torch.int64)
+    for number, length in enumerate(lengths.tolist()):  # each turn takes what the one before has made
+        segment = torch.where((position >= start) & (position < start + length), number, segment)
+        start += length
+    return torch.where(segment[:, None] == segment, 0.0, -1e4).softmax(-1) @ x
+
+
 def program(x, lengths):
     return layer(layer(x, lengths), lengths)
+
+
+def unrolled_program(x, lengths):
+    return unrolled_layer(unrolled_layer(x, lengths), lengths)
 
 
 def batches(count, most):
@@ -80,7 +93,7 @@ def batches(count, most):
 def test_one_compile_for_each_bucket_over_60_batches_of_1_to_64_sequences():
     with fxpasses.inspect.record() as record, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        function = compiled(program)
+        function = compiled(unrolled_program)
         used = set()
         for x, lengths in batches(60, 64):
             padded = bucket_lengths(lengths, [8, 32, 64])
@@ -89,8 +102,19 @@ def test_one_compile_for_each_bucket_over_60_batches_of_1_to_64_sequences():
     assert len(record.graphs) == len(used) == 3
 
 
+@pytest.mark.slow
+def test_three_graphs_over_60_batches_of_1_to_64_sequences_without_buckets():
+    with fxpasses.inspect.record() as record, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function = compiled(program)
+        for x, lengths in batches(60, 64):
+            given = x, torch.tensor(lengths)
+            torch.testing.assert_close(function(*given), program(*given), rtol=0, atol=0)
+    assert len(record.graphs) <= 3  # the first batch, one of a single sequence, and all others
+
+
 def test_without_buckets_a_warning_says_what_to_do():
-    function = compiled(program)
+    function = compiled(unrolled_program)
     with pytest.warns(UserWarning, match=r"4th size of L\['lengths'\] \(1, 2, 3, 4\).*bucket_lengths") as caught:
         for count in (1, 2, 3, 4, 5):
             function(torch.randn(TOKENS, 4), torch.tensor([TOKENS // count] * count))
