@@ -26,8 +26,11 @@ IMAGES = [
 
 
 def pixels(config: Any, sizes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """Images as patches, each flat, or of channels, height and width."""
+    """Images as patches, flat or of channels, height and width; for Mistral 3 as images, padded to the largest."""
     vision = config.vision_config
+    if config.model_type == "mistral3":
+        image_sizes = vision.patch_size * torch.tensor(sizes)
+        return {"pixel_values": torch.randn(len(sizes), 3, *image_sizes.amax(0).tolist()), "image_sizes": image_sizes}
     grid = torch.tensor([[1, *size] for size in sizes])
     rows, patch, frames = int(grid.prod(1).sum()), vision.patch_size, getattr(vision, "temporal_patch_size", 1)
     is_flat = config.model_type not in ("kimi_k25", "paddleocr_vl")
@@ -37,7 +40,7 @@ def pixels(config: Any, sizes: list[tuple[int, int]]) -> dict[str, torch.Tensor]
 
 def batch(model: Any, sizes: list[tuple[int, int]], words: int) -> dict[str, Any]:
     """A text for each image, the shorter ones padded."""
-    token = model.config.image_token_id
+    token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
     start = getattr(model.config, "vision_start_token_id", None) or START
     texts = [
         torch.tensor([*range(10, 10 + words), start, *[token] * (height * width // 4), END, 7, 8])
@@ -52,7 +55,7 @@ def batch(model: Any, sizes: list[tuple[int, int]], words: int) -> dict[str, Any
     return {name: value for name, value in (made | pixels(model.config, sizes)).items() if name in accepted}
 
 
-@pytest.mark.parametrize("name", ["paddleocr_vl", "kimi_k25", "qwen3_vl", "qwen2_vl", "glm4v"])
+@pytest.mark.parametrize("name", ["paddleocr_vl", "kimi_k25", "qwen3_vl", "qwen2_vl", "glm4v", "mistral3"])
 def test_few_graphs_for_all_numbers_and_sizes_of_images(name: str) -> None:
     (architecture,) = [each for each in architectures() if each.key == f"vision-language/{name}"]
     torch.manual_seed(0)
