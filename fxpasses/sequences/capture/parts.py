@@ -92,12 +92,8 @@ class OnePart:
     def number(self, column: Any, is_size: bool = False) -> Any:
         """What a part has of integers, [n]. is_size: whether none is negative."""
         if is_size:
-            number = self.writer.call(torch.ops.fxpasses.part_size.default, column)
-            self.stand_ins.append(number)
-        else:
-            return self.part(column, (), self.lengths).call_method(self.tx, "item", [], {})
-        self._note_number(number, column)
-        return number
+            return self._size(column)
+        return self.part(column, (), self.lengths).call_method(self.tx, "item", [], {})
 
     def _number_of_row(self, rows: Any, row: Any, column: int) -> Any:
         at = [ConstantVariable.create(column)]
@@ -109,12 +105,15 @@ class OnePart:
     def size(self, lengths: Lengths) -> Any:
         """The variable of the size of a part."""
         if lengths.key not in self.sizes:
-            size = self.writer.call(torch.ops.fxpasses.part_size.default, lengths.tensor)
-            self.stand_ins.append(size)
-            self._note_number(size, lengths.tensor)
-            self.sizes[lengths.key] = size
+            self.sizes[lengths.key] = size = self._size(lengths.tensor)
             self.cuts[size.as_proxy().node.args[0]] = lengths
         return self.sizes[lengths.key]
+
+    def _size(self, column: Any) -> Any:
+        size = self.writer.call(torch.ops.fxpasses.part_size.default, column)
+        self.stand_ins.append(size)
+        self._note_number(size, column)
+        return size
 
     def _note_number(self, number: Any, of_all: Any) -> None:
         """Have questions about a number of a part answered by the smallest and the largest one."""
