@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.compiler import masked_writes
+from fxpasses.compiler.kernel_files import sharing_files
 from fxpasses.compiler.lowering_backward import containing_backward
 from fxpasses.compiler.lowering_by_operator import backward_by_operator, forward_by_operator
 from fxpasses.compiler.overwritten_inputs import SavingPartitioner, writes_in_place
@@ -182,7 +183,7 @@ def inductor(
     arguments = _decompositions(gm, patches)
     if compile_inner is not None:
         arguments["inner_compile"] = compile_inner
-    with config.patch(cache_key_tag=tag):
+    with config.patch(cache_key_tag=tag), sharing_files(options.strict):
         return compile_graph(gm, list(example_inputs), config_patches=patches or None, **arguments)
 
 

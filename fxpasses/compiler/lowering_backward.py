@@ -37,6 +37,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpasses.compiler.broken_kernels import building_anew
+from fxpasses.compiler.kernel_files import sharing_files
 from fxpasses.compiler.lowering_by_operator import Boxed, backward_by_operator
 from fxpasses.compiler.output_strides import TracedStrides
 
@@ -78,7 +79,7 @@ class Containment:
         is_backward = options.get("is_backward")
         strides = None if is_backward else TracedStrides(gm, inputs)
         try:
-            with inductor_config.patch(_changes(gm, bool(is_backward))):
+            with inductor_config.patch(_changes(gm, bool(is_backward))), sharing_files(self.strict):
                 compiled = compile_fx_inner(gm, inputs, **options)
         except Exception as error:
             if is_backward and _SPEC is None and not self.strict:

@@ -13,6 +13,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tests.sequences.comparing import WIDTH, Program
 
+
+def written(h: Tensor, other: Tensor) -> Tensor:
+    rows = torch.zeros_like(h)
+    rows[: h.shape[0] // 2] = 1
+    rows[:, 1] = other[:, 1]
+    return h * rows + h
+
+
 # Of the rows h and other rows of a part, [u, WIDTH] each, and w: rows.
 STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "linear": lambda h, other, w: F.linear(h, w, w[0]),
@@ -42,8 +50,24 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "scores": lambda h, other, w: (h @ other.mT / 9).tanh() @ h,
     "by size": lambda h, other, w: h * 2 if h.shape[0] > 2 else h,
     "mixed": lambda h, other, w: (h.reshape(-1, 3) * w[0, :3]).reshape(-1, WIDTH),
+    "in place": lambda h, other, w: (h * 2).add_(other).clamp_(-2),
+    "written": lambda h, other, w: written(h, other),
+    "dropout": lambda h, other, w: F.dropout(h, 0.4),
+    "nested": lambda h, other, w: torch.cat([part - part.mean(0) for part in h.split(2)]),
+    "nested of the other": lambda h, other, w: sum((part.sum(0) for part in other.split(3)), h),
 }
-UNBATCHED = ("running", "backwards", "scores", "by size", "mixed")
+UNBATCHED = (
+    "running",
+    "backwards",
+    "scores",
+    "by size",
+    "mixed",
+    "in place",
+    "written",
+    "dropout",
+    "nested",
+    "nested of the other",
+)
 
 # Of rows: one value for each part.
 VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -76,7 +100,8 @@ JOINS_OF_VALUES: dict[str, Callable[[list[Tensor]], Any]] = {
 @dataclass(frozen=True)
 class Plan:
     """steps: of the body, each with whether the other rows are those of y. value, carries: what else the body makes.
-    again: whether a second loop takes the results of the first.
+    again: whether a second loop takes the results of the first. skips: parts of fewer rows, which a loop that appends
+    leaves out.
     """
 
     steps: tuple[tuple[str, bool], ...]
@@ -86,6 +111,7 @@ class Plan:
     spelling: str
     carries: bool
     again: bool
+    skips: int = 0
 
 
 def program_of(plan: Plan) -> Program:
@@ -98,6 +124,8 @@ def program_of(plan: Plan) -> Program:
     def appended(x: Tensor, y: Tensor, w: Tensor, sizes: list[int]) -> Any:
         rows, values, total = [], [], 0
         for one, other in zip(x.split(sizes), y.split(sizes), strict=True):
+            if one.shape[0] < plan.skips:
+                continue
             h = body(one, other, w)
             rows.append(h)
             values.append(VALUES[plan.value](h, w))
@@ -116,7 +144,7 @@ def program_of(plan: Plan) -> Program:
         loop = appended if plan.spelling == "appended" else comprehended
         rows, values, total = loop(x, y, w, sizes)
         if plan.again:
-            rows = [h - part.mean(0) for h, part in zip(rows, x.split(sizes), strict=True)]
+            rows = [h - part.mean(0) for h, part in zip(rows, x.split(sizes), strict=plan.skips == 0)]
         return JOINS_OF_ROWS[plan.join_rows](rows), JOINS_OF_VALUES[plan.join_values](values), total
 
     return program

@@ -26,6 +26,7 @@ plans = st.builds(
     st.sampled_from(["appended", "comprehended"]),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([0, 0, 0, 0, 1, 2]),
 )
 sizes = st.lists(st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 6]), min_size=1, max_size=5), min_size=3, max_size=3)
 

@@ -1,0 +1,218 @@
+"""Compiles the C++ kernels of a graph in one or a few files, where Inductor compiles a file for each kernel.
+
+Headers and bindings take a C++ compiler about a second for each file, and a kernel a tenth of that. So the kernels of
+a generated module share files. Which share is decided when the module is loaded; its text is Inductor's, as in caches:
+
+    cpp_fused_0 = async_compile.cpp_pybinding([...], r'''...''')      # waits for the others
+    cpp_fused_1 = async_compile.cpp_pybinding([...], r'''...''')
+    async_compile.wait(globals())                                     # one file: both kernels, and a list of them
+
+The flags of the compiler are the same, and so are the results. Only sources of the form that Inductor gives its own
+kernels share a file: headers, then one function. If such a file does not build, each kernel has its own again, for the
+rest of the process, with one warning.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `AsyncCompile.cpp_pybinding` and `wait`, which generated modules
+call; and of `CppPythonBindingsCodeCache` the attributes that its subclasses override, and `parse_arg` in its template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from fxpasses.base.once import warn_once
+from fxpasses.compiler.broken_kernels import building_anew
+
+_WORTH_A_FILE = 16  # kernels: as many take as long as headers and bindings, so another thread ends sooner with a file
+_MOST = 64  # kernels of a file: one of thousands would need gigabytes of memory
+
+_strict: ContextVar[bool | None] = ContextVar("strict", default=None)  # None: files are not shared
+_fails = False  # whether a shared file did not build
+
+
+@contextlib.contextmanager
+def sharing_files(strict: bool) -> Iterator[None]:
+    """Have the modules that are loaded inside compile their kernels together. strict: raise if that fails."""
+    _install()
+    token = _strict.set(strict)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A kernel of a generated module. arguments: the C++ types of its arguments. headers, text: its source."""
+
+    arguments: Sequence[str]
+    headers: str
+    text: str
+    alone: Callable[[], Any]  # compiles it in its own file: a function, or the future of one
+
+    def named(self, name: str) -> str:
+        """Its text, with another name than "kernel"."""
+        return _FUNCTION.sub(rf"\g<1>{name}(", self.text, count=1)
+
+
+_FUNCTION = re.compile(r'^(extern "C"\s+void\s+)kernel\(')
+
+
+def kernel_of(arguments: Sequence[str], source: str, alone: Callable[[], Any]) -> Kernel | None:
+    """None if the source is anything but headers and one function."""
+    lines = source.strip().splitlines(keepends=True)
+    headers = list(itertools.takewhile(lambda line: line.startswith("#include "), lines))
+    rest = lines[len(headers) :]
+    text = "".join(rest)
+    is_function = _FUNCTION.match(text) and text.count('extern "C"') == 1
+    ends = [i for i, line in enumerate(rest, 1) if line.startswith("}")]
+    directives = [line for line in map(str.lstrip, rest) if line.startswith("#") and not line.startswith("#pragma ")]
+    if not is_function or ends != [len(rest)] or directives:
+        return None
+    return Kernel(arguments, "".join(headers), text + "\n", alone)
+
+
+def load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
+    """The functions of kernels, compiled in shared files; of no kernel if that fails.
+
+    threads: files that are compiled at a time. submit: has a function called by another thread.
+    """
+    try:
+        return building_anew(lambda: _load(kernels, threads, submit))
+    except Exception as error:
+        if _strict.get():
+            raise
+        global _fails
+        _fails = True
+        warn_once(
+            ("kernel files", type(error)),
+            f"compiling the C++ kernels of a graph in one file failed ({type(error).__name__}: {_in_a_line(error)}). "
+            "Each is compiled in its own file, as by stock Inductor, which takes longer",
+        )
+        return {}
+
+
+def _in_a_line(error: Exception) -> str:
+    """The compiler's own message says which line of which file it is about, among hundreds of others."""
+    lines = str(error).strip().splitlines() or [""]
+    return next((line for line in lines if " error: " in line), lines[0])[-300:]
+
+
+def _load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
+    files = list(_files(kernels, threads))
+    loading = [_together(file).load_pybinding_async([], _source(file), submit_fn=submit) for file in files]
+    found = dict[Kernel, Any]()
+    for file, loaded in zip(files, loading, strict=True):
+        found.update(zip(file, loaded()(), strict=True))
+    return found
+
+
+def _files(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
+    alike = defaultdict[str, list[Kernel]](list)
+    for kernel in kernels:
+        alike[kernel.headers].append(kernel)
+    for group in alike.values():
+        count = max(min(threads, math.ceil(len(group) / _WORTH_A_FILE)), math.ceil(len(group) / _MOST))
+        for i in range(count):
+            yield group[i::count]
+
+
+def _source(kernels: Sequence[Kernel]) -> str:
+    return "\n".join([kernels[0].headers, *(kernel.named(f"kernel_{i}") for i, kernel in enumerate(kernels))])
+
+
+def _together(kernels: Sequence[Kernel]) -> Any:
+    """The code cache for a file of these kernels, whose one function returns the Python functions of all."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    bindings = "\n".join(_binding(f"kernel_{i}", kernel.arguments) for i, kernel in enumerate(kernels))
+    names = [f"kernel_{i}" for i in range(len(kernels))]
+    listed = _LISTED.format(
+        count=len(names),
+        methods="\n".join(f'    {{"{name}", {name}_py, METH_VARARGS, ""}},' for name in names),
+    )
+    # The template is formatted once more, with the text of this attribute and that of `call_entry_function`.
+    escaped = (bindings + listed).replace("{", "{{").replace("}", "}}")
+    attributes = {"cache": {}, "call_entry_function": "return all_kernels();", "extra_parse_arg": escaped}
+    return type("KernelsCodeCache", (CppPythonBindingsCodeCache,), attributes)
+
+
+def _binding(name: str, arguments: Sequence[str]) -> str:
+    parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {i})" for i, kind in enumerate(arguments))
+    return _BINDING.format(name=name, count=len(arguments), parsed=parsed)
+
+
+# As in the template of `CppPythonBindingsCodeCache`, which has this function for one kernel.
+_BINDING = """
+static PyObject* {name}_py(PyObject* self, PyObject* args) {{
+    try {{
+        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {count}) [[unlikely]]
+            throw std::runtime_error("{name} takes {count} arguments");
+        {name}({parsed});
+        Py_RETURN_NONE;
+    }} catch (std::exception const& e) {{
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return nullptr;
+    }} catch (...) {{
+        PyErr_SetString(PyExc_RuntimeError, "unhandled error");
+        return nullptr;
+    }}
+}}
+"""
+_LISTED = """
+static PyMethodDef kernel_methods[] = {{
+{methods}
+}};
+
+static PyObject* all_kernels() {{
+    PyObject* all = PyList_New({count});
+    for (Py_ssize_t i = 0; all != nullptr && i < {count}; i++) {{
+        PyObject* function = PyCFunction_New(&kernel_methods[i], nullptr);
+        if (function == nullptr) {{
+            Py_CLEAR(all);
+        }} else {{
+            PyList_SET_ITEM(all, i, function);
+        }}
+    }}
+    return all;
+}}
+"""
+
+
+@functools.lru_cache
+def _install() -> None:
+    """Have `AsyncCompile`, of which each generated module has one object, gather kernels while files are shared."""
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    kind: Any = AsyncCompile
+    compile_one, wait = kind.cpp_pybinding, kind.wait
+
+    @functools.wraps(compile_one)
+    def gather(self: Any, argtypes: list[str], source_code: str) -> Any:
+        alone = functools.partial(compile_one, self, argtypes, source_code)
+        kernel = kernel_of(argtypes, source_code, alone) if _strict.get() is not None and not _fails else None
+        if kernel is None:
+            return alone()
+        self.__dict__.setdefault("fxpasses_kernels", []).append(kernel)
+        return kernel
+
+    @functools.wraps(wait)
+    def load_and_wait(self: Any, scope: dict[str, Any]) -> Any:
+        kernels: list[Kernel] = self.__dict__.pop("fxpasses_kernels", [])
+        threads = get_compile_threads()
+        submit = self.submit if threads > 1 else None
+        functions = load(kernels, threads, submit) if len(kernels) > 1 else {}
+        for name, value in list(scope.items()):
+            if isinstance(value, Kernel):
+                scope[name] = functions[value] if value in functions else value.alone()
+        return wait(self, scope)
+
+    kind.cpp_pybinding, kind.wait = gather, load_and_wait
