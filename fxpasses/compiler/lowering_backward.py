@@ -36,6 +36,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxpasses.compiler import stride_order
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.kernel_files import sharing_files
 from fxpasses.compiler.lowering_by_operator import Boxed, backward_by_operator
@@ -79,7 +80,8 @@ class Containment:
         is_backward = options.get("is_backward")
         strides = None if is_backward else TracedStrides(gm, inputs)
         try:
-            with inductor_config.patch(_changes(gm, bool(is_backward))), sharing_files(self.strict):
+            changes = inductor_config.patch(_changes(gm, bool(is_backward)))
+            with changes, sharing_files(self.strict), stride_order.with_symbols():
                 compiled = compile_fx_inner(gm, inputs, **options)
         except Exception as error:
             if is_backward and _SPEC is None and not self.strict:

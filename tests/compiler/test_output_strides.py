@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -67,3 +68,17 @@ def test_a_convolution_keeps_the_layout_of_trimmed_images(lowering: str) -> None
         return found * 2 if found.is_contiguous() else found * 3
 
     assert_same(program, BATCHES, lowering, tolerance=1e-5)
+
+
+def test_a_view_near_a_convolution_is_compiled() -> None:
+    """Before, Inductor compared the number of points, an expression: "cannot determine truth value"."""
+
+    def program(points: Tensor, images: Tensor, weight: Tensor) -> Tensor:
+        grid = points[None, :, None]
+        return F.conv2d(F.grid_sample(images[None], grid, align_corners=False), weight)
+
+    def values(*shape: int) -> Tensor:
+        return torch.linspace(-1, 1, math.prod(shape)).mul(9).sin().view(shape)
+
+    images, weight = values(8, 6, 6).requires_grad_(), values(4, 8, 1, 1).requires_grad_()
+    assert_same(program, [(values(n, 2), images, weight) for n in (12, 7, 16)], "inductor", tolerance=1e-5)

@@ -1,0 +1,37 @@
+"""Inductor orders the strides that it gave a tensor itself, also if they are expressions of the batch's sizes.
+
+    grid = x[None, :, None]                             # [1, n, 1, 2], which backward needs
+    y = conv2d(grid_sample(images, grid), weight)       # prefers channels last: [2 * n, 1, 2 * n, n] for `grid`
+
+For a view that backward needs, in a graph with convolutions, Inductor asks whether `1 < n` of the expression itself:
+"cannot determine truth value of Relational". Its own function can ask the shape environment instead, if it gets one.
+Torch 2.15 passes it ([docs/upstream.md](../docs/upstream.md)).
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `ir.get_stride_order`, and `V.graph.sizevars.shape_env`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import sympy
+
+
+def with_symbols() -> contextlib.AbstractContextManager[Any]:
+    """Have strides ordered with the help of the shape environment while Inductor compiles a graph."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    original: Any = ir.get_stride_order
+
+    @functools.wraps(original)
+    def order(seq: Sequence[Any], shape_env: Any = None) -> Sequence[int]:
+        if shape_env is None and any(isinstance(stride, sympy.Expr) and stride.free_symbols for stride in seq):
+            shape_env = V.graph.sizevars.shape_env
+        return original(seq, shape_env)
+
+    return mock.patch.object(ir, "get_stride_order", order)
