@@ -40,7 +40,7 @@ from fxpasses.compiler import stride_order
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.kernel_files import sharing_files
 from fxpasses.compiler.lowering_by_operator import Boxed, backward_by_operator
-from fxpasses.compiler.output_strides import TracedStrides
+from fxpasses.compiler.output_strides import TracedStrides, tell_expressions
 
 
 def _changes(gm: GraphModule, is_backward: bool) -> dict[str, Any]:
@@ -90,7 +90,10 @@ class Containment:
             if is_backward and self.compiling:
                 raise BackwardFailed(error) from error
             raise
-        return compiled if strides is None else strides.given_to(compiled)
+        if strides is None:
+            return compiled
+        tell_expressions(compiled, inputs)
+        return strides.given_to(compiled)
 
     def post_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args and _SPEC is not None and isinstance(args[0], _SPEC):

@@ -10,9 +10,14 @@ than for symbols (`F.max_pool1d`). So `.view(-1)` of the result, which eager mod
 ("expected size 4==4, stride 2==1"), or computes wrong gradients without Inductor's size assertions. Here a tensor with
 other strides than the traced ones is copied. Few are.
 
+Backward is told the strides of other tensors that forward saves, but as numbers, for the batch at hand, also where
+Inductor chose another layout for them (on CPUs, near convolutions): another batch fails backward's assertions. Here
+backward is told the expressions.
+
 Private names, checked on torch 2.13: `torch.utils._sympy.printers.PythonPrinter`, `user_visible_output_idxs` in the
-`meta` of a graph's output, and `CompiledFxGraph.output_strides`, which holds None for a result whose strides backward
-is not told.
+`meta` of a graph's output; `CompiledFxGraph.output_strides`, which holds None for a result whose strides backward is
+not told, and expressions, as text, for the others; `TracingContext.output_strides`, what backward is told; and
+`ShapeEnv.deserialize_symexpr`.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -29,6 +35,20 @@ from fxpasses.compiler.lowering_by_operator import Boxed
 from fxpasses.graph.symbols import expression, is_unbacked, symbol
 
 Strides = Callable[[Sequence[Any], Sequence[Any]], tuple[int, ...]]
+
+
+def tell_expressions(compiled: Any, inputs: Sequence[Any]) -> None:
+    """Have AOTAutograd compile backward for the expressions of the strides of what Inductor's `compiled` forward saves."""
+    from torch._inductor.utils import shape_env_from_inputs
+
+    context = TracingContext.try_get()
+    told = context and context.output_strides
+    shape_env = shape_env_from_inputs(inputs)
+    if not told or shape_env is None:
+        return
+    for at, strides in enumerate(getattr(compiled, "output_strides", None) or ()):
+        if strides is not None and not all(stride.isdigit() for stride in strides):
+            told[at] = tuple(map(shape_env.deserialize_symexpr, strides))
 
 
 class TracedStrides:

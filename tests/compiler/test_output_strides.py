@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.support import assert_same, compiled, slices_to_the_longest
 
@@ -70,15 +71,19 @@ def test_a_convolution_keeps_the_layout_of_trimmed_images(lowering: str) -> None
     assert_same(program, BATCHES, lowering, tolerance=1e-5)
 
 
-def test_a_view_near_a_convolution_is_compiled() -> None:
-    """Before, Inductor compared the number of points, an expression: "cannot determine truth value"."""
+def test_a_view_near_a_convolution_is_compiled_once() -> None:
+    """Before, Inductor compared the number of points, an expression: "cannot determine truth value". And backward was
+    compiled for the strides of one batch, so that another failed, or was compiled anew."""
 
     def program(points: Tensor, images: Tensor, weight: Tensor) -> Tensor:
         grid = points[None, :, None]
-        return F.conv2d(F.grid_sample(images[None], grid, align_corners=False), weight)
+        sampled = F.grid_sample(images[None], grid, align_corners=False)
+        return F.conv2d(sampled[0, ..., 0].T.view(-1, 2, 2, 2), weight)
 
     def values(*shape: int) -> Tensor:
         return torch.linspace(-1, 1, math.prod(shape)).mul(9).sin().view(shape)
 
-    images, weight = values(8, 6, 6).requires_grad_(), values(4, 8, 1, 1).requires_grad_()
-    assert_same(program, [(values(n, 2), images, weight) for n in (12, 7, 16)], "inductor", tolerance=1e-5)
+    images, weight = values(2, 6, 6).requires_grad_(), values(4, 2, 2, 2).requires_grad_()
+    counters.clear()
+    assert_same(program, [(values(n, 2), images, weight) for n in (12, 16, 24, 40)], "inductor", tolerance=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
