@@ -43,7 +43,7 @@ def tell_expressions(compiled: Any, inputs: Sequence[Any]) -> None:
 
     context = TracingContext.try_get()
     told = context and context.output_strides
-    shape_env = shape_env_from_inputs(inputs)
+    shape_env: Any = shape_env_from_inputs(inputs)
     if not told or shape_env is None:
         return
     for at, strides in enumerate(getattr(compiled, "output_strides", None) or ()):
