@@ -19,8 +19,9 @@ MAY_NAME = {
     },
     "_guards": {
         "attention/runtime/operators.py", "collectives/ddp_buckets.py", "collectives/eager_sequences.py",
-        "compiler/lowering_prologues.py", "compiler/lowering_segments.py", "graph/symbols.py", "inspect/cli/doctor.py",
-        "inspect/dry_run.py", "inspect/recording.py", "loss/row_program.py",
+        "compiler/lowering_prologues.py", "compiler/lowering_segments.py", "compiler/output_strides.py",
+        "graph/symbols.py", "inspect/cli/doctor.py", "inspect/dry_run.py", "inspect/recording.py",
+        "loss/row_program.py",
     },
     "_functorch": {
         "collectives/partitioner.py", "compiler/lowering.py", "compiler/lowering_backward.py",
@@ -28,8 +29,9 @@ MAY_NAME = {
         "inspect/minimise.py", "inspect/partition.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py",
     },
     "_inductor": {
-        "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/lowering.py",
-        "compiler/lowering_backward.py", "compiler/overwritten_inputs.py", "compiler/partitioner.py",
+        "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/kernel_files.py",
+        "compiler/lowering.py", "compiler/lowering_backward.py", "compiler/output_strides.py",
+        "compiler/overwritten_inputs.py", "compiler/partitioner.py", "compiler/stride_order.py",
         "inspect/capturability.py", "inspect/cli/doctor.py", "integrations/inductor_hooks.py", "loss/row_program.py",
         "options.py", "rows/live_rows.py",
     },

@@ -38,7 +38,7 @@ Strides = Callable[[Sequence[Any], Sequence[Any]], tuple[int, ...]]
 
 
 def tell_expressions(compiled: Any, inputs: Sequence[Any]) -> None:
-    """Have AOTAutograd compile backward for the expressions of the strides of what Inductor's `compiled` forward saves."""
+    """Have AOTAutograd compile backward for what the strides of saved tensors are, not for what they are once."""
     from torch._inductor.utils import shape_env_from_inputs
 
     context = TracingContext.try_get()
