@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpasses.base.once import warn_once
+from fxpasses.base.patching import Patch
 from fxpasses.compiler.broken_kernels import building_anew
 
 _WORTH_A_FILE = 16  # kernels: as many take as long as headers and bindings, so another thread ends sooner with a file
@@ -41,10 +42,10 @@ _fails = False  # whether a shared file did not build
 @contextlib.contextmanager
 def sharing_files(strict: bool) -> Iterator[None]:
     """Have the modules that are loaded inside compile their kernels together. strict: raise if that fails."""
-    _install()
     token = _strict.set(strict)
     try:
-        yield
+        with gathering():
+            yield
     finally:
         _strict.reset(token)
 
@@ -187,14 +188,16 @@ static PyObject* all_kernels() {{
 """
 
 
-@functools.lru_cache
-def _install() -> None:
-    """Have `AsyncCompile`, of which each generated module has one object, gather kernels while files are shared."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+# Of `AsyncCompile`, of which each generated module has one object. Other threads than those inside compile as before.
 
-    kind: Any = AsyncCompile
-    compile_one, wait = kind.cpp_pybinding, kind.wait
 
+def _async_compile() -> Any:
+    from torch._inductor.async_compile import AsyncCompile
+
+    return AsyncCompile
+
+
+def _gather(compile_one: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_one)
     def gather(self: Any, argtypes: list[str], source_code: str) -> Any:
         alone = functools.partial(compile_one, self, argtypes, source_code)
@@ -204,8 +207,14 @@ def _install() -> None:
         self.__dict__.setdefault("fxpasses_kernels", []).append(kernel)
         return kernel
 
+    return gather
+
+
+def _load_and_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wait)
     def load_and_wait(self: Any, scope: dict[str, Any]) -> Any:
+        from torch._inductor.async_compile import get_compile_threads
+
         kernels: list[Kernel] = self.__dict__.pop("fxpasses_kernels", [])
         threads = get_compile_threads()
         submit = self.submit if threads > 1 else None
@@ -215,4 +224,7 @@ def _install() -> None:
                 scope[name] = functions[value] if value in functions else value.alone()
         return wait(self, scope)
 
-    kind.cpp_pybinding, kind.wait = gather, load_and_wait
+    return load_and_wait
+
+
+gathering = Patch(_async_compile, cpp_pybinding=_gather, wait=_load_and_wait)

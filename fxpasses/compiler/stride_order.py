@@ -12,21 +12,23 @@ Private names, checked on torch 2.11, 2.13 and 2.15: `ir.get_stride_order`, and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import sympy
 
+from fxpasses.base.patching import Patch
 
-def with_symbols() -> contextlib.AbstractContextManager[Any]:
-    """Have strides ordered with the help of the shape environment while Inductor compiles a graph."""
+
+def _ir() -> Any:
     from torch._inductor import ir
-    from torch._inductor.virtualized import V
 
-    original: Any = ir.get_stride_order
+    return ir
+
+
+def _order(original: Callable[..., Sequence[int]]) -> Callable[..., Sequence[int]]:
+    from torch._inductor.virtualized import V
 
     @functools.wraps(original)
     def order(seq: Sequence[Any], shape_env: Any = None) -> Sequence[int]:
@@ -34,4 +36,8 @@ def with_symbols() -> contextlib.AbstractContextManager[Any]:
             shape_env = V.graph.sizevars.shape_env
         return original(seq, shape_env)
 
-    return mock.patch.object(ir, "get_stride_order", order)
+    return order
+
+
+# Has strides ordered with the help of the shape environment while Inductor compiles a graph.
+with_symbols = Patch(_ir, get_stride_order=_order)
