@@ -12,7 +12,8 @@ kernels share a file: headers, then one function. If such a file does not build,
 rest of the process, with one warning.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `AsyncCompile.cpp_pybinding` and `wait`, which generated modules
-call; and of `CppPythonBindingsCodeCache` the attributes that its subclasses override, and `parse_arg` in its template.
+call; and of `CppPythonBindingsCodeCache` the attributes that its subclasses override, and, in its template, `parse_arg`
+and how Python calls a kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpasses.base.once import warn_once
 from fxpasses.base.patching import Patch
@@ -134,29 +135,44 @@ def _together(kernels: Sequence[Kernel]) -> Any:
     """The code cache for a file of these kernels, whose one function returns the Python functions of all."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    bindings = "\n".join(_binding(f"kernel_{i}", kernel.arguments) for i, kernel in enumerate(kernels))
+    convention = _FASTCALL if "METH_FASTCALL" in CppPythonBindingsCodeCache.suffix_template else _VARARGS
     names = [f"kernel_{i}" for i in range(len(kernels))]
-    listed = _LISTED.format(
-        count=len(names),
-        methods="\n".join(f'    {{"{name}", {name}_py, METH_VARARGS, ""}},' for name in names),
+    bindings = "".join(
+        _binding(name, kernel.arguments, convention) for name, kernel in zip(names, kernels, strict=True)
     )
+    methods = "".join(_METHOD.format(name=name, flag=convention.flag) for name in names)
+    listed = _LISTED.format(count=len(names), methods=methods)
     # The template is formatted once more, with the text of this attribute and that of `call_entry_function`.
     escaped = (bindings + listed).replace("{", "{{").replace("}", "}}")
     attributes = {"cache": {}, "call_entry_function": "return all_kernels();", "extra_parse_arg": escaped}
     return type("KernelsCodeCache", (CppPythonBindingsCodeCache,), attributes)
 
 
-def _binding(name: str, arguments: Sequence[str]) -> str:
+class _Convention(NamedTuple):
+    """How Python calls a C function."""
+
+    flag: str
+    parameters: str
+    given: str  # the number of arguments, in C++
+
+
+_VARARGS = _Convention("METH_VARARGS", "PyObject* args", "PyTuple_GET_SIZE(args)")
+_FASTCALL = _Convention("METH_FASTCALL", "PyObject* const* args, Py_ssize_t nargs", "nargs")  # torch 2.15
+
+
+def _binding(name: str, arguments: Sequence[str], convention: _Convention) -> str:
     parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {i})" for i, kind in enumerate(arguments))
-    return _BINDING.format(name=name, count=len(arguments), parsed=parsed)
+    return _BINDING.format(
+        name=name, parameters=convention.parameters, given=convention.given, expected=len(arguments), parsed=parsed
+    )
 
 
 # As in the template of `CppPythonBindingsCodeCache`, which has this function for one kernel.
 _BINDING = """
-static PyObject* {name}_py(PyObject* self, PyObject* args) {{
+static PyObject* {name}_py(PyObject* self, {parameters}) {{
     try {{
-        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {count}) [[unlikely]]
-            throw std::runtime_error("{name} takes {count} arguments");
+        if ({given} != {expected}) [[unlikely]]
+            throw std::runtime_error("{name} takes {expected} arguments");
         {name}({parsed});
         Py_RETURN_NONE;
     }} catch (std::exception const& e) {{
@@ -168,9 +184,10 @@ static PyObject* {name}_py(PyObject* self, PyObject* args) {{
     }}
 }}
 """
+_METHOD = """
+    {{"{name}", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>({name}_py)), {flag}, ""}},"""
 _LISTED = """
-static PyMethodDef kernel_methods[] = {{
-{methods}
+static PyMethodDef kernel_methods[] = {{{methods}
 }};
 
 static PyObject* all_kernels() {{
