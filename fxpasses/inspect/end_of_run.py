@@ -190,7 +190,13 @@ def _advice(ours: list[Graph]) -> Iterator[str]:
         if compilation.guard:
             needed[cause(compilation.guard).advice] += 1
     yield from (advice for advice, count in needed.most_common(_MOST_LINES) if advice and count > 1)
-    if any(refusal.reason is Reason.TEXTS_MIX for graph in ours for r in graph.reports for refusal in r.refusals):
+    reasons = {(r.pass_name, refusal.reason) for graph in ours for r in graph.reports for refusal in r.refusals}
+    if ("live_rows", Reason.RETURNED) in reasons:
+        yield (
+            "If nothing reads the logits that the model returns: use_cache=False and "
+            'options={"fastpack.outputs": "lazy"} leave out padding and prompts.'
+        )
+    if any(reason is Reason.TEXTS_MIX for _, reason in reasons):
         yield "Call the model with use_cache=False, so that transformers makes the mask that separates packed texts."
     if any(True for _ in dynamo_history.breaks()):
         yield "Take what breaks the graph out of the compiled model; TORCH_LOGS=graph_breaks has ways around it."

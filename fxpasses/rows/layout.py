@@ -262,7 +262,7 @@ class _Analysis:
     def _follow(self, node: Node, name: str) -> None:
         """Classify a node that takes rows; raises `Refused` if that is not possible."""
         if node.op == "output":
-            raise refused(node, "takes rows, which are exact where they are returned")
+            raise Refused(Reason.RETURNED, "`output` takes rows, which are exact where they are returned", node)
         spaces = {self.spaces[operand]: None for operand in self._operands(node) if operand in self.spaces}
         ends = len(spaces) == 1 and not self.layout.scores.keys() & set(node.all_input_nodes)
         found = self.masked.get(node) or (exit_of(node, self.tags, self.is_metadata) if ends else None)

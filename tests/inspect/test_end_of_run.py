@@ -12,9 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-from fxpasses.inspect import dynamo_history
+import fxpasses.inspect
+from fxpasses.inspect import dynamo_history, end_of_run
 from fxpasses.inspect.guard_words import cause
+from tests.support import compiled
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,3 +128,18 @@ def test_a_guard_in_words(guard: str, text: str, advice: str) -> None:
     found = cause(guard)
     assert found.text == text
     assert advice in found.advice if advice else found.advice == ""
+
+
+def test_rows_that_are_returned_can_be_left_out_under_an_option() -> None:
+    embedding, head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
+
+    def step(ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(embedding(ids).tanh())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+    labels = torch.tensor([[-100, 1, 2, 3], [-100, 2, -100, -100]])
+    with fxpasses.inspect.record() as record:
+        loss, _ = compiled(step)(labels.clamp_min(0), labels)
+    loss.backward()
+    advice = "\n".join(end_of_run._advice(record.graphs))
+    assert 'options={"fastpack.outputs": "lazy"}' in advice, advice
