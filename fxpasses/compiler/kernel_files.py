@@ -29,7 +29,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fxpasses.base.once import warn_once
+from fxpasses.base.containment import contained
 from fxpasses.base.patching import Patch
 from fxpasses.compiler.broken_kernels import building_anew
 
@@ -87,25 +87,16 @@ def load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | N
 
     threads: files that are compiled at a time. submit: has a function called by another thread.
     """
-    try:
+    global _fails
+    with _containing():
         return building_anew(lambda: _load(kernels, threads, submit))
-    except Exception as error:
-        if _strict.get():
-            raise
-        global _fails
-        _fails = True
-        warn_once(
-            ("kernel files", type(error)),
-            f"compiling the C++ kernels of a graph in one file failed ({type(error).__name__}: {_in_a_line(error)}). "
-            "Each is compiled in its own file, as by stock Inductor, which takes longer",
-        )
-        return {}
+    _fails = True
+    return {}
 
 
-def _in_a_line(error: Exception) -> str:
-    """The compiler's own message says which line of which file it is about, among hundreds of others."""
-    lines = str(error).strip().splitlines() or [""]
-    return next((line for line in lines if " error: " in line), lines[0])[-300:]
+def _containing() -> contextlib.AbstractContextManager[None]:
+    instead = "Each is compiled in its own file, as by stock Inductor, which takes longer."
+    return contained("compiling the C++ kernels of a graph in one file", instead, bool(_strict.get()))
 
 
 def _load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
@@ -218,11 +209,12 @@ def _gather(compile_one: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_one)
     def gather(self: Any, argtypes: list[str], source_code: str) -> Any:
         alone = functools.partial(compile_one, self, argtypes, source_code)
-        kernel = kernel_of(argtypes, source_code, alone) if _strict.get() is not None and not _fails else None
-        if kernel is None:
-            return alone()
-        self.__dict__.setdefault("fxpasses_kernels", []).append(kernel)
-        return kernel
+        if _strict.get() is not None and not _fails:
+            with _containing():
+                if kernel := kernel_of(argtypes, source_code, alone):
+                    self.__dict__.setdefault("fxpasses_kernels", []).append(kernel)
+                    return kernel
+        return alone()
 
     return gather
 

@@ -36,6 +36,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxpasses.base.containment import contained
 from fxpasses.compiler import stride_order
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.kernel_files import sharing_files
@@ -92,7 +93,8 @@ class Containment:
             raise
         if strides is None:
             return compiled
-        tell_expressions(compiled, inputs)
+        with contained("telling backward its strides", "It is compiled for those of this batch.", self.strict):
+            tell_expressions(compiled, inputs)
         return strides.given_to(compiled)
 
     def post_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
