@@ -23,6 +23,7 @@ _CHOICES = {
     "topk": ("off", "split"),
     "fold": ("auto", "on", "off"),
     "generation": ("eager", "compiled"),
+    "start": ("compiled", "eager"),
 }
 _WHOLE_NUMBERS = {
     "min_bytes": (0, "bytes"), "keep_last": (0, "tensors"), "buffers": (1, "buffers"),
@@ -95,7 +96,8 @@ class Options:
     fold: "auto" compiles a layer that occurs four times or more only once, if Inductor compiles it; "on" also a layer
     that occurs twice, under any lowering; "off" does nothing. generation: "eager" runs transformers' `generate`
     uncompiled if the model is in training mode, or if its frame has 4 graphs, so that it does not use up Dynamo's
-    graphs; "compiled" treats it like any other call.
+    graphs; "compiled" treats it like any other call. start: "eager" runs the first steps uncompiled, while another
+    process compiles them; "compiled" waits for the compiler.
     offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow; for
     debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
     Inductor; an option because `torch.compile` does not take `mode` and `options` together. inductor: every option
@@ -114,6 +116,7 @@ class Options:
     topk: str = "off"
     fold: str = "auto"
     generation: str = "eager"
+    start: str = "compiled"
     offload: Offload = Offload()
     verify: bool = False
     strict: bool = False

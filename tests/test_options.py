@@ -47,6 +47,7 @@ def test_other_keys_go_to_inductor():
         ({"fastpack.lowering": "xla"}, ["fastpack.lowering", "'xla'", "inductor, aot_eager, eager"]),
         ({"fastpack.verify": "yes"}, ["fastpack.verify", "'yes'", "True or False"]),
         ({"fastpack.attention": "off"}, ["fastpack.attention", "'off'", "auto, dense"]),
+        ({"fastpack.start": "later"}, ["fastpack.start", "'later'", "compiled, eager"]),
         ({"fastpack.strict": 1}, ["fastpack.strict", "1", "True or False"]),
         ({"shape_pading": True}, ["'shape_pading'", "Inductor", "did you mean 'shape_padding'"]),
         ({"lowering": "eager"}, ["'lowering'", "'fastpack.'"]),

@@ -24,7 +24,7 @@ from fxpasses.base.once import warn_once
 from fxpasses.base.tested_torch import warn_if_untested
 from fxpasses.collectives import ddp_buckets
 from fxpasses.collectives.as_written import uncompiled
-from fxpasses.compiler import progress
+from fxpasses.compiler import eager_start, progress
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.eager_frame import eager_frame
 from fxpasses.compiler.lowering import lower
@@ -143,7 +143,9 @@ def _compiled(
         tracing.check(trace, gm, result.gm)
         if settings.lowering == "inductor" and trace.attempt.with_fewer_flags() is not None:
             _check_integers(gm)
-        compiled, outcome = _compile([folded, result, captured], settings, trace, observer.after_partition)
+        compile = functools.partial(_compile, [folded, result, captured], trace)
+        graph = eager_start.identity(gm)
+        compiled, outcome = eager_start.compiled(compile, settings, trace.code, graph, observer.after_partition)
     except Exception as error:
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
@@ -201,7 +203,7 @@ _RETRACED: tuple[type[Exception], ...] = (*asks_for_another_trace(), Rejected)
 
 
 def _compile(
-    results: Sequence[Result], settings: Options, trace: Trace, on_report: OnReport
+    results: Sequence[Result], trace: Trace, settings: Options, on_report: OnReport
 ) -> tuple[Callable[..., Any], str]:
     """Compile the first of the given graphs that compiles; if none does, have Dynamo capture less or nothing.
 

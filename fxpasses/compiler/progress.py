@@ -57,6 +57,13 @@ def piece_is_done() -> None:
         compilation.done += 1
 
 
+def say(text: str) -> None:
+    """A line about compiling, unless it is switched off."""
+    if not _is_quiet():
+        with contextlib.suppress(Exception):
+            print(f"fxpasses: {text}", file=sys.stderr, flush=True)
+
+
 def _is_quiet() -> bool:
     return os.environ.get(VARIABLE, "") not in ("", "0") or os.environ.get("RANK", "0") != "0"
 

@@ -1,0 +1,161 @@
+"""A fork of this process that compiles a graph into PyTorch's caches, and ends.
+
+A fork, because what is compiled (fake tensors, symbols, a trace that is under way) cannot be sent to another process.
+It has none of its parent's threads, writes nothing to its parent's files, and does not outlive its parent.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `AsyncCompile.pool`, Inductor's threads, and
+`AOTConfig.force_non_lazy_backward_lowering`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIMIT_S = 1800.0  # a child that takes longer is ended: it hangs, or the machine is too busy for it
+_NICENESS = 5  # steps go first
+
+
+def refusal() -> str:
+    """Why no fork of this process should compile, as words after "because"; "" if nothing speaks against it."""
+    from torch._inductor import config
+
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        return "this system has no safe fork"
+    if torch.accelerator.is_available() and getattr(torch.get_device_module(), "is_initialized", lambda: True)():
+        return "a fork cannot use the accelerator"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "ranks would change to compiled code at different steps"
+    if not config.fx_graph_cache or config.force_disable_caches:
+        return "PyTorch's caches, from which the compiled code would come, are switched off"
+    return ""
+
+
+class Child:
+    """A fork of this process that calls `compile` and ends."""
+
+    def __init__(self, compile: Callable[[], Any]) -> None:
+        self.started = time.monotonic()
+        self._status: int | None = None
+        threads = torch.get_num_threads()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of a fork of a process with threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            _compile_and_exit(compile, threads)
+        _running.add(self)
+
+    def is_over(self) -> bool:
+        """Whether the child has ended, by itself or because it took too long."""
+        if self._status is None:
+            if time.monotonic() - self.started > LIMIT_S:
+                self._kill()
+            self._wait(os.WNOHANG)
+        return self._status is not None
+
+    @property
+    def succeeded(self) -> bool:
+        return self._status == 0
+
+    def end(self) -> None:
+        """Kill the child if it still runs, with the compilers that it started."""
+        if self._status is None:
+            self._kill()
+            self._wait(0)
+
+    def _wait(self, how: int) -> None:
+        try:
+            ended, status = os.waitpid(self.pid, how)
+        except ChildProcessError:  # somebody else waited for it
+            ended, status = self.pid, 0
+        if ended:
+            self._status = status
+            _running.discard(self)
+
+    def _kill(self) -> None:
+        for kill in (os.killpg, os.kill):  # it may have no group of its own yet
+            with contextlib.suppress(OSError):
+                kill(self.pid, signal.SIGKILL)
+
+
+_running: set[Child] = set()
+
+
+def wait(timeout_s: float = LIMIT_S) -> bool:
+    """Wait until no graph is being compiled in a child; returns whether that is so after `timeout_s` seconds."""
+    until = time.monotonic() + timeout_s
+    while not all([child.is_over() for child in list(_running)]):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@atexit.register
+def _end_all() -> None:
+    for child in list(_running):
+        child.end()
+
+
+if hasattr(os, "register_at_fork"):  # a fork, of a data loader for instance, has no part in its parent's children
+    os.register_at_fork(after_in_child=_running.clear)
+
+
+# In the child
+
+
+def _compile_and_exit(compile: Callable[[], Any], threads: int) -> None:
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.nice(_NICENESS)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        _without_threads(threads)
+        _backward_at_once()
+        compile()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _without_threads(threads: int) -> None:
+    """A fork has none of its parent's threads: neither OpenMP's, nor those of Inductor's pool. Code is for as many."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    torch.set_num_threads(1)
+    torch.get_num_threads = lambda: threads
+    AsyncCompile.pool.cache_clear()
+
+
+def _backward_at_once() -> None:
+    """AOTAutograd would compile backward when it first runs. The setting of this name is a part of the caches' keys."""
+    from torch._functorch._aot_autograd.schemas import AOTConfig
+
+    original = AOTConfig.__init__
+
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        object.__setattr__(self, "force_non_lazy_backward_lowering", True)  # it is frozen
+
+    AOTConfig.__init__ = init  # type: ignore[method-assign]

@@ -1,0 +1,34 @@
+"""Dynamo's cache of a frame: its compiled graphs, each with the guards under which it is valid.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `eval_frame._debug_get_cache_entry_list`, whose entries have a
+`compile_id` and a `guard_manager` with its `extra_state`; `eval_frame.reset_code`; `DeletedGuardManagerWrapper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from types import CodeType
+
+import torch
+
+
+def running() -> str:
+    """The identity, within its frame's cache, of the graph that is being compiled; "" if it is not known."""
+    return str(torch._guards.CompileContext.current_compile_id() or "")
+
+
+def forget(code: CodeType, entries: AbstractSet[str]) -> None:
+    """Have no call of a frame use these graphs any more; a call that is running one goes on."""
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    eval_frame = torch._C._dynamo.eval_frame
+    found = eval_frame._debug_get_cache_entry_list(code)
+    unwanted = [entry for entry in found if str(entry.compile_id) in entries]
+    if len(unwanted) == len(found):
+        eval_frame.reset_code(code)  # an entry that is only forgotten counts for Dynamo's limit
+        return
+    for entry in unwanted:
+        deleted = DeletedGuardManagerWrapper("fxpasses compiles this graph now, which ran uncompiled at first")
+        state = entry.guard_manager.extra_state
+        if state is not None:  # None: it was forgotten before
+            state.invalidate(entry, deleted)

@@ -1,0 +1,254 @@
+"""With `fastpack.start` "eager", steps run uncompiled until another process has compiled their graph."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+
+from fxpasses.base import once
+from fxpasses.compiler import backend, eager_start, forked_compiler, progress
+from fxpasses.compiler.forked_compiler import Child
+from fxpasses.dynamo import cache_entries
+from tests.support import compiled, results
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch._dynamo.reset()
+    monkeypatch.setattr(eager_start, "_frames", {})
+    yield
+    for child in list(forked_compiler._running):
+        child.end()
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lowerings that this process was asked for; none calls Inductor."""
+    found: list[str] = []
+    original = backend.lower
+
+    def lower(gm: Any, examples: Any, settings: Any, *rest: Any) -> Any:
+        found.append(settings.lowering)
+        return original(gm, examples, replace(settings, lowering="aot_eager", inductor={}), *rest)
+
+    monkeypatch.setattr(backend, "lower", lower)
+    return found
+
+
+def ended(child: Child, seconds: float = 60.0) -> bool:
+    until = time.monotonic() + seconds
+    while not child.is_over() and time.monotonic() < until:
+        time.sleep(0.01)
+    return child.is_over()
+
+
+def steps(program: Any, model: nn.Module, *rows: int) -> None:
+    for count in rows:
+        x = torch.randn(count, 8, requires_grad=True)
+        torch.testing.assert_close(results(program, [x]), results(model, [x]))
+
+
+def test_a_frame_is_compiled_again_when_its_child_is_over(
+    lowered: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(progress.VARIABLE, raising=False)
+    model = Model()
+    program = compiled(model, "inductor", start="eager")
+    steps(program, model, 4)
+    assert lowered == ["aot_eager"]
+    assert forked_compiler.wait(60.0)
+    steps(program, model, 4, 4)
+    assert lowered == ["aot_eager", "inductor"]
+    assert "Model.forward is compiled from its next call on, after 1 without" in capfd.readouterr().err
+    steps(program, model, 6, 7)  # other sizes, so another graph
+    assert lowered == ["aot_eager", "inductor", "aot_eager"]
+    assert forked_compiler.wait(60.0)
+    steps(program, model, 5, 6, 7, 4)
+    assert lowered == ["aot_eager", "inductor", "aot_eager", "inductor"]
+
+
+def test_a_graph_that_the_frame_does_not_use_any_more_is_waited_for(lowered: list[str]) -> None:
+    model = Model()
+    program = compiled(model, "inductor", start="eager")
+    steps(program, model, 4, 5, 6)
+    assert lowered == ["aot_eager"] * 2
+    assert forked_compiler.wait(60.0)
+    steps(program, model, 6, 7, 4)
+    assert lowered == ["aot_eager"] * 2 + ["inductor"]
+
+
+def test_another_backends_graph_of_the_frame_stays(lowered: list[str]) -> None:
+    model, other = Model(), Model()
+    calls: list[Any] = []
+
+    def theirs(gm: Any, examples: Any) -> Callable[..., Any]:
+        calls.append(gm)
+        return gm.forward
+
+    unrelated = torch.compile(other, backend=theirs)
+    program = compiled(model, "inductor", start="eager")
+    steps(unrelated, other, 4)
+    steps(program, model, 4)
+    assert forked_compiler.wait(60.0)
+    steps(program, model, 4, 4)
+    steps(unrelated, other, 4)
+    assert lowered == ["aot_eager", "inductor"]
+    assert len(calls) == 1
+
+
+def test_a_child_that_fails_costs_a_warning(lowered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, original = os.getpid(), backend.lower
+
+    def lower(*arguments: Any) -> Any:
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    monkeypatch.setattr(backend, "lower", lower)
+    model = Model()
+    program = compiled(model, "inductor", start="eager", strict=False)
+    with pytest.warns(UserWarning, match="another process failed. It is compiled in this one") as warned:
+        steps(program, model, 4)
+        assert forked_compiler.wait(60.0)
+        steps(program, model, 4, 4, 4)
+    assert len(warned) == 1
+    assert lowered == ["aot_eager", "inductor"]
+
+
+def test_a_fork_that_fails_costs_a_warning(lowered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", fork)
+    model = Model()
+    with pytest.warns(UserWarning, match="no more processes.*The first step waits for the compiler"):
+        steps(compiled(model, "inductor", start="eager", strict=False), model, 4, 4)
+    assert lowered == ["inductor"]
+
+
+def test_it_is_refused_aloud_without_caches(lowered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "_given", set())
+    model = Model()
+    program = compiled(model, "inductor", start="eager")
+    expected = pytest.warns(UserWarning, match="waits for the compiler, because PyTorch's caches")
+    with inductor_config.patch(force_disable_caches=True), expected:
+        steps(program, model, 4, 4)
+    assert lowered == ["inductor"]
+
+
+def test_a_child_is_ended_with_the_processes_that_it_started(tmp_path: Path) -> None:
+    file = tmp_path / "ticks"
+
+    def compile() -> None:
+        subprocess.run(["sh", "-c", f"while true; do echo >> '{file}'; sleep 0.02; done"], check=True)
+
+    child = Child(compile)
+    until = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not child.is_over()
+    child.end()
+    assert child.is_over() and not child.succeeded
+    time.sleep(0.1)
+    size = file.stat().st_size
+    time.sleep(0.3)
+    assert file.stat().st_size == size > 0
+
+
+def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(lambda: time.sleep(600))
+    assert not child.is_over()
+    monkeypatch.setattr(forked_compiler, "LIMIT_S", 0.0)
+    assert ended(child) and not child.succeeded
+
+
+def test_a_child_sees_the_threads_of_its_parent() -> None:
+    threads = torch.get_num_threads()
+
+    def compile() -> None:
+        assert torch.get_num_threads() == threads
+
+    child = Child(compile)
+    assert ended(child) and child.succeeded
+
+
+def test_a_child_does_not_outlive_a_parent_that_is_killed() -> None:
+    program = """
+import os, time
+from fxpasses.compiler.forked_compiler import Child
+print(Child(lambda: time.sleep(600)).pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    group = int(done.stdout)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the child is still there")
+
+
+def test_only_the_graphs_that_are_named_are_forgotten() -> None:
+    entries: list[str] = []
+
+    def backend(gm: Any, examples: Any) -> Callable[..., Any]:
+        entries.append(cache_entries.running())
+        return gm.forward
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin()
+
+    compiled_function = torch.compile(function, backend=backend, dynamic=False)
+    x, longer = torch.randn(3), torch.randn(4)
+    for each in (x, longer, x, longer):
+        compiled_function(each)
+    assert len(entries) == 2
+    cache_entries.forget(function.__code__, {entries[0]})
+    compiled_function(longer)
+    assert len(entries) == 2
+    compiled_function(x)
+    assert len(entries) == 3
+
+
+@pytest.mark.slow
+def test_inductors_code_comes_from_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+    model = Model()
+    program = compiled(model, "inductor", start="eager")
+    steps(program, model, 4)
+    assert len(forked_compiler._running) == 1
+    assert forked_compiler.wait(600.0)
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.so")}
+    assert files
+    steps(program, model, 4, 4, 4)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.so")} == files
