@@ -4,7 +4,8 @@
 
 Public names: `fastpack_backend` (importing it enables two capture flags of Dynamo, see `fxpasses.fastpack`), `compile`
 (which changes no flag), `set_default_options`, `FastpackCallback` (which needs transformers), `inductor_options`,
-`prefetch`, `attention_stats`, `offload_stats`, `row_stats`, `skip_idle_experts`, `inspect` and the errors.
+`prefetch`, `save_caches`, `load_caches`, `attention_stats`, `offload_stats`, `row_stats`, `skip_idle_experts`,
+`inspect` and the errors.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from fxpasses.version import __version__
 if TYPE_CHECKING:
     from fxpasses import inspect
     from fxpasses.attention.runtime.stats import attention_stats
+    from fxpasses.compiler.cache_files import load_caches, save_caches
     from fxpasses.compiling import compile
     from fxpasses.default_options import set_default_options
     from fxpasses.experts.runtime.idle_experts import skip_idle_experts
@@ -39,9 +41,11 @@ __all__ = [
     "fastpack_backend",
     "inductor_options",
     "inspect",
+    "load_caches",
     "offload_stats",
     "prefetch",
     "row_stats",
+    "save_caches",
     "set_default_options",
     "skip_idle_experts",
 ]
@@ -52,9 +56,11 @@ _HOMES = {
     "compile": "fxpasses.compiling",
     "fastpack_backend": "fxpasses.fastpack",
     "inductor_options": "fxpasses.integrations.inductor_hooks",
+    "load_caches": "fxpasses.compiler.cache_files",
     "offload_stats": "fxpasses.offload.runtime.stats",
     "prefetch": "fxpasses.metadata.runtime.prefetching",
     "row_stats": "fxpasses.rows.row_stats",
+    "save_caches": "fxpasses.compiler.cache_files",
     "set_default_options": "fxpasses.default_options",
     "skip_idle_experts": "fxpasses.experts.runtime.idle_experts",
 }

@@ -30,8 +30,9 @@ MAY_NAME = {
         "integrations/inductor_hooks.py", "loss/lazy_tensor.py",
     },
     "_inductor": {
-        "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/forked_compiler.py",
-        "compiler/kernel_files.py", "compiler/lowering.py", "compiler/lowering_backward.py",
+        "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/cache_files.py",
+        "compiler/forked_compiler.py", "compiler/kernel_files.py", "compiler/lowering.py",
+        "compiler/lowering_backward.py",
         "compiler/output_strides.py", "compiler/overwritten_inputs.py", "compiler/partitioner.py",
         "compiler/stride_order.py", "inspect/capturability.py", "inspect/cli/doctor.py",
         "integrations/inductor_hooks.py", "loss/row_program.py", "options.py", "rows/live_rows.py",

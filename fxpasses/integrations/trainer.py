@@ -9,6 +9,7 @@ takes options, buckets lengths, and keeps the host's copies of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import TrainerCallback
 from fxpasses import default_options
 from fxpasses.base.containment import contained
 from fxpasses.base.once import warn_once
+from fxpasses.compiler.cache_files import load_caches, save_caches
 from fxpasses.compiling import backend_of
 from fxpasses.data import bucket_lengths, check_buckets
 from fxpasses.metadata.runtime.prefetching import keep_host_copies
@@ -34,7 +36,9 @@ class FastpackCallback(TrainerCallback):
     a batch with zeros, and its `cu_seq_lens_q` and `cu_seq_lens_k` with their last element, to one of these numbers of
     sequences: True for the powers of two (see `fxpasses.data.bucket_lengths`); a sequence of length zero has no tokens.
     host_copies: integer tensors of a batch that move to a device stay known to the host, so that prologues copy nothing
-    back; batches have to be dicts. Raises `ValueError` for wrong options and buckets, here.
+    back; batches have to be dicts. keep_caches: each checkpoint has a file with the compiled code
+    (`fxpasses.save_caches`), and training that is resumed from one starts with it; like any such file it holds code, so
+    resume from no checkpoint that you do not trust. Raises `ValueError` for wrong options and buckets, here.
 
     In place means that checkpoints, `save_pretrained` and `generate` see the model that they know. Under FSDP2 each
     sharded block is compiled, as in docs/sharding.md, and the root is not. A Trainer that compiles by itself
@@ -49,6 +53,7 @@ class FastpackCallback(TrainerCallback):
         dynamic: bool | None = None,
         buckets: bool | Sequence[int] = False,
         host_copies: bool = True,
+        keep_caches: bool = False,
     ) -> None:
         given = dict(options or {})
         if default_options.get(_OUTPUTS) is None:
@@ -59,10 +64,19 @@ class FastpackCallback(TrainerCallback):
         if self.buckets is not False:
             check_buckets(self.buckets)
         self.host_copies = host_copies
+        self.keep_caches = keep_caches
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.keep_caches:
+            with contained("keeping compiled code in a checkpoint"):
+                save_caches(_caches(args, state))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any
     ) -> None:
+        if self.keep_caches and state.global_step and _caches(args, state).exists():
+            with contained("loading compiled code from a checkpoint", "It is compiled anew."):
+                load_caches(_caches(args, state))
         if getattr(args, "torch_compile", False):
             if args.torch_compile_backend != "fastpack":
                 warn_once(
@@ -79,6 +93,11 @@ class FastpackCallback(TrainerCallback):
             loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
             if loader is not None and not isinstance(getattr(loader, "collate_fn", None), _Collate):
                 loader.collate_fn = _Collate(loader.collate_fn, self.buckets, self.host_copies)
+
+
+def _caches(args: Any, state: Any) -> Path:
+    """The file with the code of this rank in the checkpoint of this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"fxpasses_caches_{args.process_index}.zip"
 
 
 def _to_compile(model: torch.nn.Module) -> list[torch.nn.Module]:

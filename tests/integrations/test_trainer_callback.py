@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import fxpasses
 import fxpasses.inspect
 from fxpasses import FastpackCallback
+from fxpasses.integrations import trainer as trainer_module
 from fxpasses.integrations.trainer import Batch, _Collate
 from fxpasses.loss import region
 from fxpasses.loss.lazy_tensor import Source
@@ -169,3 +171,20 @@ def test_of_a_model_that_fsdp2_shards_the_blocks_are_compiled() -> None:
         result = model(torch.ones(2, 4))
     assert len(record.graphs) == 1  # blocks of one class are one frame
     assert torch.equal(result, torch.compiler.disable(model.forward)(torch.ones(2, 4)))
+
+
+def test_compiled_code_is_kept_in_checkpoints_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Path]] = []
+    monkeypatch.setattr(trainer_module, "save_caches", lambda path: calls.append(("save", path)))
+    monkeypatch.setattr(trainer_module, "load_caches", lambda path: calls.append(("load", path)))
+    arguments = SimpleNamespace(output_dir=str(tmp_path), process_index=1)
+    start, saved = SimpleNamespace(global_step=0), SimpleNamespace(global_step=7)
+    file = tmp_path / "checkpoint-7" / "fxpasses_caches_1.zip"
+    for keeps, expected in ((False, []), (True, [("save", file), ("load", file)])):
+        callback = FastpackCallback(keep_caches=keeps)
+        callback.on_train_begin(arguments, start, None)
+        callback.on_save(arguments, saved, None)
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        callback.on_train_begin(arguments, saved, None)
+        assert calls == expected

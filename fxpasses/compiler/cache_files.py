@@ -1,0 +1,163 @@
+"""Keeps what was compiled in a file, for a process on another machine, or after the temporary directory was emptied.
+
+    fxpasses.save_caches("compiled.zip")      # after the first steps
+    fxpasses.load_caches("compiled.zip")      # in another process, before its first step
+
+The file has PyTorch's own cache artifacts (`torch.compiler.save_cache_artifacts`), and the shared libraries of C++
+kernels, which these leave out. Dynamo traces the program again and finds its code by PyTorch's keys, which cover the
+graph, the sizes, dtypes and options, and the versions of PyTorch and of this package: code of another program is never
+used. The libraries are made for one kind of processor, which no key covers, so the file names it.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `cache_dir`; `codecache.write` and `cpu_vec_isa`, for the library
+by which Inductor tests vector instructions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpasses.base.containment import contained
+from fxpasses.version import code_digest
+
+_IDENTITY, _ARTIFACTS, _LIBRARIES = "identity.json", "artifacts", "libraries/"
+
+
+def save_caches(path: str | os.PathLike[str]) -> None:
+    """Write what this process has compiled, or has found in PyTorch's caches, to a file.
+
+    Call it after the first steps: backward is compiled when it first runs. With several ranks, give each a path of its
+    own. Raises `RuntimeError` if nothing was compiled, and `OSError` if the file cannot be written; an existing file is
+    replaced, or stays as it is.
+    """
+    found = torch.compiler.save_cache_artifacts()
+    if found is None:
+        raise RuntimeError(
+            "there is nothing to save: this process has compiled nothing yet that PyTorch caches. Call "
+            "`fxpasses.save_caches` after the first training steps"
+        )
+    path = Path(path)
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr(_IDENTITY, json.dumps(_identity()))
+            file.writestr(_ARTIFACTS, found[0])
+            for library in _libraries():
+                file.write(library, _LIBRARIES + library.relative_to(_folder()).as_posix())
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+
+
+def load_caches(path: str | os.PathLike[str]) -> bool:
+    """Fill PyTorch's caches from a file of `save_caches`; returns whether they were.
+
+    They are not, with a warning that says why, if the file is of another version of PyTorch, of this package or of
+    Python, or of another kind of processor, or if it is damaged. Like any file of PyTorch's caches, it holds code: load
+    none that you do not trust. Raises `OSError` if the file cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            identity, own = json.loads(file.read(_IDENTITY)), _identity()
+            others = [key for key in own if identity.get(key) != own[key]]
+            if others:
+                was, now = identity.get(others[0]), own[others[0]]
+                return _refuse(path, f"it is of another {others[0]}: {was}, and this is {now}")
+            artifacts = file.read(_ARTIFACTS)
+            names = [name for name in file.namelist() if name.startswith(_LIBRARIES)]
+            libraries = {_target(name): file.read(name) for name in names}
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        return _refuse(path, f"it is damaged, or no file of `fxpasses.save_caches` ({error})")
+    for target, content in libraries.items():
+        _write(target, content)
+    if torch.compiler.load_cache_artifacts(artifacts) is None:
+        return _refuse(path, "PyTorch does not accept it")
+    return True
+
+
+def _refuse(path: str | os.PathLike[str], why: str) -> bool:
+    warnings.warn(f"fxpasses: {os.fspath(path)} is not used: {why}. The program is compiled anew.", stacklevel=3)
+    return False
+
+
+def _identity() -> dict[str, Any]:
+    return {
+        "version of torch": torch.__version__,
+        "version of fxpasses": code_digest()[:16],
+        "version of Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+    }
+
+
+def _processor() -> str:
+    """The model, and a digest of its instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    fields = dict[str, str]()
+    for line in lines:
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())  # of the first processor
+    flags = fields.get("flags", fields.get("Features", ""))
+    digest = hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:8]
+    return f"{fields.get('model name', platform.machine())} ({digest})"
+
+
+def _folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(os.path.realpath(cache_dir()))
+
+
+def _libraries() -> Iterator[Path]:
+    """The shared libraries in Inductor's cache that this process has loaded or tests vector instructions by."""
+    folder = str(_folder()) + os.sep
+    found = set[str]()
+    with contained("finding the libraries of C++ kernels", "They are compiled again where the file is loaded."):
+        maps = Path("/proc/self/maps")
+        mapped = [line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
+        found = {name for name in mapped if name.startswith(folder) and name.endswith(".so")}
+        found |= {name for name in _vector_tests() if os.path.exists(name)}
+    yield from map(Path, sorted(found))
+
+
+def _vector_tests() -> Iterator[str]:
+    from torch._inductor import codecache, cpu_vec_isa
+
+    for isa in cpu_vec_isa.valid_vec_isa_list():
+        fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa._arch_flags)
+        _, source = codecache.write(isa._avx_code, "cpp", extra=fingerprint)
+        yield os.path.realpath(source.removesuffix(".cpp") + ".so")
+
+
+def _target(name: str) -> Path:
+    """Where a library goes. Raises `ValueError` for a place outside of Inductor's cache."""
+    target = _folder() / name.removeprefix(_LIBRARIES)
+    if ".." in target.parts or not target.is_relative_to(_folder()):
+        raise ValueError(f"it names {name}")
+    return target
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Another process may load the file at any time, or write the same."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    with os.fdopen(handle, "wb") as stream:
+        stream.write(content)
+    os.chmod(part, 0o755)
+    os.replace(part, path)
