@@ -94,9 +94,10 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs)
+        self.draws |= draws
         if self.refuse:
-            check_operator(func)
+            check_operator(func, draws)
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -116,11 +117,14 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return False
 
 
-def check_operator(func: torch._ops.OpOverload) -> None:
-    """Raise `Refused` for collectives, random operators, and custom operators, which are not known to be pure."""
+def check_operator(func: torch._ops.OpOverload, draws: bool | None = None) -> None:
+    """Raise `Refused` for collectives, random operators, and custom operators, which are not known to be pure.
+
+    draws: whether it draws random numbers, if its arguments have shown that; otherwise it does if it can.
+    """
     if is_collective(func):
         raise Refused(Reason.COLLECTIVE, f"`{func}` must be issued once, at its place")
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags and draws is not False:
         raise Refused(Reason.RANDOM, f"`{func}` draws random numbers")
     if func.namespace not in ("aten", "prims", "prim") and func._schema.name not in _OWN:
         raise Refused(Reason.UNKNOWN_OPERATOR, f"`{func}` is not an operator of PyTorch, so not known to be pure")

@@ -107,6 +107,13 @@ class Values:
         return map_arg(node.args, replaced), map_arg(node.kwargs, replaced)
 
 
+def place_of(dim: int, ndim: int) -> int:
+    """A dimension, counted from the first. A value without dimensions has none, though operators take its 0 and -1."""
+    if not -ndim <= dim < ndim:
+        raise Unbatched("a value without dimensions")
+    return dim % ndim
+
+
 def constant_of(node: Node, size: Any) -> int:
     found = constant(size)
     if found is None:

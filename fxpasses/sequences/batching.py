@@ -27,7 +27,7 @@ from fxpasses.graph.calls import OperatorCall, is_in_place, operator_of, swaps_l
 from fxpasses.graph.symbols import expression
 from fxpasses.graph.traits import CASTS, COMPARISONS, COPIES, RESHAPES, is_pointwise
 from fxpasses.sequences import views
-from fxpasses.sequences.batched import Batched, Unbatched, Values
+from fxpasses.sequences.batched import Batched, Unbatched, Values, place_of
 
 _KEEPS = CASTS | COPIES | {"alias", "type_as"}
 _NORMS = frozenset({"layer_norm", "rms_norm"})
@@ -164,6 +164,8 @@ class Batching(Values):
         dims = self.dims_of(node)
         one = call.argument("input")
         other = call.argument("weight" if name == "linear" else "other", node.args[1])
+        if any(self.depends(operand) for operand in node.all_input_nodes if operand not in (one, other)):
+            raise Unbatched(f"`{name}` with a part's own bias")
         if other not in self.known:
             state = self.known[one]
             last = len(self.shape(one)) - 1
@@ -217,7 +219,7 @@ class Batching(Values):
         dim = call.argument("dim")
         if type(dim) is not int:
             raise Unbatched(f"`{name}` over unknown dimensions")
-        dim %= ndim
+        dim = place_of(dim, ndim)
         if dim not in state.dims:
             return self._along(node, call, state, dim - ndim)
         if state.dims != (ndim - 2, ndim - 1) or dim != ndim - 1 or name != "softmax":
@@ -229,7 +231,7 @@ class Batching(Values):
 
     def _normalized(self, call: OperatorCall, ndim: int, state: Batched) -> Batched:
         dim = call.argument("dim", 1)
-        if type(dim) is not int or dim % ndim in state.dims or len(state.dims) > 1:
+        if type(dim) is not int or place_of(dim, ndim) in state.dims or len(state.dims) > 1:
             raise Unbatched("`normalize` over the rows of a part")
         given = {name: call.argument(name) for name in ("p", "eps")}
         options = {name: value for name, value in given.items() if value is not None}
@@ -246,7 +248,8 @@ class Batching(Values):
         fits = first.meta["example_value"].is_floating_point() and call.argument("dtype") is None
         if not fits or not isinstance(over, (range, list, tuple)) or any(type(dim) is not int for dim in over):
             raise Unbatched(f"`{name}` in another dtype, or over unknown dimensions")
-        return self._reduce(name, state, ndim, sorted({dim % ndim for dim in over}), bool(call.argument("keepdim")))
+        over = sorted({place_of(dim, ndim) for dim in over})
+        return self._reduce(name, state, ndim, over, bool(call.argument("keepdim")))
 
     def _reduce(self, name: str, state: Batched, ndim: int, over: list[int], keep: bool) -> Batched:
         """The sum or the mean over some dimensions, of `ndim` that a part's has."""

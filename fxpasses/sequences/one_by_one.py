@@ -51,7 +51,9 @@ class Result(Look):
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def joined(self, values: list[Tensor]) -> Tensor:
-        return torch.stack(values) if self.dim is None else torch.cat(values, self.dim)
+        """Contiguous, as `fake` has it: `cat` keeps the strides of channels that lie last."""
+        joined = torch.stack(values) if self.dim is None else torch.cat(values, self.dim)
+        return joined.contiguous()
 
     def cut(self, whole: Tensor, part: int, start: int, value: Tensor) -> Tensor:
         """What `whole` has of the value of a part. start: where that begins."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpasses.graph.calls import OperatorCall, swaps_last_dimensions
-from fxpasses.sequences.batched import Batched, Unbatched, Values, constant_of
+from fxpasses.sequences.batched import Batched, Unbatched, Values, constant_of, place_of
 
 
 def reshaped(values: Values, node: Node, call: OperatorCall, name: str, first: Node, state: Batched) -> Batched:
@@ -34,10 +34,11 @@ def rearranged(values: Values, node: Node, call: OperatorCall, name: str, first:
     ndim = len(values.shape(first))
     order = list(range(ndim))
     if name == "permute":
-        order = [dim % ndim for dim in call.sequence("dims")]
+        order = [place_of(dim, ndim) for dim in call.sequence("dims")]
     elif name == "transpose" or swaps_last_dimensions(node):
         pair = (call.argument("dim0"), call.argument("dim1")) if name == "transpose" else (-2, -1)
-        order[pair[0]], order[pair[1]] = order[pair[1]], order[pair[0]]
+        one, other = (place_of(dim, ndim) for dim in pair)
+        order[one], order[other] = order[other], order[one]
     else:
         return _indexed(values, node, call, name, first, state)
     dims = tuple(sorted(order.index(at) for at in state.dims))
@@ -53,7 +54,7 @@ def _indexed(values: Values, node: Node, call: OperatorCall, name: str, first: N
         dim = call.argument("dim")
         if type(dim) is not int:
             raise Unbatched(f"`{name}` of unknown dimensions")
-        dim %= ndim + (name == "unsqueeze")
+        dim = place_of(dim, ndim + (name == "unsqueeze"))
         if dim in state.dims and name == "squeeze":
             raise Unbatched("`squeeze` of the rows of a part, which may be one")
         target = getattr(torch, name)
@@ -63,7 +64,7 @@ def _indexed(values: Values, node: Node, call: OperatorCall, name: str, first: N
         dims = tuple(at + by if at > dim or (at == dim and by > 0) else at for at in state.dims)
         return Batched(values.graph.emit(target, state.node, dim + each), dims, state.hides)
     if name == "narrow":
-        dim = call.argument("dim") % ndim
+        dim = place_of(call.argument("dim"), ndim)
         if dim in state.dims:
             raise Unbatched("a slice of a part")
         bounds = call.argument("start"), call.argument("length")
@@ -107,9 +108,9 @@ def split(values: Values, node: Node, name: str) -> list[Batched]:
     first = call.argument("input", node.args[0])
     state, ndim = values.known[first], len(values.shape(first))
     dim = call.argument("dim", 0)
-    if type(dim) is not int or dim % ndim in state.dims or len(state.dims) > 1:
+    if type(dim) is not int or place_of(dim, ndim) in state.dims or len(state.dims) > 1:
         raise Unbatched(f"`{name}` of the rows of a part")
-    dim %= ndim
+    dim = place_of(dim, ndim)
     how = {"chunk": ["chunks"], "split": ["split_size"], "unbind": []}[name]
     given = [call.argument(parameter) for parameter in how]
     if any(isinstance(operand, Node) for operand in given):

@@ -164,8 +164,12 @@ class PartBody:
         sizes = operand.meta["example_value"].shape
         dims = OperatorCall.of(node).argument("dim", None)
         chosen = range(len(sizes)) if dims is None else dims if isinstance(dims, (tuple, list)) else [dims]
-        is_own = any(not self.symbols.isdisjoint(free_symbols(sizes[at])) for at in chosen)
+        is_own = any(not self.symbols.isdisjoint(free_symbols(sizes[at])) for at in chosen if sizes)
         return operator_of(node) != "unsqueeze" and is_own
+
+    def may_return_views(self) -> bool:
+        """Whether an operator of the body copies, or returns its operand's own memory, as that lies for a part."""
+        return any(operator_of(node) in _MAY_BE_VIEWS for node in self.own)
 
     def memory(self) -> set[int]:
         """That of all tensors which the body reads, or which its parts are cut from."""

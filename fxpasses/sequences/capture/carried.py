@@ -45,11 +45,15 @@ class Carried:
         self.counted: dict[str, Any] = {}
         self.indexing: set[str] = set()
 
-    def begin(self, part: OnePart, writer: Writer) -> None:
-        """Put stand-ins in place of the numbers that an earlier attempt has found to be carried."""
+    def begin(self, start: int, part: OnePart, writer: Writer) -> None:
+        """Put stand-ins in place of the numbers that an earlier attempt has found to be carried.
+
+        start: the loop's place. Another loop over the same list may carry a number that this one does not read.
+        """
+        live = live_at(self.tx.instructions, start, self.tx.f_globals)
         for place, name in sorted(self.trace.attempt.carried):
             before = self.before.get(name)
-            if place in part.places and before is not None and _is_count(before):
+            if place in part.places and name in live and before is not None and _is_count(before):
                 self.counters[name] = found = writer.call(torch.ops.fxpasses.part_size.default, part.lengths.tensor)
                 part.stand_ins.append(found)
                 self.tx.symbolic_locals[name] = found

@@ -17,6 +17,7 @@ from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TupleVari
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from fxpasses.dynamo.hints import BUILTIN, ITEM_WRITE
@@ -71,7 +72,7 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
         read = _reading(trace, lengths, lambda: proceed(self, tx, name, args, kwargs).items)
         found = example(self)
         return lists.sizes(lengths, read) if found.ndim == 1 else lists.rows(lengths, read, found.shape[1])
-    if name == "__setitem__" and len(args) == 2 and (key := _at_number(trace, tx, args[0])) is not None:
+    if name == "__setitem__" and len(args) == 2 and (key := _at_number(trace, tx, self, args[0])) is not None:
         return proceed(self, tx, name, [key, args[1]], kwargs)
     if name in _SPLIT_METHODS and args:
         return _split(trace, (self, *args), kwargs, lambda *given: proceed(self, tx, name, given[1:], {}))
@@ -99,6 +100,8 @@ def _lengths(trace: Trace, tensor: Any) -> Lengths | None:
     if not isinstance(found, Tensor) or found.dtype not in (torch.int32, torch.int64):
         return None
     if found.ndim != 1 and (found.ndim != 2 or type(found.shape[1]) is not int or found.shape[1] > _MOST_COLUMNS):
+        return None
+    if type(found.shape[0]) is int and found.shape[0] == 0:  # Python's answers for an empty list are its own
         return None
     place = trace.place()
     if part_counts.varies(place, found.shape[0]):
@@ -139,7 +142,7 @@ def _split(trace: Trace, args: Any, kwargs: Any, read: Callable[..., Any]) -> An
     lengths = _lengths_of(trace, sizes)
     if lengths is None or not isinstance(tensor, TensorVariable) or not dim.is_python_constant():
         return NOT_HANDLED
-    if trace.state(Sequences).is_reading:
+    if trace.state(Sequences).is_reading or trace.is_in_try():  # where the program may catch the error of wrong lengths
         return NOT_HANDLED
     whole, at = example(tensor), dim.as_python_constant()
     if len(found) != len(args) + len(kwargs) or whole.layout is not torch.strided or type(at) is not int:
@@ -193,6 +196,7 @@ def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwarg
     if self.fn is tuple and is_padding and len(args) == 1 and type(args[0].realize()) in (Parts, Results):
         return args[0].realize()
     if self.fn is len and len(args) == 1 and _is_of_parts(args[0]):
+        trace.state(Sequences).check(tx, args[0].realize(), set())
         return args[0].realize().lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
     return NOT_HANDLED
 
@@ -326,6 +330,14 @@ def _are_equal(one: Any, other: Any) -> bool:
     return is_known and hint_of(one) == hint_of(other) and bool(one == other)
 
 
+def _is_at_most(one: Any, other: Any) -> bool:
+    """Whether a size of the batch is no more than another, which is guarded."""
+    if statically_known_true(one <= other):
+        return True
+    is_known = not is_unbacked(one) and not is_unbacked(other)
+    return is_known and hint_of(one) <= hint_of(other) and bool(one <= other)
+
+
 def _is_looped_over(tx: Any) -> bool:
     """Whether the program only loops over the list that it is about to iterate over."""
     after = 0
@@ -369,16 +381,21 @@ def append(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str, args: 
 
 @handlers.at(ITEM_WRITE, order=8, without="`mask[i, :n] = True` has its loop unrolled")
 def write(trace: Trace, proceed: Proceed, self: Any, tx: Any, key: Any, value: Any) -> Any:
-    key = _at_number(trace, tx, key)
+    key = _at_number(trace, tx, self, key)
     return NOT_HANDLED if key is None else proceed(self, tx, key, value)
 
 
-def _at_number(trace: Trace, tx: Any, key: Any) -> Any:
-    """The index `i : i + 1, :n` for `i, :n` where i is the number of a part; None for others."""
+def _at_number(trace: Trace, tx: Any, written: Any, key: Any) -> Any:
+    """The index `i : i + 1, :n` for `i, :n` where i is the number of a part; None for others.
+
+    written: the tensor. Refuses the loop unless that has a row for each part: a slice would write nothing beyond it.
+    """
     loop, items = trace.state(Sequences).open, list(key.items) if type(key) is TupleVariable else [key]
     first = items[0] if items else None
     if loop is None or not isinstance(first, SymNodeVariable) or not loop.carried.is_index(first, loop.part):
         return None
+    if not _is_at_most(example(loop.lengths.tensor).shape[0], example(written).shape[0]):
+        loop.refuse("it writes to more rows than a tensor may have")
     following = BuiltinVariable(operator.add).call_function(tx, [first, ConstantVariable.create(1)], {})
     return TupleVariable([BuiltinVariable(slice).call_function(tx, [first, following], {}), *items[1:]])
 

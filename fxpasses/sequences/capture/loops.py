@@ -56,7 +56,8 @@ class Sequences:
         self.trace = trace
         self.open: Loop | None = None
         self.is_reading = False  # a list, which calls the same function again inside a mode, such as a default device
-        self.kept: dict[int, frozenset[Any]] = {}  # by memory that backward reads, the places of the loops' lists
+        # By memory that is read later than the program reads it, the places of the loops' lists.
+        self.kept: dict[int, frozenset[Any]] = {}
 
     def refuse(self, *places: Any, why: str, has_rules: bool = True, is_new: bool = False) -> Any:
         """Have the frame traced again with the loops over some lists unrolled.
@@ -83,13 +84,28 @@ class Sequences:
         known = {place for place, _ in self.trace.attempt.one_by_one}
         return not known.isdisjoint(places)
 
+    def check(self, tx: Any, value: Any, checked: set[Any]) -> None:
+        """Refuse a list unless its lengths are those of the program's list, and sum to what they cut.
+
+        checked: the keys of lengths that were found to; this adds to them.
+        """
+        rows = None
+        if type(value) is Parts:
+            rows = value.tensor.call_method(tx, "size", [ConstantVariable.create(value.dim)], {})
+        writer = Writer(self.trace, tx, value.lengths, rows)
+        if not writer.is_current():
+            self.refuse(value.lengths.place, why="its lengths have been written to")
+        if rows is not None and writer.key not in checked and not writer.fits():
+            self.refuse(value.lengths.place, why="its parts do not sum to their tensor")
+        checked.add(writer.key)
+
     def changed(self, when: int = -1) -> None:
         """Called for a change of a Python object that was created at the time `when`."""
         if self.open is not None and when < self.open.born:
             self.open.spoiled = True
 
     def written(self, tensor: Any) -> None:
-        """Called before the program writes to a tensor: no loop may read it again in backward."""
+        """Called before the program writes to a tensor: no loop may read it after that, in backward for instance."""
         places = self.kept.get(storage_key(tensor))
         if places:
             self.trace.unrolled.update(dict.fromkeys(places, "what it reads is written to after it"))
@@ -182,7 +198,7 @@ class Loop:
         self.first = self.graph._root.prev
         element = self.part.of(over)
         if self.is_one_by_one:
-            self.carried.begin(self.part, self.writer)
+            self.carried.begin(self.start, self.part, self.writer)
         else:
             (size,) = self.part.sizes.values()
             self.batching = Batching(self.writer, expression(size.sym_num), size.as_proxy().node)
@@ -195,17 +211,9 @@ class Loop:
 
     def _check_lengths(self) -> None:
         """Refuse the loop unless the lengths are those of the program's lists, and sum to what they cut."""
-        checked = set()
+        checked = set[Any]()
         for value in self.over:
-            rows = None
-            if type(value) is Parts:
-                rows = value.tensor.call_method(self.tx, "size", [ConstantVariable.create(value.dim)], {})
-            writer = Writer(self.sequences.trace, self.tx, value.lengths, rows)
-            if not writer.is_current():
-                self.refuse("its lengths have been written to")
-            if rows is not None and writer.key not in checked and not writer.fits():
-                self.refuse("its parts do not sum to their tensor")
-            checked.add(writer.key)
+            self.sequences.check(self.tx, value, checked)
 
     def _rows(self) -> Any:
         """The variable of T; None if nothing has as many rows."""
@@ -284,6 +292,8 @@ class Loop:
             self.sequences.kept |= dict.fromkeys(self.body.memory(), self.places)
         else:
             self._compute_for_all(output)
+            if self.body.may_return_views():  # of all parts where eager mode copies each, or the other way round
+                self.sequences.kept |= dict.fromkeys(self.body.memory(), self.places)
         for (made, _), item in zip(self.appended.values(), items, strict=True):
             made.item = item()
             made.lengths = made.item.lengths if type(made.item) is Tensors else self.lengths
