@@ -11,15 +11,19 @@ The flags of the compiler are the same, and so are the results. Only sources of 
 kernels share a file: headers, then one function. If such a file does not build, each kernel has its own again, for the
 rest of the process, with one warning.
 
+A change of one kernel compiles the file again, where Inductor would find the others in its cache: a tenth of a second
+for each of them, and one or two for the largest.
+
 Private names, checked on torch 2.11, 2.13 and 2.15: `AsyncCompile.cpp_pybinding` and `wait`, which generated modules
-call; and of `CppPythonBindingsCodeCache` the attributes that its subclasses override, and, in its template, `parse_arg`
-and how Python calls a kernel.
+call, `submit`, `get_compile_threads` and `kernel_code_log` of its module; and of `CppPythonBindingsCodeCache` the
+attributes that its subclasses override, and, in its template, `parse_arg` and how Python calls a kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import itertools
 import math
 import re
@@ -29,11 +33,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fxpasses.base.containment import contained
+from fxpasses.base.containment import contained, say
 from fxpasses.base.patching import Patch
 from fxpasses.compiler.broken_kernels import building_anew
 
-_WORTH_A_FILE = 16  # kernels: as many take as long as headers and bindings, so another thread ends sooner with a file
+# Seconds, of g++ 12 on one core: kernels that take as long are worth a file of their own if there is a thread for it.
+_WORTH_A_FILE = 1.0
+_LEAST, _PER_CHARACTER, _LONGEST = 0.05, 1 / 25_000, 40_000  # what a kernel takes; long ones repeat themselves
 _MOST = 64  # kernels of a file: one of thousands would need gigabytes of memory
 
 _strict: ContextVar[bool | None] = ContextVar("strict", default=None)  # None: files are not shared
@@ -83,20 +89,15 @@ def kernel_of(arguments: Sequence[str], source: str, alone: Callable[[], Any]) -
 
 
 def load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
-    """The functions of kernels, compiled in shared files; of no kernel if that fails.
+    """The functions of kernels, compiled in shared files.
 
     threads: files that are compiled at a time. submit: has a function called by another thread.
     """
-    global _fails
-    with _containing():
-        return building_anew(lambda: _load(kernels, threads, submit))
-    _fails = True
-    return {}
+    return building_anew(lambda: _load(kernels, threads, submit))
 
 
-def _containing() -> contextlib.AbstractContextManager[None]:
-    instead = "Each is compiled in its own file, as by stock Inductor, which takes longer."
-    return contained("compiling the C++ kernels of a graph in one file", instead, bool(_strict.get()))
+_PIECE = "compiling the C++ kernels of a graph in one file"
+_INSTEAD = "Each is compiled in its own file, as by stock Inductor, which takes longer."
 
 
 def _load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
@@ -113,9 +114,20 @@ def _files(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
     for kernel in kernels:
         alike[kernel.headers].append(kernel)
     for group in alike.values():
-        count = max(min(threads, math.ceil(len(group) / _WORTH_A_FILE)), math.ceil(len(group) / _MOST))
-        for i in range(count):
-            yield group[i::count]
+        seconds = sum(map(_seconds, group))
+        count = max(min(threads, math.ceil(seconds / _WORTH_A_FILE)), math.ceil(len(group) / _MOST))
+        files: list[list[Kernel]] = [[] for _ in range(count)]
+        heap = [(0.0, at) for at in range(count)]
+        for kernel in sorted(group, key=_seconds, reverse=True):
+            taken, at = heapq.heappop(heap)
+            files[at].append(kernel)
+            if len(files[at]) < _MOST:
+                heapq.heappush(heap, (taken + _seconds(kernel), at))
+        yield from filter(None, files)
+
+
+def _seconds(kernel: Kernel) -> float:
+    return _LEAST + min(len(kernel.text), _LONGEST) * _PER_CHARACTER
 
 
 def _source(kernels: Sequence[Kernel]) -> str:
@@ -207,33 +219,57 @@ def _async_compile() -> Any:
 
 def _gather(compile_one: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_one)
-    def gather(self: Any, argtypes: list[str], source_code: str) -> Any:
-        alone = functools.partial(compile_one, self, argtypes, source_code)
-        if _strict.get() is not None and not _fails:
-            with _containing():
-                if kernel := kernel_of(argtypes, source_code, alone):
+    def gather(self: Any, *given: Any, **named: Any) -> Any:
+        alone = functools.partial(compile_one, self, *given, **named)
+        if _strict.get() is not None and not _fails and len(given) == 2 and not named:
+            with contained(_PIECE, _INSTEAD, bool(_strict.get())):
+                if kernel := kernel_of(*given, alone):
                     self.__dict__.setdefault("fxpasses_kernels", []).append(kernel)
+                    _log(given[1])
                     return kernel
         return alone()
 
     return gather
 
 
+def _log(source: str) -> None:
+    """As Inductor logs a kernel that it compiles, for `TORCH_LOGS=kernel_code`."""
+    from torch._inductor.async_compile import kernel_code_log
+
+    kernel_code_log.info("CPP+Bindings Kernel:\n%s", source)
+
+
 def _load_and_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wait)
-    def load_and_wait(self: Any, scope: dict[str, Any]) -> Any:
-        from torch._inductor.async_compile import get_compile_threads
-
+    def load_and_wait(self: Any, scope: dict[str, Any], *others: Any, **named: Any) -> Any:
+        global _fails
         kernels: list[Kernel] = self.__dict__.pop("fxpasses_kernels", [])
-        threads = get_compile_threads()
-        submit = self.submit if threads > 1 else None
-        functions = load(kernels, threads, submit) if len(kernels) > 1 else {}
+        functions, failed = _try_to_load(self, kernels)
         for name, value in list(scope.items()):
             if isinstance(value, Kernel):
                 scope[name] = functions[value] if value in functions else value.alone()
-        return wait(self, scope)
+        found = wait(self, scope, *others, **named)
+        if failed is not None:  # each builds alone, so the compiler works
+            _fails = True
+            say(_PIECE, failed, _INSTEAD)
+        return found
 
     return load_and_wait
 
 
-gathering = Patch(_async_compile, cpp_pybinding=_gather, wait=_load_and_wait)
+def _try_to_load(compiler: Any, kernels: Sequence[Kernel]) -> tuple[dict[Kernel, Any], Exception | None]:
+    """The functions of kernels that share files, and why there are none. compiler: Inductor's `AsyncCompile`."""
+    if len(kernels) < 2:
+        return {}, None
+    try:
+        from torch._inductor.async_compile import get_compile_threads
+
+        threads = get_compile_threads()
+        return load(kernels, threads, compiler.submit if threads > 1 else None), None
+    except Exception as error:
+        if _strict.get():
+            raise
+        return {}, error
+
+
+gathering = Patch(_PIECE, _async_compile, cpp_pybinding=_gather, wait=_load_and_wait)

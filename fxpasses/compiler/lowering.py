@@ -183,7 +183,10 @@ def inductor(
     arguments = _decompositions(gm, patches)
     if compile_inner is not None:
         arguments["inner_compile"] = compile_inner
-    with config.patch(cache_key_tag=tag), sharing_files(options.strict):
+    functorch: Any = torch._functorch.config
+    # A bundle takes nothing but Inductor's own code, which `output_strides` may wrap.
+    bundles = functorch.patch(bundled_autograd_cache=False)
+    with config.patch(cache_key_tag=tag), bundles, sharing_files(options.strict):
         return compile_graph(gm, list(example_inputs), config_patches=patches or None, **arguments)
 
 

@@ -31,13 +31,13 @@ def _order(original: Callable[..., Sequence[int]]) -> Callable[..., Sequence[int
     from torch._inductor.virtualized import V
 
     @functools.wraps(original)
-    def order(seq: Sequence[Any], shape_env: Any = None) -> Sequence[int]:
-        if shape_env is None and any(isinstance(stride, sympy.Expr) and stride.free_symbols for stride in seq):
-            shape_env = V.graph.sizevars.shape_env
-        return original(seq, shape_env)
+    def order(seq: Sequence[Any], *others: Any, **named: Any) -> Sequence[int]:
+        if not others and not named and any(isinstance(s, sympy.Expr) and s.free_symbols for s in seq):
+            others = (V.graph.sizevars.shape_env,)
+        return original(seq, *others, **named)
 
     return order
 
 
 # Has strides ordered with the help of the shape environment while Inductor compiles a graph.
-with_symbols = Patch(_ir, get_stride_order=_order)
+with_symbols = Patch("ordering strides that are expressions", _ir, get_stride_order=_order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_other_sources_do_not(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "threads", "files"), [(1, 8, 1), (16, 8, 1), (17, 8, 2), (17, 1, 1), (60, 3, 3), (70, 1, 2)]
+    ("count", "threads", "files"), [(1, 8, 1), (16, 8, 1), (20, 8, 2), (20, 1, 1), (60, 3, 3), (70, 1, 2)]
 )
 def test_there_are_as_many_files_as_are_worth_it(count: int, threads: int, files: int) -> None:
     kernels = [kernel() for _ in range(count)]
@@ -121,3 +122,40 @@ def test_graphs_of_other_backends_are_left_alone(new_cache: Path) -> None:
     with kernel_files.gathering():
         torch.testing.assert_close(results(torch.compile(program)), results(program))
     assert not any("all_kernels" in source for source in compiled_files(new_cache))
+
+
+def test_a_large_kernel_is_worth_a_file_and_files_take_as_long() -> None:
+    small = [kernel() for _ in range(8)]
+    large = [kernel(SOURCE.replace("    {\n", "    {\n" + "// long\n" * 3000)) for _ in range(3)]
+    files = list(kernel_files._files([*small, *large], 3))  # type: ignore[list-item]
+    assert sorted(len(file) for file in files) == [3, 4, 4]
+    assert all(sum(one in large for one in file) == 1 for file in files)
+
+
+def test_a_call_with_other_arguments_is_left_to_inductor() -> None:
+    class Compiler:
+        def cpp_pybinding(self, argtypes: Any, source_code: str, device: str = "") -> Any:
+            return argtypes, source_code, device
+
+    gather = kernel_files._gather(Compiler.cpp_pybinding)
+    with kernel_files.sharing_files(strict=False):
+        assert gather(Compiler(), ["float*"], SOURCE, device="cpu") == (["float*"], SOURCE, "cpu")
+        assert type(gather(Compiler(), ["float*"], SOURCE)) is kernel_files.Kernel
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_not_blamed_on_shared_files(new_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*arguments: Any, **named: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    def another(x: Tensor, w: Tensor, number: int) -> Tensor:  # which no earlier test has compiled
+        return program(x, w, number + 5)
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.CppBuilder.build", build)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        actual = results(compiled(another, "inductor", strict=False))
+    torch.testing.assert_close(actual, results(another))
+    texts = [str(each.message) for each in warned]
+    assert any("no compiler" in text for text in texts) and not any("in one file" in text for text in texts)
+    assert not kernel_files._fails
