@@ -1,9 +1,9 @@
 """`fastpack.start = "eager"`: a program runs uncompiled from its first step, while another process compiles its graph.
 
-    step 1       Dynamo, passes, AOTAutograd; a child compiles the graph with Inductor, into PyTorch's caches
+    step 1       Dynamo, passes; a child compiles the graph with Inductor, into PyTorch's caches
     steps 2..    the same graph, operator by operator
     step n       the child is done: Dynamo forgets the uncompiled graph
-    step n + 1   Dynamo, passes, AOTAutograd again; the code comes from the caches
+    step n + 1   Dynamo, passes, AOTAutograd; the code comes from the caches
 
 The frame is traced a second time, rather than the code of a piece exchanged, because compiling guards sizes: Dynamo
 takes these guards where it traces, and a graph whose guards nobody checks is wrong for other sizes.
@@ -55,8 +55,9 @@ def compiled(
             child = Child(lambda: compile(settings, lambda report: None))
     if child is None:
         return compile(settings, on_report)
+    lowering = "aot_eager" if settings.offloads else "eager"  # activations move between AOTAutograd's graphs
     try:
-        run, outcome = compile(replace(settings, lowering="aot_eager", inductor={}, mode=None), on_report)
+        run, outcome = compile(replace(settings, lowering=lowering, inductor={}, mode=None), on_report)
     except BaseException:
         child.end()
         raise

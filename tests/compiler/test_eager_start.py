@@ -53,7 +53,9 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def lower(gm: Any, examples: Any, settings: Any, *rest: Any) -> Any:
         found.append(settings.lowering)
-        return original(gm, examples, replace(settings, lowering="aot_eager", inductor={}), *rest)
+        if settings.lowering == "inductor":
+            settings = replace(settings, lowering="aot_eager", inductor={})
+        return original(gm, examples, settings, *rest)
 
     monkeypatch.setattr(backend, "lower", lower)
     return found
@@ -79,26 +81,32 @@ def test_a_frame_is_compiled_again_when_its_child_is_over(
     model = Model()
     program = compiled(model, "inductor", start="eager")
     steps(program, model, 4)
-    assert lowered == ["aot_eager"]
+    assert lowered == ["eager"]
     assert forked_compiler.wait(60.0)
     steps(program, model, 4, 4)
-    assert lowered == ["aot_eager", "inductor"]
+    assert lowered == ["eager", "inductor"]
     assert "Model.forward is compiled from its next call on, after 1 without" in capfd.readouterr().err
     steps(program, model, 6, 7)  # other sizes, so another graph
-    assert lowered == ["aot_eager", "inductor", "aot_eager"]
+    assert lowered == ["eager", "inductor", "eager"]
     assert forked_compiler.wait(60.0)
     steps(program, model, 5, 6, 7, 4)
-    assert lowered == ["aot_eager", "inductor", "aot_eager", "inductor"]
+    assert lowered == ["eager", "inductor", "eager", "inductor"]
 
 
 def test_a_graph_that_the_frame_does_not_use_any_more_is_waited_for(lowered: list[str]) -> None:
     model = Model()
     program = compiled(model, "inductor", start="eager")
     steps(program, model, 4, 5, 6)
-    assert lowered == ["aot_eager"] * 2
+    assert lowered == ["eager"] * 2
     assert forked_compiler.wait(60.0)
     steps(program, model, 6, 7, 4)
-    assert lowered == ["aot_eager"] * 2 + ["inductor"]
+    assert lowered == ["eager"] * 2 + ["inductor"]
+
+
+def test_activations_move_from_the_first_step_on(lowered: list[str]) -> None:
+    model = Model()
+    steps(compiled(model, "inductor", start="eager", offload="disk"), model, 4, 4)
+    assert lowered == ["aot_eager"]
 
 
 def test_another_backends_graph_of_the_frame_stays(lowered: list[str]) -> None:
@@ -116,7 +124,7 @@ def test_another_backends_graph_of_the_frame_stays(lowered: list[str]) -> None:
     assert forked_compiler.wait(60.0)
     steps(program, model, 4, 4)
     steps(unrelated, other, 4)
-    assert lowered == ["aot_eager", "inductor"]
+    assert lowered == ["eager", "inductor"]
     assert len(calls) == 1
 
 
@@ -136,7 +144,7 @@ def test_a_child_that_fails_costs_a_warning(lowered: list[str], monkeypatch: pyt
         assert forked_compiler.wait(60.0)
         steps(program, model, 4, 4, 4)
     assert len(warned) == 1
-    assert lowered == ["aot_eager", "inductor"]
+    assert lowered == ["eager", "inductor"]
 
 
 def test_a_fork_that_fails_costs_a_warning(lowered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
