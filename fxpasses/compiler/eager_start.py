@@ -131,7 +131,8 @@ class Frame:
             seconds = time.monotonic() - self._since
             progress.say(f"{name} is compiled from its next call on, after {self.calls} without ({seconds:.0f} s)")
         else:
-            text = f"compiling {name} in another process failed. It is compiled in this one, at its next call."
+            why = next((f" ({child.error})" for child in children if child.error), "")
+            text = f"compiling {name} in another process failed{why}. It is compiled in this one, at its next call."
             warn_once(("eager start", self.code), text, stacklevel=5)
 
 

@@ -18,12 +18,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fxpasses.base.containment import error_text
+
 LIMIT_S = 1800.0  # a child that takes longer is ended: it hangs, or the machine is too busy for it
 _NICENESS = 5  # steps go first
+_LONGEST = 1000  # bytes of an error: a pipe takes as many at once
 
 
 def refusal() -> str:
@@ -36,9 +40,20 @@ def refusal() -> str:
         return "a fork cannot use the accelerator"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "ranks would change to compiled code at different steps"
+    if _autograd_has_threads():
+        return "autograd has started threads of its own, without which no fork can trace backward"
     if not config.fx_graph_cache or config.force_disable_caches:
         return "PyTorch's caches, from which the compiled code would come, are switched off"
     return ""
+
+
+def _autograd_has_threads() -> bool:
+    """Whether autograd has started a thread for each device: with accelerators, and on torch 2.15 in any case."""
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread may end meanwhile
+            if name.read_text().startswith("pt_autograd"):
+                return True
+    return False
 
 
 class Child:
@@ -46,13 +61,21 @@ class Child:
 
     def __init__(self, compile: Callable[[], Any]) -> None:
         self.started = time.monotonic()
+        self.error = ""  # what it has raised, if it has ended so
         self._status: int | None = None
         threads = torch.get_num_threads()
+        self._said, says = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of a fork of a process with threads
-            self.pid = os.fork()
+            try:
+                self.pid = os.fork()
+            except OSError:
+                os.close(self._said)
+                os.close(says)
+                raise
         if self.pid == 0:
-            _compile_and_exit(compile, threads)
+            _compile_and_exit(compile, threads, says)
+        os.close(says)
         _running.add(self)
 
     def is_over(self) -> bool:
@@ -81,6 +104,8 @@ class Child:
         if ended:
             self._status = status
             _running.discard(self)
+            with open(self._said, "rb") as said:
+                self.error = said.read().decode(errors="replace")
 
     def _kill(self) -> None:
         for kill in (os.killpg, os.kill):  # it may have no group of its own yet
@@ -114,7 +139,7 @@ if hasattr(os, "register_at_fork"):  # a fork, of a data loader for instance, ha
 # In the child
 
 
-def _compile_and_exit(compile: Callable[[], Any], threads: int) -> None:
+def _compile_and_exit(compile: Callable[[], Any], threads: int, says: int) -> None:
     status = 1
     try:
         os.setpgid(0, 0)
@@ -129,6 +154,8 @@ def _compile_and_exit(compile: Callable[[], Any], threads: int) -> None:
         _backward_at_once()
         compile()
         status = 0
+    except BaseException as error:
+        os.write(says, error_text(error).encode()[:_LONGEST])
     finally:
         os._exit(status)
 

@@ -24,7 +24,10 @@ from fxpasses.compiler.forked_compiler import Child
 from fxpasses.dynamo import cache_entries
 from tests.support import compiled, results
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork"),
+    pytest.mark.filterwarnings("error:.*another process failed"),
+]
 
 
 class Model(nn.Module):
@@ -48,6 +51,8 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lowerings that this process was asked for; none calls Inductor."""
+    if why := forked_compiler.refusal():
+        pytest.skip(why)
     found: list[str] = []
     original = backend.lower
 
@@ -86,6 +91,8 @@ def test_a_frame_is_compiled_again_when_its_child_is_over(
     steps(program, model, 4, 4)
     assert lowered == ["eager", "inductor"]
     assert "Model.forward is compiled from its next call on, after 1 without" in capfd.readouterr().err
+    if forked_compiler.refusal():  # autograd has threads by now, on torch 2.15
+        return
     steps(program, model, 6, 7)  # other sizes, so another graph
     assert lowered == ["eager", "inductor", "eager"]
     assert forked_compiler.wait(60.0)
@@ -145,6 +152,15 @@ def test_a_child_that_fails_costs_a_warning(lowered: list[str], monkeypatch: pyt
         steps(program, model, 4, 4, 4)
     assert len(warned) == 1
     assert lowered == ["eager", "inductor"]
+
+
+def test_an_error_of_a_child_is_said() -> None:
+    def compile() -> None:
+        raise ValueError("on purpose")
+
+    child = Child(compile)
+    assert ended(child) and not child.succeeded
+    assert child.error == "ValueError: on purpose"
 
 
 def test_a_fork_that_fails_costs_a_warning(lowered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +263,8 @@ def test_only_the_graphs_that_are_named_are_forgotten() -> None:
 
 @pytest.mark.slow
 def test_inductors_code_comes_from_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := forked_compiler.refusal():
+        pytest.skip(why)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     counters.clear()
     model = Model()
