@@ -15,12 +15,14 @@ by which Inductor tests vector instructions.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import platform
 import tempfile
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,13 +42,19 @@ def save_caches(path: str | os.PathLike[str]) -> None:
     own. Raises `RuntimeError` if nothing was compiled, and `OSError` if the file cannot be written; an existing file is
     replaced, or stays as it is.
     """
+    from torch._inductor import config
+
     found = torch.compiler.save_cache_artifacts()
+    if found is None and (config.force_disable_caches or not config.fx_graph_cache):
+        raise RuntimeError("there is nothing to save: PyTorch's caches are switched off (force_disable_caches)")
     if found is None:
         raise RuntimeError(
             "there is nothing to save: this process has compiled nothing yet that PyTorch caches. Call "
             "`fxpasses.save_caches` after the first training steps"
         )
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}, in which {path.name} should be saved")
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
@@ -54,6 +62,7 @@ def save_caches(path: str | os.PathLike[str]) -> None:
             file.writestr(_ARTIFACTS, found[0])
             for library in _libraries():
                 file.write(library, _LIBRARIES + library.relative_to(_folder()).as_posix())
+        os.chmod(part, 0o666 & ~_umask())
         os.replace(part, path)
     except BaseException:
         Path(part).unlink(missing_ok=True)
@@ -67,9 +76,11 @@ def load_caches(path: str | os.PathLike[str]) -> bool:
     Python, or of another kind of processor, or if it is damaged. Like any file of PyTorch's caches, it holds code: load
     none that you do not trust. Raises `OSError` if the file cannot be read.
     """
+    with open(path, "rb") as stream:
+        whole = io.BytesIO(stream.read())
     try:
-        with zipfile.ZipFile(path) as file:
-            identity, own = json.loads(file.read(_IDENTITY)), _identity()
+        with zipfile.ZipFile(whole) as file:
+            identity, own = dict(json.loads(file.read(_IDENTITY))), _identity()
             others = [key for key in own if identity.get(key) != own[key]]
             if others:
                 was, now = identity.get(others[0]), own[others[0]]
@@ -77,13 +88,28 @@ def load_caches(path: str | os.PathLike[str]) -> bool:
             artifacts = file.read(_ARTIFACTS)
             names = [name for name in file.namelist() if name.startswith(_LIBRARIES)]
             libraries = {_target(name): file.read(name) for name in names}
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+    except _DAMAGED as error:
         return _refuse(path, f"it is damaged, or no file of `fxpasses.save_caches` ({error})")
-    for target, content in libraries.items():
-        _write(target, content)
+    try:
+        for target, content in libraries.items():
+            _write(target, content)
+    except OSError as error:
+        return _refuse(path, f"PyTorch's caches cannot be written to ({error})")
     if torch.compiler.load_cache_artifacts(artifacts) is None:
         return _refuse(path, "PyTorch does not accept it")
     return True
+
+
+_DAMAGED = (  # what zipfile and json raise for a file that is none of theirs
+    zipfile.BadZipFile, zlib.error,
+    EOFError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
 
 
 def _refuse(path: str | os.PathLike[str], why: str) -> bool:
@@ -96,7 +122,7 @@ def _identity() -> dict[str, Any]:
         "version of torch": torch.__version__,
         "version of fxpasses": code_digest()[:16],
         "version of Python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
+        "system": " ".join([platform.system(), platform.machine(), *platform.libc_ver()]),
         "processor": _processor(),
     }
 
@@ -157,7 +183,11 @@ def _write(path: Path, content: bytes) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(content)
-    os.chmod(part, 0o755)
-    os.replace(part, path)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        os.chmod(part, 0o755)
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from fxpasses.base.once import warn_once
 from fxpasses.compiler import progress
 from fxpasses.compiler.forked_compiler import Child, refusal
 from fxpasses.dynamo import cache_entries
+from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.options import Options
 from fxpasses.report import OnReport
 
@@ -48,9 +51,9 @@ def compiled(
     """
     if settings.start != "eager" or settings.lowering != "inductor" or code is None:
         return compile(settings, on_report)
-    frame = _frames.setdefault(code, Frame(code))
-    child = None
-    if frame.starts_eagerly(graph):
+    frame = _frames.setdefault(id(code), Frame(code))  # equal functions have graphs of their own
+    child = frame.children.get(graph)
+    if child is None and frame.starts_eagerly(graph):
         with contained("compiling in another process", "The first step waits for the compiler.", settings.strict):
             child = Child(lambda: compile(settings, lambda report: None))
     if child is None:
@@ -59,14 +62,15 @@ def compiled(
     try:
         run, outcome = compile(replace(settings, lowering=lowering, inductor={}, mode=None), on_report)
     except BaseException:
-        child.end()
+        if graph not in frame.children:
+            child.end()
         raise
     frame.add(graph, child, cache_entries.running())
     return frame.until_compiled(run), outcome
 
 
 def identity(gm: GraphModule) -> str:
-    """A graph among those of its frame: a digest of its code and of the types and sizes of its inputs."""
+    """A graph among those of its frame: a digest of its code, of the types and sizes of its inputs, and of modes."""
     inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     described = [
         f"{value.dtype} {value.device} {[*map(str, value.shape)]} {value.requires_grad}"
@@ -74,7 +78,8 @@ def identity(gm: GraphModule) -> str:
         else str(value)
         for value in inputs
     ]
-    return hashlib.sha256("\n".join([gm.code, *described]).encode()).hexdigest()
+    modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()]
+    return hashlib.sha256("\n".join([gm.code, *described, *map(str, modes)]).encode()).hexdigest()
 
 
 class Frame:
@@ -86,13 +91,15 @@ class Frame:
         self.children: dict[str, Child] = {}  # by graph
         self.entries: set[str] = set()  # of the graphs that run uncompiled, in Dynamo's cache
         self.calls = 0
+        self._thread = threading.get_ident()  # that calls it
+        self._is_shared = False  # whether several threads do
         self._since = 0.0
         self._lock = threading.Lock()
 
     def starts_eagerly(self, graph: str) -> bool:
         if graph in self.compiled or len(self.compiled) + len(self.children) >= _MOST:
             return False
-        why = refusal()
+        why = "a checkpoint runs it twice, which has to be the same code" if _is_repeated() else refusal()
         if why:
             text = f'fastpack.start is "eager", but the first step waits for the compiler, because {why}.'
             warn_once(("eager start", why), text, stacklevel=6)
@@ -111,21 +118,28 @@ class Frame:
         @functools.wraps(run)
         def running(*inputs: Any) -> Any:
             if self.children:
-                self._take_over_if_ready()
+                with contained("changing to compiled code", "It goes on uncompiled."):
+                    self._take_over_if_ready()
             self.calls += 1
             return run(*inputs)
 
         return running
 
     def _take_over_if_ready(self) -> None:
+        self._is_shared |= threading.get_ident() != self._thread
+        if self._is_shared:  # Dynamo cannot forget a graph that another thread is looking for
+            text = f"{self.code.co_name} is called by several threads, so it stays uncompiled"
+            warn_once(("eager start", "threads", id(self.code)), f'{text} with fastpack.start = "eager".', stacklevel=6)
+            return
+        if _is_repeated() or cache_entries.may_not_recompile():
+            return
         with self._lock:
             children = list(self.children.values())
             if not children or not all([child.is_over() for child in children]):
                 return
             self.compiled |= self.children.keys()
             entries, self.children, self.entries = self.entries, {}, set()
-        with contained("changing to compiled code", "It goes on uncompiled."):
-            cache_entries.forget(self.code, entries)
+        cache_entries.forget(self.code, entries)
         name = getattr(self.code, "co_qualname", self.code.co_name)
         if all(child.succeeded for child in children):
             seconds = time.monotonic() - self._since
@@ -133,7 +147,39 @@ class Frame:
         else:
             why = next((f" ({child.error})" for child in children if child.error), "")
             text = f"compiling {name} in another process failed{why}. It is compiled in this one, at its next call."
-            warn_once(("eager start", self.code), text, stacklevel=5)
+            warn_once(("eager start", id(self.code)), text, stacklevel=6)
 
 
-_frames: dict[CodeType, Frame] = {}
+_frames: dict[int, Frame] = {}  # by the identity of their code, which they keep
+
+
+def _is_repeated() -> bool:
+    """Whether the running call is that of a checkpoint, or backward's, which repeats it."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_CHECKPOINTS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CHECKPOINTS = tuple(
+    os.path.join(*place)
+    for place in (
+        ("torch", "utils", "checkpoint.py"),
+        ("activation_checkpointing", "checkpointing.py"),  # DeepSpeed's
+        ("checkpoint", "checkpoint_activations.py"),  # FairScale's
+    )
+)
+
+
+def _forget_children() -> None:
+    """In a fork, of a data loader for instance: the children are its parent's, and it runs uncompiled."""
+    for frame in _frames.values():
+        frame.children, frame.entries, frame._lock = {}, set(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_children)

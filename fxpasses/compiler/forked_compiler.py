@@ -28,6 +28,7 @@ from fxpasses.base.containment import error_text
 LIMIT_S = 1800.0  # a child that takes longer is ended: it hangs, or the machine is too busy for it
 _NICENESS = 5  # steps go first
 _LONGEST = 1000  # bytes of an error: a pipe takes as many at once
+_DONE = b"\0"  # what a child says that has compiled its graph
 
 
 def refusal() -> str:
@@ -40,6 +41,8 @@ def refusal() -> str:
         return "a fork cannot use the accelerator"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "ranks would change to compiled code at different steps"
+    if len(_running) >= max(1, os.cpu_count() or 1):
+        return "as many processes compile already as there are cores"
     if _autograd_has_threads():
         return "autograd has started threads of its own, without which no fork can trace backward"
     if not config.fx_graph_cache or config.force_disable_caches:
@@ -62,7 +65,10 @@ class Child:
     def __init__(self, compile: Callable[[], Any]) -> None:
         self.started = time.monotonic()
         self.error = ""  # what it has raised, if it has ended so
-        self._status: int | None = None
+        self.succeeded = False
+        self._is_over = False
+        self._parent = os.getpid()
+        self._lock = threading.Lock()
         threads = torch.get_num_threads()
         self._said, says = os.pipe()
         with warnings.catch_warnings():
@@ -76,36 +82,46 @@ class Child:
         if self.pid == 0:
             _compile_and_exit(compile, threads, says)
         os.close(says)
+        os.set_blocking(self._said, False)  # a process that the child has started may keep the other end
         _running.add(self)
 
     def is_over(self) -> bool:
         """Whether the child has ended, by itself or because it took too long."""
-        if self._status is None:
-            if time.monotonic() - self.started > LIMIT_S:
-                self._kill()
-            self._wait(os.WNOHANG)
-        return self._status is not None
-
-    @property
-    def succeeded(self) -> bool:
-        return self._status == 0
+        with self._lock:
+            if not self._is_over and self._is_own():
+                if time.monotonic() - self.started > LIMIT_S:
+                    self._kill()
+                self._wait(os.WNOHANG)
+            return self._is_over
 
     def end(self) -> None:
         """Kill the child if it still runs, with the compilers that it started."""
-        if self._status is None:
-            self._kill()
-            self._wait(0)
+        with self._lock:
+            if not self._is_over and self._is_own():
+                self._kill()
+                self._wait(0)
+
+    def _is_own(self) -> bool:
+        """False in a fork of the process that has started the child."""
+        return os.getpid() == self._parent
 
     def _wait(self, how: int) -> None:
         try:
-            ended, status = os.waitpid(self.pid, how)
+            ended, _ = os.waitpid(self.pid, how)
         except ChildProcessError:  # somebody else waited for it
-            ended, status = self.pid, 0
-        if ended:
-            self._status = status
-            _running.discard(self)
-            with open(self._said, "rb") as said:
-                self.error = said.read().decode(errors="replace")
+            ended = self.pid
+        if not ended:
+            return
+        self._is_over = True
+        _running.discard(self)
+        try:
+            said = os.read(self._said, 1 + _LONGEST)
+        except BlockingIOError:
+            said = b""
+        finally:
+            os.close(self._said)
+        self.succeeded = said == _DONE
+        self.error = "" if self.succeeded else said.decode(errors="replace")
 
     def _kill(self) -> None:
         for kill in (os.killpg, os.kill):  # it may have no group of its own yet
@@ -140,24 +156,35 @@ if hasattr(os, "register_at_fork"):  # a fork, of a data loader for instance, ha
 
 
 def _compile_and_exit(compile: Callable[[], Any], threads: int, says: int) -> None:
-    status = 1
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.nice(_NICENESS)
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nowhere, stream)
+        _let_go_of_files(says)
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         _without_threads(threads)
         _backward_at_once()
         compile()
-        status = 0
+        os.write(says, _DONE)
     except BaseException as error:
         os.write(says, error_text(error).encode()[:_LONGEST])
     finally:
-        os._exit(status)
+        os._exit(0)
+
+
+def _let_go_of_files(says: int) -> None:
+    """Who waits for the end of a parent's pipe must not wait for this process, nor may it write to a parent's file.
+
+    The descriptors stay, and lead nowhere: files that Python knows would write to whatever had their numbers next.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    for name in os.listdir(folder):
+        if int(name) not in (nowhere, says):
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.fstat(int(name))
+                os.dup2(nowhere, int(name))
 
 
 def _end_with(parent: int) -> None:

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 import fxpasses
 from fxpasses.compiler import cache_files
@@ -75,6 +77,31 @@ def test_a_damaged_file_is_refused(folder: Path, loaded: list[bytes], tmp_path: 
     assert not loaded
 
 
+def test_any_damage_is_refused(folder: Path, loaded: list[bytes], tmp_path: Path) -> None:
+    path = tmp_path / "file.zip"
+    fxpasses.save_caches(path)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(0, len(whole), 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            refused += not fxpasses.load_caches(path)
+    assert refused > 0  # there are bytes on which nothing depends
+    assert set(loaded) <= {b"artifacts"}
+
+
+def test_others_may_read_a_file_and_a_link_is_followed(folder: Path, loaded: list[bytes], tmp_path: Path) -> None:
+    real, link = tmp_path / "file.zip", tmp_path / "link.zip"
+    link.symlink_to(real)
+    before = os.umask(0o022)
+    try:
+        fxpasses.save_caches(link)
+    finally:
+        os.umask(before)
+    assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_file_names_no_path_outside_the_cache(folder: Path, loaded: list[bytes], tmp_path: Path) -> None:
     path = tmp_path / "file.zip"
     fxpasses.save_caches(path)
@@ -91,6 +118,11 @@ def test_errors_of_the_caller(folder: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
     with pytest.raises(RuntimeError, match="after the first training steps"):
         fxpasses.save_caches(tmp_path / "file.zip")
+    with inductor_config.patch(force_disable_caches=True), pytest.raises(RuntimeError, match="are switched off"):
+        fxpasses.save_caches(tmp_path / "file.zip")
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"", None))
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing, in which file\.zip"):
+        fxpasses.save_caches(tmp_path / "missing" / "file.zip")
 
 
 def test_a_full_disk_leaves_the_earlier_file(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch.utils.checkpoint import checkpoint
 
 from fxpasses.base import once
 from fxpasses.compiler import backend, eager_start, forked_compiler, progress
@@ -259,6 +261,100 @@ def test_only_the_graphs_that_are_named_are_forgotten() -> None:
     assert len(entries) == 2
     compiled_function(x)
     assert len(entries) == 3
+
+
+def test_a_checkpoint_around_a_compiled_block_starts_compiled(
+    lowered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What backward repeats has to be the code that ran in forward."""
+    monkeypatch.setattr(once, "_given", set())
+    model = Model()
+    program = compiled(model, "inductor", start="eager")
+
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.warns(UserWarning, match="because a checkpoint runs it twice"):
+        found = torch.autograd.grad(checkpoint(program, x, use_reentrant=False).sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).sum(), x))
+    assert lowered == ["inductor"]
+
+
+def test_nothing_changes_in_what_a_checkpoint_repeats(lowered: list[str]) -> None:
+    model = Model()
+    program = compiled(model, "inductor", start="eager")
+    steps(program, model, 4)
+    assert forked_compiler.wait(60.0)
+    x = torch.randn(4, 8, requires_grad=True)
+    y = checkpoint(program, x, use_reentrant=False)
+    assert lowered == ["eager"]
+    y.sum().backward()
+    steps(program, model, 4, 4)
+    assert lowered == ["eager", "inductor"]
+
+
+def test_equal_functions_are_functions_of_their_own(lowered: list[str]) -> None:
+    """As a cell of a notebook that is run again makes them."""
+    for _ in range(2):
+        scope: dict[str, Any] = {}
+        exec(compile("def function(x): return (x.sin() * 2).sum()", "cell", "exec"), scope)
+        program = compiled(scope["function"], "inductor", start="eager")
+        program(torch.ones(3))
+        assert forked_compiler.wait(60.0)
+        for _ in range(2):
+            program(torch.ones(3))
+    assert lowered == ["eager", "inductor"] * 2
+
+
+def test_evaluation_is_a_graph_of_its_own(lowered: list[str]) -> None:
+    model = Model()
+    program = compiled(model, "inductor", start="eager")
+    steps(program, model, 4)
+    with torch.no_grad():
+        program(torch.randn(4, 8, requires_grad=True))
+    assert lowered == ["eager", "eager"]
+    assert forked_compiler.wait(60.0)
+    steps(program, model, 4, 4)
+    with torch.no_grad():
+        program(torch.randn(4, 8, requires_grad=True))
+    assert lowered == ["eager", "eager", "inductor", "inductor"]
+
+
+def test_a_model_that_several_threads_call_stays_uncompiled(lowered: list[str]) -> None:
+    model = Model()
+    program = compiled(model, "inductor", start="eager")
+    steps(program, model, 4)
+    assert forked_compiler.wait(60.0)
+    with pytest.warns(UserWarning, match="called by several threads"), ThreadPoolExecutor(1) as pool:
+        pool.submit(program, torch.randn(4, 8, requires_grad=True)).result()
+    steps(program, model, 4, 4)
+    assert lowered == ["eager"]
+
+
+def test_a_fork_of_the_program_has_no_part_in_a_child(tmp_path: Path) -> None:
+    child = Child(lambda: time.sleep(600))
+    pid = os.fork()
+    if pid == 0:
+        child.end()
+        os._exit(int(child.is_over()))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not child.is_over()
+
+
+def test_a_child_keeps_no_file_of_its_parent_open() -> None:
+    reads, writes = os.pipe()
+    child = Child(lambda: time.sleep(600))
+    os.close(writes)
+    os.set_blocking(reads, False)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            assert os.read(reads, 1) == b""  # the end of the pipe
+            break
+        except BlockingIOError:
+            time.sleep(0.01)
+    else:
+        raise AssertionError("the child holds the pipe")
+    os.close(reads)
+    assert not child.is_over()
 
 
 @pytest.mark.slow
