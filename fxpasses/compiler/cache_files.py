@@ -14,6 +14,7 @@ by which Inductor tests vector instructions.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -25,7 +26,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -55,18 +56,11 @@ def save_caches(path: str | os.PathLike[str]) -> None:
     path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent}, in which {path.name} should be saved")
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
-            file.writestr(_IDENTITY, json.dumps(_identity()))
-            file.writestr(_ARTIFACTS, found[0])
-            for library in _libraries():
-                file.write(library, _LIBRARIES + library.relative_to(_folder()).as_posix())
-        os.chmod(part, 0o666 & ~_umask())
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
+    with _replacing(path, 0o666) as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(_IDENTITY, json.dumps(_identity()))
+        file.writestr(_ARTIFACTS, found[0])
+        for library in _libraries():
+            file.write(library, _LIBRARIES + library.relative_to(_folder()).as_posix())
 
 
 def load_caches(path: str | os.PathLike[str]) -> bool:
@@ -182,11 +176,18 @@ def _write(path: Path, content: bytes) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    with _replacing(path, 0o777) as stream:
+        stream.write(content)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, mode: int) -> Iterator[IO[bytes]]:
+    """A new file, which is at `path` once the block has ended without an error. mode: before the umask."""
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        os.chmod(part, 0o755)
+            yield stream
+        os.chmod(part, mode & ~_umask())
         os.replace(part, path)
     except BaseException:
         Path(part).unlink(missing_ok=True)

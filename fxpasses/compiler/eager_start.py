@@ -43,18 +43,20 @@ Compile = Callable[[Options, OnReport], tuple[Callable[..., Any], str]]
 
 
 def compiled(
-    compile: Compile, settings: Options, code: CodeType | None, graph: str, on_report: OnReport
+    compile: Compile, settings: Options, code: CodeType | None, gm: GraphModule, on_report: OnReport
 ) -> tuple[Callable[..., Any], str]:
     """What `compile` returns: under `settings`, or for now under others that need no compiler.
 
-    graph: identifies the graph among those of its frame. on_report: for the reports of this process.
+    code: the frame's. gm: the graph that Dynamo captured. on_report: for the reports of this process.
     """
     if settings.start != "eager" or settings.lowering != "inductor" or code is None:
         return compile(settings, on_report)
     frame = _frames.setdefault(id(code), Frame(code))  # equal functions have graphs of their own
-    child = frame.children.get(graph)
-    if child is None and frame.starts_eagerly(graph):
-        with contained("compiling in another process", "The first step waits for the compiler.", settings.strict):
+    child = None
+    with contained("compiling in another process", "The first step waits for the compiler.", settings.strict):
+        graph, entry = _identity(gm), cache_entries.running()
+        child = frame.children.get(graph)
+        if child is None and frame.starts_eagerly(graph):
             child = Child(lambda: compile(settings, lambda report: None))
     if child is None:
         return compile(settings, on_report)
@@ -65,11 +67,11 @@ def compiled(
         if graph not in frame.children:
             child.end()
         raise
-    frame.add(graph, child, cache_entries.running())
+    frame.add(graph, child, entry)
     return frame.until_compiled(run), outcome
 
 
-def identity(gm: GraphModule) -> str:
+def _identity(gm: GraphModule) -> str:
     """A graph among those of its frame: a digest of its code, of the types and sizes of its inputs, and of modes."""
     inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     described = [
@@ -131,11 +133,11 @@ class Frame:
             text = f"{self.code.co_name} is called by several threads, so it stays uncompiled"
             warn_once(("eager start", "threads", id(self.code)), f'{text} with fastpack.start = "eager".', stacklevel=6)
             return
-        if _is_repeated() or cache_entries.may_not_recompile():
-            return
         with self._lock:
             children = list(self.children.values())
             if not children or not all([child.is_over() for child in children]):
+                return
+            if _is_repeated() or cache_entries.may_not_recompile():
                 return
             self.compiled |= self.children.keys()
             entries, self.children, self.entries = self.entries, {}, set()

@@ -88,19 +88,11 @@ def kernel_of(arguments: Sequence[str], source: str, alone: Callable[[], Any]) -
     return Kernel(arguments, "".join(headers), text + "\n", alone)
 
 
-def load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
+def _load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
     """The functions of kernels, compiled in shared files.
 
     threads: files that are compiled at a time. submit: has a function called by another thread.
     """
-    return building_anew(lambda: _load(kernels, threads, submit))
-
-
-_PIECE = "compiling the C++ kernels of a graph in one file"
-_INSTEAD = "Each is compiled in its own file, as by stock Inductor, which takes longer."
-
-
-def _load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
     files = list(_files(kernels, threads))
     loading = [_together(file).load_pybinding_async([], _source(file), submit_fn=submit) for file in files]
     found = dict[Kernel, Any]()
@@ -208,6 +200,9 @@ static PyObject* all_kernels() {{
 """
 
 
+_PIECE = "compiling the C++ kernels of a graph in one file"
+_INSTEAD = "Each is compiled in its own file, as by stock Inductor, which takes longer."
+
 # Of `AsyncCompile`, of which each generated module has one object. Other threads than those inside compile as before.
 
 
@@ -265,7 +260,8 @@ def _try_to_load(compiler: Any, kernels: Sequence[Kernel]) -> tuple[dict[Kernel,
         from torch._inductor.async_compile import get_compile_threads
 
         threads = get_compile_threads()
-        return load(kernels, threads, compiler.submit if threads > 1 else None), None
+        submit = compiler.submit if threads > 1 else None
+        return building_anew(lambda: _load(kernels, threads, submit)), None
     except Exception as error:
         if _strict.get():
             raise
