@@ -176,6 +176,35 @@ def test_a_fork_that_fails_costs_a_warning(lowered: list[str], monkeypatch: pyte
     assert lowered == ["inductor"]
 
 
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("eager_start._identity", ["inductor"]),
+        ("eager_start.refusal", ["inductor"]),
+        ("eager_start.cache_entries.running", ["inductor"]),
+        ("eager_start.cache_entries.may_not_recompile", ["eager"]),
+        ("eager_start.cache_entries.forget", ["eager"]),
+        ("eager_start.progress.say", ["eager", "inductor"]),
+    ],
+)
+def test_an_error_costs_the_option_alone(
+    where: str, expected: list[str], lowered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(once, "_given", set())
+    monkeypatch.setattr(f"fxpasses.compiler.{where}", fail)
+    model = Model()
+    program = compiled(model, "inductor", start="eager", strict=False)
+    with pytest.warns(UserWarning, match="on purpose") as warned:
+        steps(program, model, 4)
+        assert forked_compiler.wait(60.0)
+        steps(program, model, 4, 4)
+    assert len(warned) == 1
+    assert lowered == expected
+
+
 def test_it_is_refused_aloud_without_caches(lowered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(once, "_given", set())
     model = Model()
