@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import CodeType
 
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.flags import Values
@@ -51,6 +52,7 @@ class Attempt:
     unrolled: frozenset[tuple[Place, str]] = frozenset()
     one_by_one: frozenset[tuple[Place, str]] = frozenset()
     carried: frozenset[tuple[Place, str]] = frozenset()
+    called: frozenset[CodeType] = frozenset()
 
     def without(self, *features: Feature) -> Attempt:
         """The same attempt without some features and the features that need them."""
@@ -77,11 +79,17 @@ class Attempt:
         """The same attempt, in which the loops over more lists are unrolled."""
         return replace(self, unrolled=self.unrolled.union(places.items()))
 
-    def running_one_by_one(self, places: Mapping[Place, str], carried: Iterable[tuple[Place, str]]) -> Attempt:
-        """The same attempt, in which the loops over more lists run part by part, and carry more numbers."""
+    def running_one_by_one(
+        self, places: Mapping[Place, str], carried: Iterable[tuple[Place, str]], called: Iterable[CodeType]
+    ) -> Attempt:
+        """The same attempt, in which the loops over more lists run part by part, carry more numbers, and call more
+        functions."""
         return replace(
-            self, one_by_one=self.one_by_one.union(places.items()), carried=self.carried.union(carried)
-        )  # fmt: skip
+            self,
+            one_by_one=self.one_by_one.union(places.items()),
+            carried=self.carried.union(carried),
+            called=self.called.union(called),
+        )
 
     def answering(self, questions: Iterable[Question]) -> Attempt:
         """The same attempt, in which the batch answers more questions about sizes."""

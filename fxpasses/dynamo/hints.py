@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.variables import ConstantVariable, ListVariable, dicts, lists
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, ListVariable, dicts, lists
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -121,6 +121,31 @@ def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> A
     if isinstance(arg, TensorVariable):
         return _constant(_truth(trace, tx, arg))
     return _constant(_answer(trace, tx, arg)) if isinstance(arg, SymNodeVariable) else NOT_HANDLED
+
+
+@handlers.at(
+    method("torch._dynamo.variables.misc.NumpyVariable", "call_function"),
+    order=2,
+    without="`np.prod(x.shape)` fails where a size is known only at run time",
+)
+def product_of_sizes(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """`np.prod` makes an array of the sizes, which such a size cannot be in."""
+    sizes = args[0].realize() if len(args) == 1 and not kwargs else None
+    if getattr(self.value, "__name__", "") != "prod" or not isinstance(sizes, BaseListVariable) or not sizes.items:
+        return NOT_HANDLED
+    numbers = [item.realize() for item in sizes.items]
+    if not any(isinstance(number, SymNodeVariable) and is_unbacked(number.sym_num) for number in numbers):
+        return NOT_HANDLED
+    if not all(isinstance(number, SymNodeVariable) or _is_integer(number) for number in numbers):
+        return NOT_HANDLED
+    product = numbers[0]
+    for number in numbers[1:]:
+        product = BuiltinVariable(operator.mul).call_function(tx, [product, number], {})
+    return product
+
+
+def _is_integer(value: Any) -> bool:
+    return value.is_python_constant() and type(value.as_python_constant()) is int
 
 
 @handlers.at(method(BUILTIN, "call_function"), order=4, without="`range(0, n)` where n is a tensor breaks the graph")

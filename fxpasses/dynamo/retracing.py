@@ -299,7 +299,7 @@ class _TraceFrameInAttempts:
         if trace.unrolled:
             return trace.attempt.unrolling(trace.unrolled)
         if trace.one_by_one:
-            return trace.attempt.running_one_by_one(trace.one_by_one, trace.carried)
+            return trace.attempt.running_one_by_one(trace.one_by_one, trace.carried, trace.called)
         if isinstance(error, (self._names.restart, self._names.skip)):
             return None
         rejected, unproved = _backend_error(error), trace.unproved()

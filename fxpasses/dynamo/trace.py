@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import sympy
 import torch
@@ -104,6 +104,19 @@ class Definition:
     conditions: tuple[Any, ...]
 
 
+class OpenPart(Protocol):
+    """A part of the batch, while a loop that will run part by part is traced: the numbers that its body computes."""
+
+    def number(self, symbol: Any) -> Any:
+        """The value of such a number for the first part; None if it is none, or if it is not known."""
+
+    def is_about(self, question: Any) -> bool:
+        """Whether a question, an expression, asks for such a number."""
+
+    def note(self, question: Any, answer: Any) -> None:
+        """Note the answer to such a question, or have the frame traced again if other parts answer differently."""
+
+
 class Trace:
     """The state of one attempt.
 
@@ -129,7 +142,10 @@ class Trace:
         self.unrolled: dict[Place, str] = {}  # lists over whose parts another attempt unrolls the loops, and why
         self.one_by_one: dict[Place, str] = {}  # or runs them part by part
         self.carried: set[tuple[Place, str]] = set()  # and carries numbers from part to part
-        self.varying: set[Place] = set()  # lists that have another number of parts than in an earlier compilation
+        self.called: set[CodeType] = set()  # and calls functions instead of tracing them
+        self.part: OpenPart | None = None  # of the loop that is being traced to run part by part
+        # Lists that have another number of parts than in an earlier compilation, or whose loops run part by part.
+        self.varying = {place for place, _ in attempt.one_by_one}
         self.loops: list[str] = []  # what was done to loops over parts, for the report
         self.sizes_of_parts: dict[Any, PartSize] = {}  # by symbol
         self.suspects: set[Feature] = set()  # to be left out first if the graph does not compile
@@ -254,6 +270,14 @@ class Trace:
             return None
         return None if value is sympy.nan else value  # sympy does not compare NaN
 
+    def answer(self, symbol: Any) -> Any:
+        """The value of a symbol with which the batch answers a question, or None: that of a part is the first one's."""
+        if self.part is not None and not self.operators and self._answering and not self._is_refused():
+            value = self.part.number(symbol)
+            if value is not None:
+                return value
+        return self.value(symbol)
+
     def compute(self, symbols: Iterable[Any]) -> None:
         """Compute the values of symbols together, which takes less time than one by one."""
         if self.graph is not None and self._answering:
@@ -328,7 +352,10 @@ class Trace:
                 for extreme in extremes:
                     self._note(extreme, answer)
                 return
-        self.unrolled.update(dict.fromkeys(part.places, "its parts may answer a question differently"))
+        if self.part is not None and not self.operators:
+            self.part.note(question, answer)
+        else:
+            self.unrolled.update(dict.fromkeys(part.places, "its parts may answer a question differently"))
 
     def _is_on_one_side(self, question: Any, symbol: Any, part: PartSize) -> bool:
         """Whether no part equals what the question compares it with, as all are smaller or all are larger, guarded."""
@@ -352,6 +379,9 @@ class Trace:
         return True
 
     def _note(self, question: Any, answer: Any) -> None:
+        if self.part is not None and not self.operators and self.part.is_about(question):
+            self.part.note(question, answer)
+            return
         if self.is_of_part(question):
             self._note_of_part(question, answer)
             return
@@ -461,7 +491,7 @@ class _Values(dict[Any, Any]):
 
     def get(self, symbol: Any, default: Any = None) -> Any:
         try:
-            value = self._trace.value(symbol) if isinstance(symbol, sympy.Symbol) else None
+            value = self._trace.answer(symbol) if isinstance(symbol, sympy.Symbol) else None
         except Exception as error:
             self._trace.note_error(Feature.HINTS, error)
             raise

@@ -56,6 +56,7 @@ _OWN = frozenset(
         "fxpasses::live_rows",
         "fxpasses::loop_over_parts",
         "fxpasses::loss_in_chunks",
+        "fxpasses::part_function",
         "fxpasses::plan_of_rows",
         "fxpasses::rows_attended_from",
         "fxpasses::values_of_rows",

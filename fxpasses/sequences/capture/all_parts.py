@@ -93,6 +93,12 @@ class AllParts:
                 self.trace.definitions[rows] = Definition(expression(total.sym_num), ())
         return value, Lengths(numbers, object() if key is None else key, self.lengths.place, is_own=True)
 
+    def are_equal(self, one: Any, other: Any) -> bool:
+        """Whether two numbers of the batch, variables, are equal, which is guarded; False if one is not known."""
+        numbers = [v.as_python_constant() if v.is_python_constant() else v.sym_num for v in (one, other)]
+        with self.trace.insisting():
+            return all(map(self.trace.can_answer, numbers)) and bool(numbers[0] == numbers[1])
+
     def same_for_all(self, number: int) -> Any:
         """The variable of a tensor, [n], of a number."""
         count = self.lengths.tensor.call_method(self.tx, "size", [ConstantVariable.create(0)], {})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -28,10 +28,12 @@ from fxpasses.sequences import operators  # noqa: F401 (registers the operators)
 from fxpasses.sequences.batched import Unbatched
 from fxpasses.sequences.capture.writer import Value, Writer
 from fxpasses.sequences.one_by_one import Body, Input, Result, register
+from fxpasses.sequences.part_functions import call_of
 
 # Return a part's own memory where it has one row, say, and a copy of others.
 _MAY_BE_VIEWS = RESHAPES | CASTS | COPIES - {"clone"}
 _RAGGED = torch.ops.fxpasses.ragged.default
+_PART_FUNCTION = torch.ops.fxpasses.part_function.default
 _STAND_INS: dict[Any, str] = {
     torch.ops.fxpasses.part_size.default: "size",
     torch.ops.fxpasses.part.default: "part",
@@ -240,6 +242,9 @@ class Operand:
         return same_number(node, self.same)
 
     def _copy(self, node: Node) -> Node:
+        if node.target is _PART_FUNCTION:
+            name, *taken = cast(Any, torch.fx.map_arg(node.args, lambda operand: self.copies[self._same(operand)]))
+            return self.graph.call_function(call_of(name), tuple(taken))
         if node.target is not _RAGGED:
             return self.graph.node_copy(node, lambda operand: self.copies[self._same(operand)])
         given: Any = node.args[2]
@@ -341,6 +346,8 @@ def _is_of_numbers(node: Node) -> bool:
     """Whether a node computes a number, or asserts something of one."""
     name, value = operator_of(node), node.meta.get("example_value")
     if name in OF_PROGRAM or name == "item":
+        return True
+    if node.target is _PART_FUNCTION:  # what it makes may be its arguments' memory
         return True
     return isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) and not is_in_place(name)
 

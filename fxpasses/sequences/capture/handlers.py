@@ -27,7 +27,7 @@ from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.speculation import born, is_running
 from fxpasses.graph.calls import is_in_place, operator_of
 from fxpasses.graph.symbols import expression, hint_of, is_unbacked
-from fxpasses.sequences.capture import lists, part_counts
+from fxpasses.sequences.capture import called, lists, part_counts
 from fxpasses.sequences.capture.items import Numbers, Tensors
 from fxpasses.sequences.capture.joining import cat, numbers_of, pad_sequence, stack, tensor, total
 from fxpasses.sequences.capture.lists import Elements, Indices, Lengths, Parts, Results, Sizes
@@ -192,6 +192,8 @@ def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwarg
     if self.fn is operator.getitem and loop is not None and isinstance(args[1], SymNodeVariable):
         found = loop.at_index(args[0].realize(), args[1]) if _is_of_parts(args[0]) else None
         return NOT_HANDLED if found is None else found
+    if self.fn is operator.getitem and len(args) == 2 and type(args[0].realize()) is Parts:
+        return _part_at(trace, tx, args[0].realize(), args[1].realize())
     is_padding = tx.f_code is torch.nn.utils.rnn.pad_sequence.__code__
     if self.fn is tuple and is_padding and len(args) == 1 and type(args[0].realize()) in (Parts, Results):
         return args[0].realize()
@@ -199,6 +201,14 @@ def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwarg
         trace.state(Sequences).check(tx, args[0].realize(), set())
         return args[0].realize().lengths.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
     return NOT_HANDLED
+
+
+@handlers.at(method("torch._dynamo.variables.functions.UserFunctionVariable", "call_function"), order=1)
+def user_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    loop = trace.state(Sequences).open
+    if loop is None or getattr(getattr(self, "fn", None), "__code__", None) not in trace.attempt.called:
+        return NOT_HANDLED
+    return called.call(trace, loop.questions, tx, self.fn, args, kwargs)
 
 
 @handlers.at(method("torch._dynamo.variables.functions.PolyfilledFunctionVariable", "call_function"))
@@ -221,6 +231,20 @@ def get_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     tx.pop()
     tx.push(found)
     return None
+
+
+def _part_at(trace: Trace, tx: Any, parts: Any, index: Any) -> Any:
+    """`parts[1]` where the number of parts differs from batch to batch: reading the list would fix it."""
+    at = index.as_python_constant() if index.is_python_constant() else None
+    lengths, count = parts.lengths, example(parts.lengths.tensor).shape[0]
+    if type(at) is not int or at < 0 or lengths.place not in trace.varying or not _is_at_most(at + 1, count):
+        return NOT_HANDLED
+    trace.state(Sequences).check(tx, parts, set())
+    zero, dim, place = (ConstantVariable.create(number) for number in (0, parts.dim, at))
+    before = lengths.tensor.call_method(tx, "narrow", [zero, zero, place], {}).call_method(tx, "sum", [], {})
+    size = lengths.tensor.call_method(tx, "select", [zero, place], {}).call_method(tx, "item", [], {})
+    start = before.call_method(tx, "item", [], {}) if at else zero
+    return parts.tensor.call_method(tx, "narrow", [dim, start, size], {})
 
 
 def _is_of_parts(value: Any) -> bool:
@@ -286,10 +310,11 @@ def _over_tensors(trace: Trace, tx: Any, over: Any, found: list[Any], first: int
     if not found or any(not example(value).ndim for value in found):
         return None
     counts = [example(value).shape[0] for value in found]
-    if any(type(count) is not torch.SymInt or is_unbacked(count) for count in counts):
-        return None
-    trace.varying.add(place)
-    if _is_unrolled(trace, place):
+    is_symbolic = all(type(count) is torch.SymInt and not is_unbacked(count) for count in counts)
+    if is_symbolic:
+        trace.varying.add(place)
+    if _is_unrolled(trace, place) or not (is_symbolic or sequences.are_one_by_one([place])):
+        sequences.unrolled.append((tx, place))
         return None
     keys = [key_of(trace, value) for value in found]
     known = next((value for value, key in zip(found, keys, strict=True) if key is not None), found[0])
@@ -419,9 +444,13 @@ def run_node(trace: Trace, proceed: Proceed, tracer: Any, node: Any, args: Any, 
 
 @handlers.at(method(TRANSLATOR, "step"), order=3)
 def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
+    if trace.crowded:
+        trace.state(Sequences).call_what_asks(tx)
     if trace.unrolled:
         trace.state(Sequences).refuse(why="its parts may answer a question differently")
     loop = trace.state(Sequences).open
+    if loop is not None and loop.questions.asking is not None:
+        trace.state(Sequences).call(loop.questions.asking, *loop.places)
     if loop is not None and not is_running(loop.tx, tx):
         loop.refuse("its function returns from it")
     return NOT_HANDLED

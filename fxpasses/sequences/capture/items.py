@@ -94,6 +94,12 @@ class Several:
         return TupleVariable(items) if self.kind is TupleVariable else new_list(items)
 
 
+_COMPARISONS: dict[Any, Callable[..., Any]] = {
+    sympy.Eq: operator.eq, sympy.Ne: operator.ne, sympy.Gt: operator.gt, sympy.Ge: operator.ge,
+    sympy.Lt: operator.lt, sympy.Le: operator.le,
+}  # fmt: skip
+
+
 class Columns:
     """The columns of the items of one loop. wanted: the nodes of its body whose values for all parts they are.
 
@@ -136,6 +142,23 @@ class Columns:
         if found is None:
             raise Unbatched("a number that it carries depends on more than the batch's numbers")
         return found
+
+    def condition(self, question: Any, answer: Any) -> Callable[[], None]:
+        """What guards that all parts answer a question alike, as those of the batch at hand do."""
+        compare = _COMPARISONS.get(type(question))
+        found = None if compare is None or answer not in (True, False) else self._computed(question.lhs - question.rhs)
+        if found is None:
+            raise Unbatched("its parts may answer a question differently")
+
+        def hold() -> None:
+            tx, zero = self.parts.tx, ConstantVariable.create(0)
+            answers = BuiltinVariable(compare).call_function(tx, [found(), zero], {})
+            number = answers.call_method(tx, "sum", [], {}).call_method(tx, "item", [], {})
+            count = self.parts.lengths.tensor.call_method(tx, "size", [zero], {}) if answer else zero
+            if not self.parts.are_equal(number, count):
+                raise Unbatched("its parts may answer a question differently")
+
+        return hold
 
     def _for_all(self, value: Any) -> Callable[[], Any]:
         """That of a body which is computed for all parts at once."""

@@ -39,13 +39,14 @@ from fxpasses.graph.effects import impurity, storage_key
 from fxpasses.graph.symbols import expression
 from fxpasses.sequences.batched import Unbatched
 from fxpasses.sequences.batching import Batching
-from fxpasses.sequences.capture import lists
+from fxpasses.sequences.capture import called, lists
 from fxpasses.sequences.capture.all_parts import AllParts
 from fxpasses.sequences.capture.bodies import PartBody
 from fxpasses.sequences.capture.carried import Carried
 from fxpasses.sequences.capture.items import Columns, Tensors
 from fxpasses.sequences.capture.lists import Lengths, Parts, Results
 from fxpasses.sequences.capture.parts import OnePart
+from fxpasses.sequences.capture.questions import Questions
 from fxpasses.sequences.capture.writer import Writer
 
 
@@ -54,10 +55,21 @@ class Sequences:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.open: Loop | None = None
+        self._open: Loop | None = None
         self.is_reading = False  # a list, which calls the same function again inside a mode, such as a default device
+        self.unrolled: list[tuple[Any, Any]] = []  # translators of loops over tensors' elements, and the loops' places
         # By memory that is read later than the program reads it, the places of the loops' lists.
         self.kept: dict[int, frozenset[Any]] = {}
+
+    @property
+    def open(self) -> Loop | None:
+        """The loop that is being traced."""
+        return self._open
+
+    @open.setter
+    def open(self, loop: Loop | None) -> None:
+        self._open = loop
+        self.trace.part = None if loop is None else loop.questions
 
     def refuse(self, *places: Any, why: str, has_rules: bool = True, is_new: bool = False) -> Any:
         """Have the frame traced again with the loops over some lists unrolled.
@@ -78,6 +90,23 @@ class Sequences:
         if self.trace.varying.issuperset(places) and self.trace.attempt.carried.isdisjoint(carried):
             self.trace.carried |= carried
             self.refuse(*places, why=f"`{name}` counts from part to part", has_rules=False, is_new=True)
+
+    def call(self, function: Any, *places: Any) -> None:
+        """Have the frame traced again with a function that is called for each part of some lists, and not traced."""
+        self.trace.varying |= set(places)
+        self.trace.called.add(function.__code__)
+        self.refuse(*places, why=f"`{function.__name__}` decides for each part", has_rules=False, is_new=True)
+
+    def call_what_asks(self, tx: Any) -> None:
+        """Have an unrolled loop run part by part, if a function asks in it what the parts answer differently.
+
+        tx: Dynamo's innermost translator.
+        """
+        for loop_tx, place in self.unrolled:
+            function = called.function_that_asks(tx, loop_tx, self.trace.attempt.called)
+            if function is not None and not self.are_one_by_one([place]):
+                self.trace.crowded.clear()
+                self.call(function, place)
 
     def are_one_by_one(self, places: Iterable[Any]) -> bool:
         """Whether this attempt runs the loops over some lists part by part."""
@@ -196,6 +225,7 @@ class Loop:
             self.sequences.trace, self.tx, self.writer, self.lengths, self.places, self.is_one_by_one, self.refuse
         )
         self.first = self.graph._root.prev
+        self.questions = Questions(self.part, self.carried, self.body_so_far)
         element = self.part.of(over)
         if self.is_one_by_one:
             self.carried.begin(self.start, self.part, self.writer)
@@ -276,7 +306,7 @@ class Loop:
     def _finish(self, output: Any) -> None:
         """Compute what the body makes, for all parts."""
         part, carried = self.part, self.carried
-        self.body = self._body()
+        self.body = self.body_so_far()
         for node in self.body.others:
             self._check_outside(node, output.fake_mode)
         parts = AllParts(part, carried, self.body)
@@ -285,7 +315,8 @@ class Loop:
         if any(columns.constant_steps.get(carried.counters[name]) != 1 for name in carried.indexing):
             raise Unbatched("a list is read at a number that it carries")
         items = [columns.plan(self._only(items)) for _, items in self.appended.values()]
-        self.body = parts.body = self._body()
+        conditions = [columns.condition(*condition) for condition in self.questions.conditions.items()]
+        self.body = parts.body = self.body_so_far()
         added = carried.added(self.body.own)
         if self.is_one_by_one:
             parts.run_one_by_one([*columns.wanted, *added], steps, output.fake_mode)
@@ -294,12 +325,14 @@ class Loop:
             self._compute_for_all(output)
             if self.body.may_return_views():  # of all parts where eager mode copies each, or the other way round
                 self.sequences.kept |= dict.fromkeys(self.body.memory(), self.places)
+        for hold in conditions:
+            hold()
         for (made, _), item in zip(self.appended.values(), items, strict=True):
             made.item = item()
             made.lengths = made.item.lengths if type(made.item) is Tensors else self.lengths
         carried.finish_sums(self.body.own, part.known, self.writer)
 
-    def _body(self) -> PartBody:
+    def body_so_far(self) -> PartBody:
         return PartBody(self._nodes(), [value.as_proxy().node for value in self.part.stand_ins])
 
     def _what_it_is(self) -> str:

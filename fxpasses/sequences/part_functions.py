@@ -1,0 +1,116 @@
+"""Functions that a loop's body calls for each part, and that Dynamo does not trace.
+
+    def crop(image, size):                       # branches on the numbers of one image
+        height, width = size.tolist()
+        if width / height > image.shape[2] / image.shape[1]:
+            return image[:, : round(...)]
+        return image[:, :, : round(...)]
+
+    crop = torch.ops.fxpasses.part_function(name, [image, size], [])   # while the body is traced
+    image, size -> [crop(image, size)]                                 # in the body that runs part by part
+
+The function runs in eager mode, as the program wrote it, in forward and again in backward.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from fxpasses.dynamo.runtime.host_functions import Look
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An argument that is a tensor, or a number, of the part: the first, second, ... of its kind."""
+
+    kind: str
+    at: int
+
+
+@dataclass(frozen=True)
+class PartFunction:
+    """A function, and its arguments: `Slot`s and constants, flat, which `structure` makes positional and named ones."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    structure: TreeSpec
+
+    def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Any:
+        """What the function returns for one part."""
+        of_kind = {"tensor": tensors, "number": numbers}
+        flat = [of_kind[given.kind][given.at] if isinstance(given, Slot) else given for given in self.arguments]
+        args, kwargs = tree_unflatten(flat, self.structure)
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a function of a part returns: tensors and integers, flat, and their structure.
+
+    looks: of each; that of an integer is a tensor's. are_numbers: which ones are integers.
+    """
+
+    looks: tuple[Look, ...]
+    are_numbers: tuple[bool, ...]
+    structure: TreeSpec
+
+    def flat(self, returned: Any) -> list[Tensor]:
+        """Raises `RuntimeError` if a function has returned something else than what it was compiled for."""
+        found, structure = tree_flatten(returned)
+        is_expected = structure == self.structure and [type(value) is int for value in found] == [*self.are_numbers]
+        if is_expected and all(isinstance(value, (int, Tensor)) for value in found):
+            tensors = [torch.tensor(value) if isinstance(value, int) else value for value in found]
+            if all(look.fits(value, []) for value, look in zip(tensors, self.looks, strict=True)):
+                return tensors
+        raise RuntimeError(
+            f"a function that is called for each part returned {returned}, and was expected to be {self}"
+        )
+
+
+_calls: dict[str, tuple[Results, Callable[..., list[Tensor]]]] = {}  # an operator cannot take a function, only a name
+_names: dict[Any, str] = {}
+_process = uuid.uuid4().hex
+
+
+def register(called: PartFunction, results: Results) -> str:
+    """A name for a call. Equal calls have one name, so that a model that is compiled again has the same bodies."""
+    key = called.function, repr((called.structure, called.arguments, results))  # 1, 1.0 and True are equal
+
+    def part_function(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+        return results.flat(called(tensors, numbers))
+
+    if key not in _names:
+        _names[key] = f"{_process}:{len(_names)}"
+        _calls[_names[key]] = results, part_function
+    return _names[key]
+
+
+def call_of(name: str) -> Callable[..., list[Tensor]]:
+    """The function of a name: from tensors and numbers to tensors."""
+    return _calls[name][1]
+
+
+@custom_op("fxpasses::part_function", mutates_args=())
+def part_function(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+    """A call while a loop's body is traced. No graph that runs has it."""
+    raise AssertionError("fxpasses: a call that stands for a function of a part was run. Please report this.")
+
+
+@part_function.register_fake
+def _fakes(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+    return [look.fake([]) for look in _calls[name][0].looks]
+
+
+def _no_gradient(ctx: object, *grads: Tensor) -> tuple[None, ...]:
+    raise AssertionError("fxpasses: the gradient of a call that stands for a function of a part. Please report this.")
+
+
+part_function.register_autograd(_no_gradient)
