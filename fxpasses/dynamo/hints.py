@@ -10,6 +10,7 @@ Private names, checked on torch 2.11, 2.13 and 2.15, are those of the handlers' 
 
 from __future__ import annotations
 
+import dis
 import operator
 from typing import Any
 
@@ -41,6 +42,9 @@ PROTOCOL = "torch._dynamo.variables.object_protocol"
 
 # Methods whose arguments are all sizes. Dynamo breaks the graph at `x.view(h, w)` where `h` is a tensor.
 _TAKE_SIZES = frozenset({"expand", "repeat", "reshape", "split", "view"})
+
+# `//` and `%`: the instructions of Python 3.10, and what BINARY_OP has as its argument.
+_QUOTIENTS = ("BINARY_FLOOR_DIVIDE", "BINARY_MODULO", 2, 6)
 
 # Functions whose integer arguments are sizes and bounds.
 _OF_SIZES = (torch.arange, F.interpolate)
@@ -129,9 +133,12 @@ def call_bool(trace: Trace, proceed: Proceed, self: Any, tx: Any, arg: Any) -> A
     without="`np.prod(x.shape)` fails where a size is known only at run time",
 )
 def product_of_sizes(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """`np.prod` makes an array of the sizes, which such a size cannot be in."""
+    """`np.prod` makes an array of the sizes, which such a size cannot be in. A remainder or quotient of it that is
+    compared is as that of Python's integers."""
     sizes = args[0].realize() if len(args) == 1 and not kwargs else None
     if getattr(self.value, "__name__", "") != "prod" or not isinstance(sizes, BaseListVariable) or not sizes.items:
+        return NOT_HANDLED
+    if not _is_divided_and_compared(tx):
         return NOT_HANDLED
     numbers = [item.realize() for item in sizes.items]
     if not any(isinstance(number, SymNodeVariable) and is_unbacked(number.sym_num) for number in numbers):
@@ -142,6 +149,21 @@ def product_of_sizes(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: A
     for number in numbers[1:]:
         product = BuiltinVariable(operator.mul).call_function(tx, [product, number], {})
     return product
+
+
+def _is_divided_and_compared(tx: Any) -> bool:
+    """Whether the value of the traced call is the left operand of `%` or `//`, and the result is compared."""
+    depth, following = 0, tx.instructions[tx.instruction_pointer :]  # how many values lie above it on the stack
+    for instruction in following:
+        name = instruction.opname
+        is_quotient = name in _QUOTIENTS or (name == "BINARY_OP" and instruction.arg in _QUOTIENTS)
+        is_load = name.startswith("LOAD_") and name not in ("LOAD_ATTR", "LOAD_METHOD")
+        if depth == 1 and name == "COMPARE_OP":
+            return True
+        if "JUMP" in name or (depth == 0 and not is_load) or (depth == 1 and "BINARY" in name and not is_quotient):
+            return False
+        depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+    return False
 
 
 def _is_integer(value: Any) -> bool:

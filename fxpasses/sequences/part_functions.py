@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import custom_op
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-
-from fxpasses.dynamo.runtime.host_functions import Look
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -52,27 +50,36 @@ class PartFunction:
 
 
 @dataclass(frozen=True)
-class Results:
-    """What a function of a part returns: tensors and integers, flat, and their structure.
+class Integers:
+    """What a function returns: one integer, or a tuple of some. count: how many; 0 for one that is in no tuple."""
 
-    looks: of each; that of an integer is a tensor's. are_numbers: which ones are integers.
-    """
-
-    looks: tuple[Look, ...]
-    are_numbers: tuple[bool, ...]
-    structure: TreeSpec
+    count: int
 
     def flat(self, returned: Any) -> list[Tensor]:
-        """Raises `RuntimeError` if a function has returned something else than what it was compiled for."""
-        found, structure = tree_flatten(returned)
-        is_expected = structure == self.structure and [type(value) is int for value in found] == [*self.are_numbers]
-        if is_expected and all(isinstance(value, (int, Tensor)) for value in found):
-            tensors = [torch.tensor(value) if isinstance(value, int) else value for value in found]
-            if all(look.fits(value, []) for value, look in zip(tensors, self.looks, strict=True)):
-                return tensors
-        raise RuntimeError(
-            f"a function that is called for each part returned {returned}, and was expected to be {self}"
-        )
+        return [torch.tensor(number) for number in (returned if self.count else [returned])]
+
+    def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.empty((), dtype=torch.int64) for _ in range(max(self.count, 1))]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a function returns: a part of a tensor, in some dimensions. at: the tensor's position."""
+
+    at: int
+    dims: frozenset[int]
+
+    def flat(self, returned: Any) -> list[Tensor]:
+        return [returned]
+
+    def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Not the tensor's own memory, as an operator's result may not be."""
+        whole, context = tensors[self.at], torch.library.get_ctx()
+        sizes = [context.new_dynamic_size() if dim in self.dims else size for dim, size in enumerate(whole.shape)]
+        return [whole.new_empty_strided(sizes, whole.stride())]
+
+
+Results = Integers | Slice
 
 
 _calls: dict[str, tuple[Results, Callable[..., list[Tensor]]]] = {}  # an operator cannot take a function, only a name
@@ -106,7 +113,7 @@ def part_function(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) 
 
 @part_function.register_fake
 def _fakes(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-    return [look.fake([]) for look in _calls[name][0].looks]
+    return _calls[name][0].fake(tensors)
 
 
 def _no_gradient(ctx: object, *grads: Tensor) -> tuple[None, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxpasses.sequences.capture.kinds import NotPure, Several, View, kinds_of
+from fxpasses.sequences.capture.kinds import Tensor as KindOfTensor
+from fxpasses.sequences.capture.pure_functions import results_of
 from tests.sequences.comparing import WIDTH, Program, assert_eager_modes, batches
 
 pytestmark = pytest.mark.usefixtures("capture_flags")
 
 SIZES = ([3, 4, 2], [2, 5, 1, 3], [4, 2, 3, 1, 2], [3, 6, 2, 2, 2, 5])
 _seen: list[int] = []
-_calls = 0
 
 
 def resolution(height: int, width: int) -> tuple[int, int]:
@@ -31,7 +35,8 @@ def resolution(height: int, width: int) -> tuple[int, int]:
 
 
 def patches(size: Tensor) -> int:
-    rows, columns = resolution(*size.tolist())
+    height, width = size.tolist()
+    rows, columns = resolution(height, width)
     return sum(1 for _ in range(rows * columns)) + 1
 
 
@@ -78,50 +83,49 @@ def a_function_of_numbers(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targ
     return torch.cat(made)
 
 
-def _by_size(part: Tensor, other: Tensor, scale: float = 1.0) -> Tensor:
-    return part.flip(0) * other.sum() if part.shape[0] % 2 else (part - other).cumsum(0) * scale
+def _half(part: Tensor, least: int = 1) -> Tensor:
+    return part[: max(part.shape[0] // 2, least)] if part.shape[0] % 2 else part[:, 1:]
 
 
-def a_function_of_tensors(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+def a_slice_of_activations(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
     sizes = lengths.tolist()
     pairs = zip(x.split(sizes), y.split(sizes), strict=True)
-    return torch.cat([_by_size(part, other @ w, scale=0.5) for part, other in pairs])
+    return torch.stack([_half(part * 2).sum() * _half(other @ w, least=2).sum() for part, other in pairs])
 
 
-def _by_value(part: Tensor) -> Tensor:
-    return part[part[:, 0] > 0] if part.shape[0] % 2 else part[:1]
+def all_parts_alike(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    """The parts of the first batches answer alike, and those of the last do not."""
+    made = []
+    for part, size in zip(x.split(lengths.tolist()), lengths.tolist(), strict=True):
+        rows, columns = resolution(size, 3)
+        made.append(part.cumsum(0) if rows * columns * size < 50 else part.cumprod(0))
+    return torch.cat(made)
 
 
-def rows_that_activations_choose(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
-    return torch.cat([_by_value(part * 2) for part in x.split(lengths.tolist())])
+def parts_by_number(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    sizes = [size + resolution(size, 3)[0] - resolution(size, 3)[0] for size in lengths.tolist()]
+    parts = x.split(sizes)
+    made = torch.cat([part.sort(0).values for part in parts])
+    return made * parts[1].sum() + parts[0].shape[0], parts[1] is parts[1]
+
+
+def writes_a_slice(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+    whole = x * 1
+    made = []
+    for part in whole.split(lengths.tolist()):
+        chosen = _half(part)
+        chosen.mul_(3)
+        made.append(chosen.sum())
+    return torch.stack(made), whole
 
 
 def _noted(size: int) -> int:
     _seen.append(size)
-    global _calls
-    _calls += 1
     return size if size % 2 else 1
 
 
-def writes_a_global(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
+def notes_each_size(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
     return torch.cat([part * _noted(part.shape[0]) for part in x.split(lengths.tolist())])
-
-
-def _drawn(part: Tensor) -> Tensor:
-    return part * random.random() if part.shape[0] % 2 else part + torch.rand(())
-
-
-def draws_random_numbers(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
-    random.seed(0)
-    return torch.cat([_drawn(part) for part in x.split(lengths.tolist())])
-
-
-def _ratio(size: int) -> float:
-    return 0.5 if size % 2 else 2.0
-
-
-def returns_a_float(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
-    return torch.cat([part * _ratio(part.shape[0]) for part in x.split(lengths.tolist())])
 
 
 def _doubled(part: Tensor) -> Tensor:
@@ -134,33 +138,8 @@ def writes_its_argument(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, target
     return torch.stack(made), whole
 
 
-def _itself(part: Tensor) -> Tensor:
-    return part if part.shape[0] % 2 else part[:1]
-
-
-def writes_what_it_returns(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
-    whole = x * 1
-    made = []
-    for part in whole.split(lengths.tolist()):
-        chosen = _itself(part)
-        chosen.mul_(3)
-        made.append(chosen.sum(0))
-    return torch.stack(made), whole
-
-
-def _constant(part: Tensor) -> Tensor:
-    return part.detach() if part.shape[0] % 2 else part.detach() * 2
-
-
-def without_a_gradient(x: Tensor, y: Tensor, w: Tensor, lengths: Tensor, targets: Tensor) -> Any:
-    return torch.cat([_constant(part) for part in x.split(lengths.tolist())])
-
-
-CALLED = (of_each_image, a_function_of_numbers, a_function_of_tensors, rows_that_activations_choose)
-DECOYS = (
-    writes_a_global, draws_random_numbers, returns_a_float, writes_its_argument, writes_what_it_returns,
-    without_a_gradient,
-)  # fmt: skip
+CALLED = (of_each_image, a_function_of_numbers, a_slice_of_activations, parts_by_number)
+DECOYS = (writes_a_slice, notes_each_size, writes_its_argument)
 
 
 @pytest.mark.parametrize("program", CALLED, ids=lambda program: program.__name__)
@@ -175,4 +154,126 @@ def test_other_functions_are_traced(program: Program) -> None:
     seen = len(_seen)
     record = assert_eager_modes(program, batches(SIZES), "aot_eager", strict=True)
     assert "decides for each part" not in str(record)
-    assert program is not writes_a_global or len(_seen) - seen == 2 * sum(map(len, SIZES))
+    assert program is not notes_each_size or len(_seen) - seen == 2 * sum(map(len, SIZES))
+
+
+@pytest.mark.filterwarnings("ignore:fxpasses")
+def test_what_all_parts_answer_alike_is_guarded() -> None:
+    record = assert_eager_modes(all_parts_alike, batches(([3, 4, 2], [2, 5, 3], [3, 9, 2])), "aot_eager", strict=True)
+    assert len(record.graphs) >= 2 and "decides for each part" in str(record.graphs[0])
+
+
+# Kinds
+
+
+def of_a_tensor(image: Tensor, size: Tensor) -> Tensor:
+    if image.shape[1] < 4 and isinstance(size, torch.Tensor):
+        return image[:, :3]
+    height = size.tolist()[0]
+    while height > image.shape[1]:
+        height //= 2
+    return image[:height, 1 : image.size(1)]
+
+
+def of_several(height: int, width: int, sizes: list[list[int]]) -> tuple[int, int]:
+    best = None
+    for rows, columns in sizes:
+        if best is None or abs(rows - height) < abs(best[0] - height):
+            best = (rows, columns)
+    return math.ceil(best[0] / 2), round(best[1])  # type: ignore[index]
+
+
+def none_or_a_number(height: int) -> int | None:
+    return height if height > 2 else None
+
+
+def a_float(height: int) -> float:
+    return height / 2
+
+
+def a_global(height: int) -> int:
+    return height * len(_seen)
+
+
+def a_tensor_of_its_own(image: Tensor) -> Tensor:
+    return torch.zeros(image.shape[0])
+
+
+def itself(image: Tensor) -> Tensor:
+    return image if image.shape[0] > 2 else image[:1]
+
+
+def an_element(image: Tensor) -> Tensor:
+    return image[0]
+
+
+def asks_values(image: Tensor) -> Tensor:
+    return image[:1] if image.max() > 0 else image[:2]
+
+
+def asks_for_a_gradient(image: Tensor) -> Tensor:
+    return image[:1] if image.requires_grad else image[:2]
+
+
+def appends(sizes: list[int]) -> int:
+    sizes.append(1)
+    return len(sizes)
+
+
+def writes_an_element(sizes: list[int]) -> int:
+    sizes[0] = 1
+    return len(sizes)
+
+
+def draws(height: int) -> int:
+    return height + random.randint(0, 3)
+
+
+def prints(height: int) -> int:
+    print(height)
+    return height
+
+
+def shadows(height: int, max: Any = None) -> int:
+    return max(height, 1)
+
+
+def asks_identity(sizes: list[int]) -> int:
+    return 1 if sizes is _seen else 2
+
+
+def _exits(height: int) -> int:
+    if height > 2:
+        sys.exit(1)
+    return height
+
+
+def calls_another(height: int) -> int:
+    return _exits(height) + 1
+
+
+IMAGE, SIZE = frozenset({KindOfTensor(0, 2, False)}), frozenset({KindOfTensor(1, 1, True)})
+LIST = kinds_of([2, 3])
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "expected"),
+    [
+        (of_a_tensor, [IMAGE, SIZE], View(KindOfTensor(0, 2, False), frozenset({0, 1}))),
+        (of_several, [kinds_of(2), kinds_of(3), kinds_of([[1, 2], [3, 4]])], Several((kinds_of(1), kinds_of(1)))),
+        *((function, [kinds_of(3)], None) for function in (
+            none_or_a_number, a_float, a_global, draws, prints, shadows, calls_another, lambda height: height,
+        )),
+        *((function, [IMAGE], None) for function in (
+            a_tensor_of_its_own, itself, an_element, asks_values, asks_for_a_gradient,
+        )),
+        *((function, [LIST], None) for function in (appends, writes_an_element, asks_identity)),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)  # fmt: skip
+def test_functions_of_numbers_are_told_from_others(function: Any, given: list[Any], expected: Any) -> None:
+    if expected is not None:
+        assert results_of(function, given, {}) == expected
+        return
+    with pytest.raises(NotPure):
+        results_of(function, given, {})

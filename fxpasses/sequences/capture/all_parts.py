@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -37,10 +38,11 @@ class AllParts:
     def _nodes_of(self, node: Node) -> set[Node]:
         return self.body.nodes_of(node, self.part.numbers, self.carried.nodes(), self.is_metadata)
 
-    def run_one_by_one(self, wanted: list[Node], steps: Any, fake_mode: Any) -> None:
+    def run_one_by_one(self, wanted: list[Node], steps: Any, columns: Mapping[Node, Node], fake_mode: Any) -> None:
         """Make the body operators that run it part by part: one for the batch's numbers alone, which is metadata.
 
-        wanted: the nodes of the body whose values for all parts are wanted. steps: as in `Carried.starts`.
+        wanted: the nodes of the body whose values for all parts are wanted. steps: as in `Carried.starts`. columns: by
+        numbers that functions make of the batch's, nodes of their tensors.
         """
         shape_env, part = fake_mode.shape_env, self.part
         self.body.check(self.trace, fake_mode)
@@ -52,14 +54,17 @@ class AllParts:
         rest: list[Node] = []
         numbers: list[Node] = []
         computing: set[Node] = set()
-        for node in dict.fromkeys(wanted):
-            found = self._nodes_of(node) if self.is_metadata(count) else set()
+        is_metadata = self.is_metadata(count)
+        columns = columns if is_metadata else {}
+        for node in dict.fromkeys([*wanted, *columns.values()]):
+            found = self._nodes_of(node) if is_metadata else set()
             (numbers if found else rest).append(node)
             computing |= found
         if numbers:
-            of_numbers = Operand(self.body, self.writer, count, part.numbers, {})
+            of_numbers = Operand(self.body, self.writer, count, part.numbers, {}, is_of_numbers=True)
             self._note(numbers, of_numbers.write(numbers, [node for node in self.body.own if node in computing]))
         starts = self.carried.starts(steps, self.writer)
+        starts |= {number: part.known[column].node for number, column in columns.items()}
         if rest or self.body.written or not numbers:
             of_rest = Operand(self.body, self.writer, count, {}, starts)
             self._note(rest, of_rest.write(rest, [*self.body.own]))

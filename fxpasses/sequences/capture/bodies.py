@@ -190,13 +190,20 @@ class Operand:
     """Writes the operator of one loop.
 
     count: has an element for each part. numbers: by their expressions, those of a part that stand for others. carried:
-    by the stand-ins of numbers to which each part adds, those of all parts, [n].
+    by the numbers of a part that are known, those of all parts, [n]. is_of_numbers: as of `Body`.
     """
 
     def __init__(
-        self, body: PartBody, writer: Writer, count: Node, numbers: Mapping[Any, Node], carried: Mapping[Node, Node]
+        self,
+        body: PartBody,
+        writer: Writer,
+        count: Node,
+        numbers: Mapping[Any, Node],
+        carried: Mapping[Node, Node],
+        is_of_numbers: bool = False,
     ) -> None:
         self.body, self.writer, self.same, self.carried = body, writer, numbers, carried
+        self.is_of_numbers = is_of_numbers
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
         self.flat: dict[Node, Node] = {}  # what `ragged` nodes have before they have their sizes
@@ -211,9 +218,10 @@ class Operand:
         wanted: tensors of one part. nodes: those of the body that compute them, in order.
         """
         for node in nodes:
-            if node.target in _STAND_INS:
+            if node.target in _STAND_INS or node in self.carried:
                 self._add(node, self._of_part(node), self.flat if node.target is _RAGGED else self.copies)
-        inner = [node for node in nodes if node not in self.copies]
+        unread = self._unread(nodes, wanted)
+        inner = [node for node in nodes if node not in self.copies and node not in unread]
         for operand in dict.fromkeys(self._same(o) for node in inner for o in _operands(node)):
             if operand not in self.body.own:
                 self._add(operand, self._of_all(operand), self.copies)
@@ -226,7 +234,9 @@ class Operand:
         key = module.code, tuple(node.target for node in self.graph.nodes if node.op == "call_function")
         written = [node for node in self.body.written if node in self.copies]
         places = tuple(self.tensors[node] for node in written)
-        name = register(Body(module.forward, tuple(self.inputs), tuple(results), autocast_state(), places), key)
+        inputs = tuple(self.inputs)
+        body = Body(module.forward, inputs, tuple(results), autocast_state(), places, self.is_of_numbers)
+        name = register(body, key)
         operator = torch.ops.fxpasses.loop_over_parts.default
         found = self.writer.emit(operator, name, [*map(self._kept, self.tensors)], [*self.numbers])
         for node, copy in zip(written, found[len(wanted) :], strict=True):
@@ -237,6 +247,15 @@ class Operand:
                 node = self.writer.emit(torch.Tensor.detach, node)
             values.append(Value(self.writer.variables[node], () if result.dim is None else (result.dim,)))
         return values
+
+    def _unread(self, nodes: list[Node], wanted: list[Node]) -> set[Node]:
+        """Calls of functions of which nothing is read but numbers that are operands."""
+        found: set[Node] = set()
+        for node in reversed(nodes if self.carried else []):
+            is_call = node.target is _PART_FUNCTION or operator_of(node) in ("getitem", "item")
+            if is_call and node not in wanted and all(user in found or user in self.copies for user in node.users):
+                found.add(node)
+        return found
 
     def _same(self, node: Node) -> Node:
         return same_number(node, self.same)

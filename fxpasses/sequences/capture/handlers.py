@@ -208,7 +208,7 @@ def user_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any,
     loop = trace.state(Sequences).open
     if loop is None or getattr(getattr(self, "fn", None), "__code__", None) not in trace.attempt.called:
         return NOT_HANDLED
-    return called.call(trace, loop.questions, tx, self.fn, args, kwargs)
+    return called.call(tx, self.fn, args, kwargs) if loop.is_one_by_one else NOT_HANDLED
 
 
 @handlers.at(method("torch._dynamo.variables.functions.PolyfilledFunctionVariable", "call_function"))
@@ -239,12 +239,17 @@ def _part_at(trace: Trace, tx: Any, parts: Any, index: Any) -> Any:
     lengths, count = parts.lengths, example(parts.lengths.tensor).shape[0]
     if type(at) is not int or at < 0 or lengths.place not in trace.varying or not _is_at_most(at + 1, count):
         return NOT_HANDLED
+    if parts.gradients != torch.is_grad_enabled():
+        return NOT_HANDLED
+    if at in parts.taken:
+        return parts.taken[at]
     trace.state(Sequences).check(tx, parts, set())
     zero, dim, place = (ConstantVariable.create(number) for number in (0, parts.dim, at))
     before = lengths.tensor.call_method(tx, "narrow", [zero, zero, place], {}).call_method(tx, "sum", [], {})
     size = lengths.tensor.call_method(tx, "select", [zero, place], {}).call_method(tx, "item", [], {})
     start = before.call_method(tx, "item", [], {}) if at else zero
-    return parts.tensor.call_method(tx, "narrow", [dim, start, size], {})
+    parts.taken[at] = parts.tensor.call_method(tx, "narrow", [dim, start, size], {})
+    return parts.taken[at]
 
 
 def _is_of_parts(value: Any) -> bool:
@@ -272,6 +277,7 @@ def _iterator(trace: Trace, tx: Any, over: Any, start: Any = None) -> PartIterat
         return PartIterator(sequences, over, is_one_by_one)
     known = [value.lengths for value in found if type(value) in lists.KINDS]
     if not all(lengths.place in trace.varying for lengths in known):
+        sequences.unrolled += [(tx, lengths.place) for lengths in known]
         return None
     return _one_by_one(sequences, tx, over, found, known[0], first if start is not None else None)
 

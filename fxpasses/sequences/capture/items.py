@@ -143,6 +143,14 @@ class Columns:
             raise Unbatched("a number that it carries depends on more than the batch's numbers")
         return found
 
+    def of_functions(self) -> dict[Node, Node]:
+        """By the numbers that functions make of the batch's alone, nodes of their columns."""
+        return {
+            node: self.writer.emit(torch.scalar_tensor, node, dtype=torch.int64)
+            for node in [*self.body.own]
+            if operator_of(node) == "item" and _is_of_function(node) and self.parts.is_of_numbers(node)
+        }
+
     def condition(self, question: Any, answer: Any) -> Callable[[], None]:
         """What guards that all parts answer a question alike, as those of the batch at hand do."""
         compare = _COMPARISONS.get(type(question))
@@ -153,9 +161,9 @@ class Columns:
         def hold() -> None:
             tx, zero = self.parts.tx, ConstantVariable.create(0)
             answers = BuiltinVariable(compare).call_function(tx, [found(), zero], {})
-            number = answers.call_method(tx, "sum", [], {}).call_method(tx, "item", [], {})
-            count = self.parts.lengths.tensor.call_method(tx, "size", [zero], {}) if answer else zero
-            if not self.parts.are_equal(number, count):
+            others = answers.call_method(tx, "logical_not", [], {}) if answer else answers
+            number = others.call_method(tx, "sum", [], {}).call_method(tx, "item", [], {})
+            if not self.parts.are_equal(number, zero):
                 raise Unbatched("its parts may answer a question differently")
 
         return hold
@@ -285,6 +293,11 @@ def _is_arithmetic(number: Any) -> bool:
 def is_known_not_negative(like: Any, number: Any) -> bool:
     """like: a variable of a number that is as symbolic."""
     return statically_known_true(like.sym_num.node.shape_env.create_symintnode(number, hint=None) >= 0)
+
+
+def _is_of_function(node: Node) -> bool:
+    source: Any = node.args[0]
+    return operator_of(source) == "getitem" and source.args[0].target is torch.ops.fxpasses.part_function.default
 
 
 def _slices(node: Node) -> list[tuple[Any, Any]]:

@@ -59,7 +59,7 @@ class _OfBatch:
 class _Unread(_OfBatch):
     """A list that reads its elements when Dynamo asks for them."""
 
-    _fields = frozenset({"lengths", "tensor", "dim", "gradients", "columns", "read", "plain"})
+    _fields = frozenset({"lengths", "tensor", "dim", "gradients", "taken", "columns", "read", "plain"})
     read: Callable[[], list[Any]]
     plain: type
     lengths: Lengths
@@ -112,12 +112,16 @@ class Indices:
 
 
 class Parts(_Unread, TupleVariable):
-    """`tensor.split(lengths.tolist(), dim)`. tensor: Dynamo's variable. gradients: whether they were enabled."""
+    """`tensor.split(lengths.tolist(), dim)`. tensor: Dynamo's variable. gradients: whether they were enabled.
+
+    taken: variables of the parts that the program has read by constant numbers.
+    """
 
     _nonvar_fields = {*_Unread._fields, *TupleVariable._nonvar_fields}
     tensor: Any
     dim: int
     gradients: bool
+    taken: dict[int, Any]
 
 
 class Watched(ListVariable):
@@ -178,7 +182,7 @@ def rows(lengths: Lengths, read: Callable[[], list[Any]], columns: int) -> Rows:
 
 
 def parts(lengths: Lengths, read: Callable[[], list[Any]], tensor: Any, dim: int) -> Parts:
-    fields = {"tensor": tensor, "dim": dim, "gradients": torch.is_grad_enabled()}
+    fields = {"tensor": tensor, "dim": dim, "gradients": torch.is_grad_enabled(), "taken": {}}
     return _unread(TupleVariable([]), Parts, lengths=lengths, read=read, **fields)
 
 

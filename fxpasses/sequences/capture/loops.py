@@ -57,7 +57,7 @@ class Sequences:
         self.trace = trace
         self._open: Loop | None = None
         self.is_reading = False  # a list, which calls the same function again inside a mode, such as a default device
-        self.unrolled: list[tuple[Any, Any]] = []  # translators of loops over tensors' elements, and the loops' places
+        self.unrolled: list[tuple[Any, Any]] = []  # translators of loops, and the loops' places
         # By memory that is read later than the program reads it, the places of the loops' lists.
         self.kept: dict[int, frozenset[Any]] = {}
 
@@ -316,10 +316,11 @@ class Loop:
             raise Unbatched("a list is read at a number that it carries")
         items = [columns.plan(self._only(items)) for _, items in self.appended.values()]
         conditions = [columns.condition(*condition) for condition in self.questions.conditions.items()]
+        of_functions = columns.of_functions()
         self.body = parts.body = self.body_so_far()
         added = carried.added(self.body.own)
         if self.is_one_by_one:
-            parts.run_one_by_one([*columns.wanted, *added], steps, output.fake_mode)
+            parts.run_one_by_one([*columns.wanted, *added], steps, of_functions, output.fake_mode)
             self.sequences.kept |= dict.fromkeys(self.body.memory(), self.places)
         else:
             self._compute_for_all(output)

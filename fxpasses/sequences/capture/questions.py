@@ -14,7 +14,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
 
 from fxpasses.graph.symbols import expression, hint_of
 from fxpasses.sequences.batched import Unbatched
@@ -61,19 +60,6 @@ class Questions:
                 self.conditions[question] = answer
                 return
         self.trace.unrolled.update(dict.fromkeys(self.part.places, "its parts may answer a question differently"))
-
-    def values(self, nodes: list[Node]) -> list[list[Any]]:
-        """The values of some nodes for each part, zeros for activations. Raises `Unbatched` if they are not known."""
-        body = self._body()
-        needed, waiting = set[Node](), [node for node in nodes if node in body.own]
-        if not waiting or not self.part.is_one_by_one:
-            raise Unbatched("it is the same for all parts")
-        while waiting:
-            node = waiting.pop()
-            needed.add(node)
-            waiting += [operand for operand in node.all_input_nodes if operand in body.own and operand not in needed]
-        parts = self._rehearsal.values([node for node in body.own if node in needed])
-        return [[part[node] if node in part else self._rehearsal.value(node) for node in nodes] for part in parts]
 
     def _of_parts(self, symbol: Any) -> list[Any] | None:
         """The values of a number that the body computes from the batch's numbers, for each part; None for others."""

@@ -1,7 +1,6 @@
 """The values that a loop's body has for each part of the batch at hand, as far as it has been traced.
 
-The batch's numbers are known while Dynamo traces, and so is each number that the body computes from them alone. Tensors
-of activations are zeros of the sizes that each part has: what a function makes of them tells the sizes of its results.
+The batch's numbers are known while Dynamo traces, and so is each number that the body computes from them alone.
 """
 
 from __future__ import annotations
@@ -85,12 +84,9 @@ class Rehearsal:
         graph, example = self._trace.graph, node.meta.get("example_value")
         assert graph is not None
         if isinstance(example, Tensor):
-            if graph.is_metadata(node):
-                found = graph.tensors([node])
-                if found is None:
-                    raise Unbatched(f"`{node.name}` is not known")
+            found = graph.tensors([node]) if graph.is_metadata(node) else None
+            if found is not None:
                 return found[0].clone()  # the body may write to it
-            return torch.zeros([self._number(size) for size in example.shape], dtype=example.dtype)
         if isinstance(example, torch.SymInt):
             return self._number(example)
         raise Unbatched(f"`{node.name}` is not known")
