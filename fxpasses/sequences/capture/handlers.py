@@ -203,7 +203,7 @@ def builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwarg
     return NOT_HANDLED
 
 
-@handlers.at(method("torch._dynamo.variables.functions.UserFunctionVariable", "call_function"), order=1)
+@handlers.at(method("torch._dynamo.variables.functions.UserFunctionVariable", "call_function"), order=4)
 def user_function(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     loop = trace.state(Sequences).open
     if loop is None or getattr(getattr(self, "fn", None), "__code__", None) not in trace.attempt.called:
