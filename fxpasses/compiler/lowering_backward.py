@@ -37,7 +37,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpasses.base.containment import contained
-from fxpasses.compiler import stride_order
+from fxpasses.compiler import slice_offsets, stride_order
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.kernel_files import sharing_files
 from fxpasses.compiler.lowering_by_operator import Boxed, backward_by_operator
@@ -82,7 +82,7 @@ class Containment:
         strides = None if is_backward else TracedStrides(gm, inputs)
         try:
             changes = inductor_config.patch(_changes(gm, bool(is_backward)))
-            with changes, sharing_files(self.strict), stride_order.with_symbols():
+            with changes, sharing_files(self.strict), stride_order.with_symbols(), slice_offsets.in_python():
                 compiled = compile_fx_inner(gm, inputs, **options)
         except Exception as error:
             if is_backward and _SPEC is None and not self.strict:
