@@ -144,7 +144,7 @@ def _compiled(
         if settings.lowering == "inductor" and trace.attempt.with_fewer_flags() is not None:
             _check_integers(gm)
         compile = functools.partial(_compile, [folded, result, captured], trace)
-        compiled, outcome = eager_start.compiled(compile, settings, trace.code, gm, observer.after_partition)
+        compiled, outcome = eager_start.compiled(compile, settings, trace.code, gm, observer)
     except Exception as error:
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise

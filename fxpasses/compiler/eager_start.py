@@ -33,6 +33,7 @@ from fxpasses.base.once import warn_once
 from fxpasses.compiler import progress
 from fxpasses.compiler.forked_compiler import Child, refusal
 from fxpasses.dynamo import cache_entries
+from fxpasses.inspect.recording import Observer
 from fxpasses.metadata.runtime.prologue import autocast_state
 from fxpasses.options import Options
 from fxpasses.report import OnReport
@@ -43,12 +44,13 @@ Compile = Callable[[Options, OnReport], tuple[Callable[..., Any], str]]
 
 
 def compiled(
-    compile: Compile, settings: Options, code: CodeType | None, gm: GraphModule, on_report: OnReport
+    compile: Compile, settings: Options, code: CodeType | None, gm: GraphModule, observer: Observer
 ) -> tuple[Callable[..., Any], str]:
     """What `compile` returns: under `settings`, or for now under others that need no compiler.
 
-    code: the frame's. gm: the graph that Dynamo captured. on_report: for the reports of this process.
+    code: the frame's. gm: the graph that Dynamo captured. observer: of the compilation.
     """
+    on_report = observer.after_partition
     if settings.start != "eager" or settings.lowering != "inductor" or code is None:
         return compile(settings, on_report)
     frame = _frames.setdefault(id(code), Frame(code))  # equal functions have graphs of their own
@@ -67,7 +69,7 @@ def compiled(
         if graph not in frame.children:
             child.end()
         raise
-    frame.add(graph, child, entry)
+    frame.add(graph, child, entry, observer)
     return frame.until_compiled(run), outcome
 
 
@@ -92,6 +94,7 @@ class Frame:
         self.compiled: set[str] = set()  # graphs whose code is in PyTorch's caches, unless their child failed
         self.children: dict[str, Child] = {}  # by graph
         self.entries: set[str] = set()  # of the graphs that run uncompiled, in Dynamo's cache
+        self.observers: list[Observer] = []  # of their compilations
         self.calls = 0
         self._thread = threading.get_ident()  # that calls it
         self._is_shared = False  # whether several threads do
@@ -101,18 +104,23 @@ class Frame:
     def starts_eagerly(self, graph: str) -> bool:
         if graph in self.compiled or len(self.compiled) + len(self.children) >= _MOST:
             return False
-        why = "a checkpoint runs it twice, which has to be the same code" if _is_repeated() else refusal()
+        why = refusal()
+        if _is_repeated():
+            why = "a checkpoint runs it twice, which has to be the same code"
+        elif cache_entries.has_others(self.code):
+            why = "another backend has graphs of it, and graphs that Dynamo forgets beside those count for its limit"
         if why:
             text = f'fastpack.start is "eager", but the first step waits for the compiler, because {why}.'
             warn_once(("eager start", why), text, stacklevel=6)
         return not why
 
-    def add(self, graph: str, child: Child, entry: str) -> None:
+    def add(self, graph: str, child: Child, entry: str, observer: Observer) -> None:
         with self._lock:
             if not self.children:
                 self._since, self.calls = child.started, 0
             self.children[graph] = child
             self.entries.add(entry)
+            self.observers.append(observer)
 
     def until_compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`; once all children are over, the next call of the frame compiles it, mostly from the caches."""
@@ -141,6 +149,9 @@ class Frame:
                 return
             self.compiled |= self.children.keys()
             entries, self.children, self.entries = self.entries, {}, set()
+            observers, self.observers = self.observers, []
+        for observer in observers:
+            observer.retraced()
         cache_entries.forget(self.code, entries)
         name = getattr(self.code, "co_qualname", self.code.co_name)
         if all(child.succeeded for child in children):
@@ -180,7 +191,7 @@ _CHECKPOINTS = tuple(
 def _forget_children() -> None:
     """In a fork, of a data loader for instance: the children are its parent's, and it runs uncompiled."""
     for frame in _frames.values():
-        frame.children, frame.entries, frame._lock = {}, set(), threading.Lock()
+        frame.children, frame.entries, frame.observers, frame._lock = {}, set(), [], threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -24,6 +24,14 @@ def may_not_recompile() -> bool:
     return bool(torch._dynamo.config.error_on_recompile) or stance != "default"
 
 
+def has_others(code: CodeType) -> bool:
+    """Whether another backend has compiled graphs of a frame."""
+    from fxpasses.dynamo.retracing import is_fastpack
+
+    found = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    return not all(is_fastpack(entry.backend) for entry in found)
+
+
 def forget(code: CodeType, entries: AbstractSet[str]) -> None:
     """Have no call of a frame use these graphs any more; a call that is running one goes on."""
     from torch._dynamo.guards import DeletedGuardManagerWrapper

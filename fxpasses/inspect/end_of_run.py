@@ -63,6 +63,9 @@ class Graph:
             self.outcome, self.done = outcome, time.monotonic() - _history.started
             _history.graphs.append(self)
 
+    def retraced(self) -> None:
+        self.outcome = "retraced"
+
 
 @dataclass
 class History:

@@ -140,6 +140,9 @@ class Observer:
     def finish(self, outcome: str) -> None:
         """Add the graph to open records and files. See `model.Graph` for outcomes."""
 
+    def retraced(self) -> None:
+        """Called later, if Dynamo has forgotten the graph, and the same one is compiled anew."""
+
 
 def observe(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Observer:
     """An observer of the compilation of `gm`. It never raises."""
@@ -152,7 +155,7 @@ class _All(Observer):
     """Several observers of one compilation."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        for event in ("after_pass", "after_partition", "lowering", "finish"):
+        for event in ("after_pass", "after_partition", "lowering", "finish", "retraced"):
             setattr(self, event, functools.partial(self._tell, observers, event))
 
     @staticmethod
@@ -263,6 +266,9 @@ class _Recorder(Observer):
         _append_to_file(self.graph)
         if _structured_trace_is_on():
             trace.emit(self.graph)
+
+    def retraced(self) -> None:
+        self.graph.outcome = "retraced"
 
     def measure(self, share: float) -> None:
         """Measure the step before and after the passes, on the first batch's sizes. share: see `DryRun.step`."""

@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
+import fxpasses.inspect
 from fxpasses.base import once
 from fxpasses.compiler import backend, eager_start, forked_compiler, progress
 from fxpasses.compiler.forked_compiler import Child
@@ -87,11 +88,14 @@ def test_a_frame_is_compiled_again_when_its_child_is_over(
     monkeypatch.delenv(progress.VARIABLE, raising=False)
     model = Model()
     program = compiled(model, "inductor", start="eager")
-    steps(program, model, 4)
-    assert lowered == ["eager"]
-    assert forked_compiler.wait(60.0)
-    steps(program, model, 4, 4)
+    with fxpasses.inspect.record() as record:
+        steps(program, model, 4)
+        assert lowered == ["eager"]
+        assert forked_compiler.wait(60.0)
+        steps(program, model, 4, 4)
     assert lowered == ["eager", "inductor"]
+    first, second = record.graphs
+    assert first.outcome == "retraced" and second.outcome != "retraced"  # one graph, for a summary
     assert "Model.forward is compiled from its next call on, after 1 without" in capfd.readouterr().err
     if forked_compiler.refusal():  # autograd has threads by now, on torch 2.15
         return
@@ -118,7 +122,9 @@ def test_activations_move_from_the_first_step_on(lowered: list[str]) -> None:
     assert lowered == ["aot_eager"]
 
 
-def test_another_backends_graph_of_the_frame_stays(lowered: list[str]) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_backends_graph_of_the_frame_stays(lowered: list[str], is_first: bool) -> None:
+    """If it is there first, forgotten graphs would count for Dynamo's limit, beside it."""
     model, other = Model(), Model()
     calls: list[Any] = []
 
@@ -128,12 +134,17 @@ def test_another_backends_graph_of_the_frame_stays(lowered: list[str]) -> None:
 
     unrelated = torch.compile(other, backend=theirs)
     program = compiled(model, "inductor", start="eager")
-    steps(unrelated, other, 4)
-    steps(program, model, 4)
+    if is_first:
+        steps(unrelated, other, 4)
+        with pytest.warns(UserWarning, match="because another backend has graphs of it"):
+            steps(program, model, 4)
+    else:
+        steps(program, model, 4)
+        steps(unrelated, other, 4)
     assert forked_compiler.wait(60.0)
     steps(program, model, 4, 4)
     steps(unrelated, other, 4)
-    assert lowered == ["eager", "inductor"]
+    assert lowered == (["inductor"] if is_first else ["eager", "inductor"])
     assert len(calls) == 1
 
 
