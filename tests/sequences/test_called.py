@@ -242,6 +242,22 @@ def asks_identity(sizes: list[int]) -> int:
     return 1 if sizes is _seen else 2
 
 
+def grows(height: int) -> int:
+    found: Any = height
+    for _ in range(height):
+        found = (found, 1)
+    return height
+
+
+def asks_for_a_class(image: Tensor) -> Tensor:
+    return image[:1] if isinstance(image, torch.nn.Parameter) else image[:2]
+
+
+def a_name_in_a_comprehension(height: int) -> int:
+    half = height / 2
+    return sum(half for half in range(height)) if height > 5 else half  # type: ignore[return-value]
+
+
 def _exits(height: int) -> int:
     if height > 2:
         sys.exit(1)
@@ -262,10 +278,11 @@ LIST = kinds_of([2, 3])
         (of_a_tensor, [IMAGE, SIZE], View(KindOfTensor(0, 2, False), frozenset({0, 1}))),
         (of_several, [kinds_of(2), kinds_of(3), kinds_of([[1, 2], [3, 4]])], Several((kinds_of(1), kinds_of(1)))),
         *((function, [kinds_of(3)], None) for function in (
-            none_or_a_number, a_float, a_global, draws, prints, shadows, calls_another, lambda height: height,
+            none_or_a_number, a_float, a_global, draws, prints, shadows, calls_another, grows,
+            a_name_in_a_comprehension, lambda height: height,
         )),
         *((function, [IMAGE], None) for function in (
-            a_tensor_of_its_own, itself, an_element, asks_values, asks_for_a_gradient,
+            a_tensor_of_its_own, itself, an_element, asks_values, asks_for_a_gradient, asks_for_a_class,
         )),
         *((function, [LIST], None) for function in (appends, writes_an_element, asks_identity)),
     ],

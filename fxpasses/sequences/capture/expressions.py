@@ -9,6 +9,8 @@ from collections.abc import Generator
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+
 from fxpasses.sequences.capture.kinds import (
     NONE,
     NUMBERS,
@@ -95,6 +97,15 @@ class Expressions:
             raise NotPure(f"it calls `{name}`")
         return self.function.__globals__.get(name, getattr(builtins, name, None))
 
+    def named_class(self, node: ast.expr) -> Any:
+        """The class that an expression names; None if it names something else."""
+        found: Any = None
+        if isinstance(node, ast.Name) and node.id not in self.locals:
+            found = self.value_of(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in self.locals:
+            found = getattr(self.value_of(node.value.id), node.attr, None)
+        return found if isinstance(found, type) else None
+
     def truth(self, node: ast.expr) -> Kinds:
         if any(isinstance(kind, (Tensor, View)) for kind in self.of(node)):
             raise NotPure("it asks for the truth of a tensor")
@@ -134,11 +145,14 @@ class Expressions:
         return frozenset({"bool"})
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp) -> Kinds:
+        before = dict(self.kinds)
         for each in node.generators:
             self.assign(each.target, self.elements(self.of(each.iter)))
             for test in each.ifs:
                 self.truth(test)
-        return frozenset({Each(self.of(node.elt), list if isinstance(node, ast.ListComp) else Generator)})
+        found = self.of(node.elt)
+        self.kinds = before
+        return frozenset({Each(found, list if isinstance(node, ast.ListComp) else Generator)})
 
     def _attribute(self, node: ast.Attribute) -> Kinds:
         if isinstance(node.value, ast.Name) and node.value.id not in self.kinds | dict.fromkeys(self.locals):
@@ -215,12 +229,23 @@ class Expressions:
         if not isinstance(node.func, ast.Name):
             raise NotPure("it calls what it computes")
         called = self.value_of(node.func.id)
+        if called is isinstance and len(node.args) == 2:
+            return self._is_instance(node.args[0], node.args[1])
         args, kwargs = [*map(self.of, node.args)], {str(each.arg): self.of(each.value) for each in node.keywords}
         if isinstance(called, FunctionType):
             return self.called(called, args, kwargs)
         if kwargs:
             raise NotPure("it gives a builtin a named argument")
         return self._builtin(called, args)
+
+    def _is_instance(self, value: ast.expr, classes: ast.expr) -> Kinds:
+        """The function gets plain tensors, where the program may have parameters, or others of a class of their own."""
+        self.of(value)
+        for each in classes.elts if isinstance(classes, ast.Tuple) else [classes]:
+            found = self.named_class(each)
+            if found is None or (found is not torch.Tensor and issubclass(found, torch.Tensor)):
+                raise NotPure("it asks for the class of a tensor")
+        return frozenset({"bool"})
 
     def _method(self, node: ast.Call, method: ast.Attribute) -> Kinds:
         if isinstance(method.value, ast.Name) and method.value.id not in self.kinds | dict.fromkeys(self.locals):
@@ -250,8 +275,6 @@ class Expressions:
 
     def _builtin(self, called: Any, args: list[Kinds]) -> Kinds:
         everything = NONE.union(*args)
-        if called is isinstance and len(args) == 2:
-            return frozenset({"bool"})
         if any(isinstance(kind, (Tensor, View)) for kind in everything) and called is not len:
             raise NotPure("it gives a tensor to a builtin")
         if called in (min, max):

@@ -28,6 +28,7 @@ from fxpasses.sequences.capture.expressions import Expressions
 from fxpasses.sequences.capture.kinds import NONE, Each, Kind, Kinds, NotPure, Several, Tensor, View, class_of, kinds_of
 
 _DEPTH = 4  # of functions that call others
+_ROUNDS = 16  # of a loop, until its variables have all their kinds
 _STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For, ast.While, ast.If, ast.Return, ast.Raise, ast.Pass, ast.Break,
     ast.Continue, ast.Expr,
@@ -156,7 +157,7 @@ class _Function(Expressions):
         return bool(ends)
 
     def _loop(self, node: ast.For | ast.While) -> bool:
-        while True:
+        for _ in range(_ROUNDS):
             before = dict(self.kinds)
             self.left.append([])
             if isinstance(node, ast.For):
@@ -167,6 +168,7 @@ class _Function(Expressions):
             self.kinds = _joined([before, *ends, *self.left.pop()])
             if self.kinds == before:
                 return self._block(node.orelse)
+        raise NotPure("its variables have ever more kinds")
 
     def _narrow(self, test: ast.expr, truth: bool) -> None:
         """Leave out the kinds of a variable for which a test, `isinstance(x, list)` or `x is None`, says otherwise."""
@@ -180,22 +182,13 @@ class _Function(Expressions):
         elif isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and len(test.args) == 2:
             tested, given = test.args
             if self.value_of(test.func.id) is isinstance and isinstance(tested, ast.Name):
-                classes = [self._class(each) for each in (given.elts if isinstance(given, ast.Tuple) else [given])]
+                classes = [self.named_class(each) for each in (given.elts if isinstance(given, ast.Tuple) else [given])]
                 if None not in classes:
                     self._keep(tested.id, lambda kind: issubclass(class_of(kind), tuple(classes)) is truth)
 
     def _keep(self, name: str, is_kept: Callable[[Kind], bool]) -> None:
         if name in self.kinds:
             self.kinds[name] = frozenset(filter(is_kept, self.kinds[name]))
-
-    def _class(self, node: ast.expr) -> Any:
-        """The class that an expression names; None if it names something else."""
-        found: Any = None
-        if isinstance(node, ast.Name) and node.id not in self.locals:
-            found = self.value_of(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in self.locals:
-            found = getattr(self.value_of(node.value.id), node.attr, None)
-        return found if isinstance(found, type) else None
 
     def assign(self, target: ast.expr, value: Kinds) -> None:
         if isinstance(target, ast.Name):
