@@ -36,6 +36,7 @@ from fxpasses.graph.calls import OperatorCall, operator_of
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.effects import draws
+from fxpasses.graph.reachability import reached
 from fxpasses.graph.regions import Region
 from fxpasses.graph.symbols import is_unbacked
 from fxpasses.loss.lazy_tensor import Source, lazy_output
@@ -53,13 +54,15 @@ class LeftOut:
     """A graph without some outputs. gm: the graph. captured: runs it with all outputs. positions: those of the outputs
     left out.
 
-    examples: theirs. sizes: compute their sizes from the inputs. code: the frame's. report: what was done. may_draw:
-    whether the graph has operators that may draw random numbers.
+    reads: the positions of the inputs that these depend on. examples: theirs. sizes: compute their sizes from the
+    inputs. code: the frame's. report: what was done. may_draw: whether the graph has operators that may draw random
+    numbers.
     """
 
     gm: GraphModule
     captured: Callable[..., Any]
     positions: tuple[int, ...]
+    reads: tuple[int, ...]
     examples: tuple[Any, ...]
     sizes: Sequence[Callable[..., Any]]
     code: CodeType | None
@@ -99,7 +102,7 @@ class LeftOut:
                 return [every[at] for at in positions]
 
             with contained("leaving out what a program returns", "It is computed, and so is the rest once more."):
-                source = Source(compute, inputs, self._is_read)
+                source = Source(compute, inputs, self.reads, self._is_read)
                 lazy = [
                     lazy_output(of(*inputs), example.dtype, example.device, example.requires_grad, source, at)
                     for at, (of, example) in enumerate(zip(sizes, examples, strict=True))
@@ -110,9 +113,12 @@ class LeftOut:
 
         return run
 
-    def _is_read(self) -> None:
+    def _is_read(self, is_computed: bool) -> None:
+        """From now on the outputs are computed in each step: an error because inputs have changed is the only one."""
         if self.code is not None:
             _read.add(self.code)
+        if not is_computed:
+            return
         warn_once(
             ("lazy outputs", self.code),
             'an output that "fastpack.outputs": "lazy" had not computed was read. It was computed, by the graph as it '
@@ -165,7 +171,18 @@ def leave_out(gm: GraphModule, code: CodeType | None, is_whole: bool) -> LeftOut
     report.figures = {"lazy_outputs": len(positions)}
     examples = tuple(results[at].meta["example_value"] for at in positions)
     assert sizes is not None
-    return LeftOut(rest, gm.forward, positions, examples, sizes, code, report, any(map(_is_opaque, nodes_in(gm))))
+    reads = _inputs_of(gm, [results[at] for at in positions])
+    may_draw = any(map(_is_opaque, nodes_in(gm)))
+    return LeftOut(rest, gm.forward, positions, reads, examples, sizes, code, report, may_draw)
+
+
+def _inputs_of(gm: GraphModule, results: Sequence[Node]) -> tuple[int, ...]:
+    """The positions of the inputs that some results depend on; all, if the graph writes to anything."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if any(written_operands(node) for node in nodes_in(gm)):
+        return tuple(range(len(inputs)))
+    found = reached(list(results), lambda node: node.all_input_nodes)
+    return tuple(at for at, node in enumerate(inputs) if node in found)
 
 
 def _logits(gm: GraphModule) -> set[Node]:

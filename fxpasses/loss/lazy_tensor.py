@@ -63,19 +63,24 @@ _OF_AUTOGRAD_METHODS = frozenset(
 class Source:
     """Computes the values that one call of a graph left out, once, when the first of them is read.
 
-    compute: returns all of them for inputs. inputs: those of the call; once one of its tensors has changed, nothing can
-    be computed any more. on_read: called before.
+    compute: returns all of them for inputs. inputs: those of the call. reads: the positions of those that the values
+    depend on; once one of these tensors has changed, nothing can be computed any more. on_read: called first, with
+    whether they are computed.
     """
 
     def __init__(
-        self, compute: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], on_read: Callable[[], None]
+        self,
+        compute: Callable[..., Sequence[Tensor]],
+        inputs: Sequence[Any],
+        reads: Sequence[int],
+        on_read: Callable[[bool], None],
     ) -> None:
         self._compute: Callable[..., Sequence[Tensor]] | None = compute
         self._inputs = inputs
         self.tensors = [x for x in inputs if isinstance(x, Tensor)]
         self.needing = [x for x in self.tensors if x.requires_grad]
         self._aliases: list[Tensor] = []  # aliases of `needing`, so that the hooks on these run once
-        self._before = [(x, _state_of(x)) for x in self.tensors]
+        self._before = [(x, _state_of(x)) for at in reads if isinstance(x := inputs[at], Tensor)]
         self._on_read = on_read
         self._values: Sequence[Tensor] = ()
         self._lock = threading.RLock()
@@ -87,6 +92,7 @@ class Source:
         with self._lock:
             if self._compute is not None:
                 changed = [x for x, state in self._before if _state_of(x) != state]
+                self._on_read(not changed and not self.stepped)
                 if changed or self.stepped:
                     which = f" ({len(changed)} of them; one is {tuple(changed[0].shape)})" if changed else ""
                     raise RuntimeError(
@@ -94,7 +100,6 @@ class Source:
                         f"depends on have changed{which}: read it before optimizer.step(), or compile with "
                         'options={"fastpack.outputs": "exact"}'
                     )
-                self._on_read()
                 with _outside():
                     aliases = {id(x): _alias(x) for x in self.needing}
                     self._values = self._compute(*(aliases.get(id(x), x) for x in self._inputs))

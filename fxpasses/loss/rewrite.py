@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 import fxpasses.loss.operators  # noqa: F401 - defines the operators
@@ -23,7 +24,6 @@ from fxpasses.graph.modes import autocast_regions, modes
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.regions import Region as MainGraph
-from fxpasses.graph.symbols import is_unbacked
 from fxpasses.graph.traits import KEEPS_VALUES, VIEWS, is_pointwise
 from fxpasses.loss.body import Body
 from fxpasses.loss.forms import Form, refused
@@ -115,7 +115,7 @@ class Rewrite:
             cotangents = self._cotangents(tail)
             results = emit(ops.loss_of_rows.default, (key, xs, ws, rows, shared, cotangents, bool(read)))
             loss = emit(operator.getitem, (results, 0))
-            if is_unbacked(self.xs[0].meta["example_value"]):
+            if any(map(_may_be_empty, [self.xs[0], *self.trained, *tail.nodes])):
                 loss = emit("add", (loss, self._of_no_rows(tail)))
             dtype = tail.loss.meta["example_value"].dtype
             if loss.meta["example_value"].dtype != dtype:
@@ -303,6 +303,11 @@ class Rewrite:
         for node in sorted(inside, key=self.order.__getitem__, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
+
+
+def _may_be_empty(node: Node) -> bool:
+    """Whether a tensor has no elements in some batch: `losses[:, :n]`, or `logits[:, :-1]` of texts of one token."""
+    return not all(statically_known_true(size > 0) for size in node.meta["example_value"].shape)
 
 
 def _times(one: Any, other: Any, emit: NodeBuilder) -> Any:

@@ -219,6 +219,12 @@ def of_labelled_tokens(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
     return F.cross_entropy(m.head(x[kept]), t[kept]).nan_to_num(7.0)
 
 
+def of_the_next_tokens(m: Model, x: Tensor, t: Tensor, tokens: Tensor) -> Any:
+    """Of texts of one token, none."""
+    z = m.head(x)[:, :-1]
+    return F.cross_entropy(z.reshape(-1, COLUMNS), tokens[:, 1:].reshape(-1))
+
+
 PROGRAMS = [
     sum_without_gradients, divergence_without_gradients, loss_without_gradients, reference_without_gradients,
     teacher_written_afterwards, prior_written_afterwards, buffer_written_through_a_view, rows_in_another_order,
@@ -226,7 +232,7 @@ PROGRAMS = [
     less_their_mean, a_result_inside_of_another, factor_by_name, labels_of_another_head, compared_with_a_parameter,
     dtype_of_another, written_by_relu, counted_from_the_end, between_two, by_their_signs, one_row_for_all,
     one_row_by_index, bits, columns_by_a_size, mean_of_parts_and_parts, only_the_best,
-    written_twice, perplexity, sums_by_their_count, of_labelled_tokens,
+    written_twice, perplexity, sums_by_their_count, of_labelled_tokens, of_the_next_tokens,
 ]  # fmt: skip
 
 
@@ -242,6 +248,8 @@ def test_what_is_computed_is_eager_modes(program: Any) -> None:
     batches = [batch(3, 6), batch(2, 18), batch(3, 9)]
     if program in (of_labelled_tokens, perplexity, sums_by_their_count):
         batches.append(batch(3, 6, labelled=False))
+    if program is of_the_next_tokens:
+        batches.append(batch(3, 1))
     model = Model(program).double()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     run = compiled(model, loss="chunks")

@@ -93,6 +93,29 @@ def test_what_is_read_is_eager_modes_and_computed_from_then_on() -> None:
     assert [each.changed for each in reports_of(record, "lazy_outputs")] == [True, False, False][: len(record.graphs)]
 
 
+def test_labels_may_be_written_before_logits_are_read() -> None:
+    """As an accuracy's code does. Before, each step raised, although logits do not depend on labels."""
+    model = Model().double()
+    run = lazily(model)
+    tokens, target = BATCHES[0]
+    target = target.clone()
+    out, expected = run(tokens, target), model(tokens, target)["logits"]
+    target.fill_(0)
+    torch.testing.assert_close(out["logits"] + 0, expected)
+
+
+def test_what_cannot_be_read_any_more_is_computed_in_the_next_step() -> None:
+    model = Model().double()
+    run = lazily(model)
+    out = run(*BATCHES[0])
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="have changed"):
+        out["logits"].sum()
+    torch.testing.assert_close(run(*BATCHES[0])["logits"] + 0, model(*BATCHES[0])["logits"])
+    assert type(run(*BATCHES[0])["logits"]) is not LazyTensor
+
+
 def test_the_warning_is_given_once() -> None:
     once.forget(("lazy outputs", Model.forward.__code__))
     run = lazily(Model())

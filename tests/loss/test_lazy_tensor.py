@@ -31,7 +31,11 @@ def made(requires_grad: bool = True) -> tuple[LazyTensor, Tensor, list[int]]:
     """A lazy tensor, the input it is computed from, and how often it was computed."""
     x = torch.arange(24.0).view(SIZES).requires_grad_(requires_grad)
     runs: list[int] = []
-    source = Source(lambda x: [x * 2], [x], lambda: runs.append(1))
+
+    def note(is_computed: bool) -> None:
+        runs.extend([1] * is_computed)
+
+    source = Source(lambda x: [x * 2], [x], [0], note)
     return lazy_output(SIZES, torch.float32, torch.device("cpu"), requires_grad, source, 0), x, runs
 
 
@@ -248,7 +252,9 @@ def test_an_error_while_it_is_computed_reaches_the_reader() -> None:
     def fails() -> Any:
         raise ValueError("on purpose")
 
-    lazy = lazy_output(SIZES, torch.float32, torch.device("cpu"), True, Source(fails, [], lambda: None), 0)
+    lazy = lazy_output(
+        SIZES, torch.float32, torch.device("cpu"), True, Source(fails, [], [], lambda is_computed: None), 0
+    )
     for _ in range(2):
         with pytest.raises(ValueError, match="on purpose"):
             lazy.sum()
@@ -354,7 +360,7 @@ def test_hooks_run_where_a_cast_follows() -> None:
 
 def test_gradients_of_gradients() -> None:
     x = torch.arange(24.0, dtype=torch.float64).view(SIZES).requires_grad_()
-    lazy = lazy_output(SIZES, x.dtype, x.device, True, Source(lambda x: [x**3], [x], lambda: None), 0)
+    lazy = lazy_output(SIZES, x.dtype, x.device, True, Source(lambda x: [x**3], [x], [0], lambda is_computed: None), 0)
     (first,) = torch.autograd.grad(lazy.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(second, 30 * x.detach() ** 4)
@@ -440,7 +446,9 @@ def test_hooks_of_inputs_run_once() -> None:
 
 def test_backward_after_a_write_raises() -> None:
     x = torch.ones(SIZES, requires_grad=True)
-    lazy = lazy_output(SIZES, x.dtype, x.device, True, Source(lambda x: [x.sin() * x], [x], lambda: None), 0)
+    lazy = lazy_output(
+        SIZES, x.dtype, x.device, True, Source(lambda x: [x.sin() * x], [x], [0], lambda is_computed: None), 0
+    )
     total = lazy.sum()
     with torch.no_grad():
         x.add_(1)
