@@ -162,7 +162,10 @@ def _is_divided_and_compared(tx: Any) -> bool:
             return True
         if "JUMP" in name or (depth == 0 and not is_load) or (depth == 1 and "BINARY" in name and not is_quotient):
             return False
-        depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+        try:
+            depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+        except ValueError:  # an instruction of Dynamo's own
+            return False
     return False
 
 
