@@ -8,8 +8,8 @@ kernels, which these leave out. Dynamo traces the program again and finds its co
 graph, the sizes, dtypes and options, and the versions of PyTorch and of this package: code of another program is never
 used. The libraries are made for one kind of processor, which no key covers, so the file names it.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: `cache_dir`; `codecache.write` and `cpu_vec_isa`, for the library
-by which Inductor tests vector instructions.
+Private names, checked on torch 2.11, 2.13 and 2.15: `cache_dir`; `codecache.get_hash`, `get_path` and `cpu_vec_isa`,
+for the libraries by which Inductor tests vector instructions.
 """
 
 from __future__ import annotations
@@ -155,12 +155,18 @@ def _libraries() -> Iterator[Path]:
 
 
 def _vector_tests() -> Iterator[str]:
+    """Inductor compiles a small program for each set of instructions, and for extensions of some (AVX-512, AMX)."""
     from torch._inductor import codecache, cpu_vec_isa
 
-    for isa in cpu_vec_isa.valid_vec_isa_list():
-        fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa._arch_flags)
-        _, source = codecache.write(isa._avx_code, "cpp", extra=fingerprint)
-        yield os.path.realpath(source.removesuffix(".cpp") + ".so")
+    known = cpu_vec_isa.valid_vec_isa_list()
+    extensions = {"", *(isa.build_arch_flags().removeprefix(isa._arch_flags) for isa in known)}
+    for isa in known:
+        named = (getattr(isa, name) for name in dir(isa) if name.endswith("_code"))
+        for code in {code for code in named if isinstance(code, str)}:
+            for extension in extensions:
+                fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa._arch_flags + extension)
+                key = codecache.get_hash(code.strip(), fingerprint)
+                yield os.path.realpath(codecache.get_path(key, "so")[2])
 
 
 def _target(name: str) -> Path:

@@ -37,7 +37,10 @@ def resolution(height: int, width: int) -> tuple[int, int]:
 def patches(size: Tensor) -> int:
     height, width = size.tolist()
     rows, columns = resolution(height, width)
-    return sum(1 for _ in range(rows * columns)) + 1
+    count = 1
+    for _ in range(rows * columns):
+        count += 1
+    return count
 
 
 def unpadded(image: Tensor, size: Tensor) -> Tensor:
@@ -258,6 +261,68 @@ def a_name_in_a_comprehension(height: int) -> int:
     return sum(half for half in range(height)) if height > 5 else half  # type: ignore[return-value]
 
 
+def leaves_a_loop(size: Tensor) -> Any:
+    for number in size.tolist():
+        if number > 1:
+            break
+    else:
+        return 1
+    return number / 2
+
+
+def negates(image: Tensor) -> Tensor:
+    return -image if image.shape[0] > 2 else image[:1]
+
+
+def writes_a_copy_of_itself(image: Tensor) -> Tensor:
+    changed = (+image).mul_(2)  # noqa: F841
+    return image[:1]
+
+
+def counts_from_one(size: Tensor) -> Any:
+    for _, number in enumerate(size.tolist(), 1):
+        if number > 1:
+            return number / 2
+    return 1
+
+
+def of_letters(height: int) -> Any:
+    for letter in "ab":
+        return letter
+    return height
+
+
+def of_a_size(image: Tensor) -> Any:
+    sizes = image.shape
+    return sizes[0] / 2 if isinstance(sizes, torch.Size) else 1
+
+
+def returns_sizes(image: Tensor) -> Any:
+    return image.shape
+
+
+def a_generator(height: int) -> Any:
+    return 1
+    yield height  # type: ignore[unreachable]
+
+
+def a_list_by_default(height: int, found: list[int] = []) -> int:  # noqa: B006
+    return height + len(found)
+
+
+def raises_what_it_reads(height: int) -> int:
+    if height > 2:
+        raise ValueError(_seen.append(1))  # type: ignore[func-returns-value]
+    return height
+
+
+def whose_code_is_anothers(height: int) -> int:
+    return height
+
+
+whose_code_is_anothers.__code__ = a_float.__code__
+
+
 def _exits(height: int) -> int:
     if height > 2:
         sys.exit(1)
@@ -279,11 +344,14 @@ LIST = kinds_of([2, 3])
         (of_several, [kinds_of(2), kinds_of(3), kinds_of([[1, 2], [3, 4]])], Several((kinds_of(1), kinds_of(1)))),
         *((function, [kinds_of(3)], None) for function in (
             none_or_a_number, a_float, a_global, draws, prints, shadows, calls_another, grows,
+            of_letters, a_generator, a_list_by_default, raises_what_it_reads, whose_code_is_anothers,
             a_name_in_a_comprehension, lambda height: height,
         )),
         *((function, [IMAGE], None) for function in (
             a_tensor_of_its_own, itself, an_element, asks_values, asks_for_a_gradient, asks_for_a_class,
+            negates, writes_a_copy_of_itself, of_a_size, returns_sizes,
         )),
+        *((function, [SIZE], None) for function in (leaves_a_loop, counts_from_one)),
         *((function, [LIST], None) for function in (appends, writes_an_element, asks_identity)),
     ],
     ids=lambda given: getattr(given, "__name__", ""),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import math
-from collections.abc import Generator
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from fxpasses.sequences.capture.kinds import (
     Tensor,
     View,
     argument_of,
+    is_plain,
     kinds_of,
     nested,
     only,
@@ -29,6 +29,15 @@ from fxpasses.sequences.capture.kinds import (
 _TO_INTEGERS = (math.ceil, math.floor, math.trunc, math.gcd, math.isqrt)
 _TO_FLOATS = (math.sqrt, math.log, math.log2, math.exp, math.pow, math.hypot, math.cos, math.sin)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+
+
+try:
+    from numpy import ndarray
+except ImportError:
+    ndarray = torch.Tensor  # type: ignore[assignment, misc]
+
+# For which `isinstance` is understood.
+CLASSES: tuple[Any, ...] = (int, float, bool, str, list, tuple, torch.Tensor, ndarray)
 
 
 class Expressions:
@@ -52,27 +61,28 @@ class Expressions:
             return kinds_of(node.value)
         if isinstance(node, ast.Name):
             return self._name(node.id)
-        if isinstance(node, ast.Tuple):
-            return frozenset({Several(tuple(map(self.of, node.elts)))})
-        if isinstance(node, ast.List):
-            return frozenset({Each(frozenset().union(*map(self.of, node.elts)))})
+        if isinstance(node, (ast.Tuple, ast.List)):
+            items = tuple(map(self.of, node.elts))
+            kind = Several(items) if isinstance(node, ast.Tuple) else Each(NONE.union(*items))
+            if not is_plain(kind):
+                raise NotPure("it puts something else than numbers into a tuple or a list")
+            return frozenset({kind})
         if isinstance(node, ast.BinOp):
             return self.operation(node.op, self.of(node.left), self.of(node.right))
         if isinstance(node, ast.UnaryOp):
             if isinstance(node.op, ast.Not):
                 return self.truth(node.operand)
-            return frozenset("int" if kind == "bool" else kind for kind in self.of(node.operand) & NUMBERS)
+            found = only(self.of(node.operand), NUMBERS | {"none"}) & NUMBERS
+            if isinstance(node.op, ast.Invert):
+                raise NotPure("it has an operator of the kind Invert")
+            return frozenset("int" if kind == "bool" else kind for kind in found)
         if isinstance(node, ast.Compare):
             return self._comparison(node)
         if isinstance(node, ast.BoolOp):
-            for value in node.values:
-                self.truth(value)
-            return frozenset().union(*map(self.of, node.values))
+            return NONE.union(*(self._asked(self.of(value)) for value in node.values))
         if isinstance(node, ast.IfExp):
             self.truth(node.test)
             return self.of(node.body) | self.of(node.orelse)
-        if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
-            return self._comprehension(node)
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
         if isinstance(node, ast.Subscript):
@@ -86,14 +96,11 @@ class Expressions:
             return self.kinds[name]
         if name in self.locals:
             return NONE  # assigned further down
-        value = self.value_of(name)
-        if isinstance(value, type):
-            return frozenset({"class"})
         raise NotPure(f"it reads `{name}`")
 
     def value_of(self, name: str) -> Any:
         """The value of a name that is not the function's own."""
-        if name in self.kinds or name in self.locals:
+        if name in self.kinds or name in self.locals or name.startswith("__"):
             raise NotPure(f"it calls `{name}`")
         return self.function.__globals__.get(name, getattr(builtins, name, None))
 
@@ -107,19 +114,24 @@ class Expressions:
         return found if isinstance(found, type) else None
 
     def truth(self, node: ast.expr) -> Kinds:
-        if any(isinstance(kind, (Tensor, View)) for kind in self.of(node)):
-            raise NotPure("it asks for the truth of a tensor")
+        self._asked(self.of(node))
         return frozenset({"bool"})
+
+    def _asked(self, value: Kinds) -> Kinds:
+        """A value whose truth is asked for."""
+        if not all(map(is_plain, value)):
+            raise NotPure("it asks for the truth of something else than numbers")
+        return value
 
     def elements(self, value: Kinds) -> Kinds:
         found: Kinds = NONE
         for kind in value:
-            if isinstance(kind, (Tensor, View)):
-                raise NotPure("it loops over a tensor")
             if isinstance(kind, Each):
                 found |= kind.items
             elif isinstance(kind, Several):
                 found = found.union(*kind.items)
+            elif kind not in NUMBERS | {"none"}:  # of which Python raises
+                raise NotPure("it loops over something else than a tuple or a list")
         return found
 
     def operation(self, op: ast.operator, left: Kinds, right: Kinds) -> Kinds:
@@ -138,35 +150,21 @@ class Expressions:
 
     def _comparison(self, node: ast.Compare) -> Kinds:
         for value in (node.left, *node.comparators):
-            if any(isinstance(kind, (Tensor, View)) for kind in self.of(value)) and not _is_identity(node):
-                raise NotPure("it compares a tensor")
+            if not _is_identity(node) and not all(map(is_plain, self.of(value))):
+                raise NotPure("it compares something else than numbers")
         if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and not _is_identity(node):
             raise NotPure("it asks whether two objects are one")
         return frozenset({"bool"})
 
-    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp) -> Kinds:
-        before = dict(self.kinds)
-        for each in node.generators:
-            self.assign(each.target, self.elements(self.of(each.iter)))
-            for test in each.ifs:
-                self.truth(test)
-        found = self.of(node.elt)
-        self.kinds = before
-        return frozenset({Each(found, list if isinstance(node, ast.ListComp) else Generator)})
-
     def _attribute(self, node: ast.Attribute) -> Kinds:
         if isinstance(node.value, ast.Name) and node.value.id not in self.kinds | dict.fromkeys(self.locals):
-            module = self.value_of(node.value.id)
-            value = getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
-            if isinstance(value, type):
-                return frozenset({"class"})
             raise NotPure(f"it reads `{node.attr}`")
         found: Kinds = NONE
         for kind in self.of(node.value):
             if not isinstance(kind, (Tensor, View)) or node.attr not in ("shape", "ndim"):
                 raise NotPure(f"it reads `.{node.attr}`")
             ndim = argument_of(kind).ndim
-            found |= {"int"} if node.attr == "ndim" else {Several((frozenset({"int"}),) * ndim)}
+            found |= {"int"} if node.attr == "ndim" else {Several((frozenset({"int"}),) * ndim, torch.Size)}
         return found
 
     def _subscript(self, node: ast.Subscript) -> Kinds:
@@ -196,9 +194,9 @@ class Expressions:
         if not isinstance(index, ast.Slice):
             return every
         bounds = [None if each is None else _constant(each) for each in (index.lower, index.upper, index.step)]
-        if _UNKNOWN in bounds:
-            return frozenset({Each(every)})
-        return frozenset({Several(kind.items[slice(*bounds)])})
+        if _UNKNOWN in bounds or not all(type(bound) in (int, type(None)) for bound in bounds) or bounds[2] == 0:
+            return frozenset({Each(every, kind.of)})
+        return frozenset({Several(kind.items[slice(*bounds)], kind.of)})
 
     def _slice(self, kind: Tensor | View, index: ast.expr) -> View:
         """`tensor[:, a:b]`: slices alone, so that it has as many dimensions."""
@@ -243,8 +241,8 @@ class Expressions:
         self.of(value)
         for each in classes.elts if isinstance(classes, ast.Tuple) else [classes]:
             found = self.named_class(each)
-            if found is None or (found is not torch.Tensor and issubclass(found, torch.Tensor)):
-                raise NotPure("it asks for the class of a tensor")
+            if found not in CLASSES:
+                raise NotPure("it asks for a class of another kind")
         return frozenset({"bool"})
 
     def _method(self, node: ast.Call, method: ast.Attribute) -> Kinds:
@@ -277,7 +275,7 @@ class Expressions:
         everything = NONE.union(*args)
         if any(isinstance(kind, (Tensor, View)) for kind in everything) and called is not len:
             raise NotPure("it gives a tensor to a builtin")
-        if called in (min, max):
+        if called is min or called is max:
             found = self.elements(args[0]) if len(args) == 1 else everything
             return only(found, NUMBERS)
         if called is sum and len(args) == 1:
@@ -288,12 +286,10 @@ class Expressions:
         if called is range:
             only(everything, {"int", "bool"})
             return frozenset({Each(frozenset({"int"}), range)})
-        if called in (zip, enumerate):
-            first = [frozenset({"int"})] if called is enumerate else []
-            return frozenset({Each(frozenset({Several((*first, *map(self.elements, args)))}), called)})
-        only(everything, NUMBERS | ({"str"} if called in (int, float) else set()))
-        if called in (int, float, bool) and len(args) == 1:
-            return frozenset({called.__name__})
+        only(everything, NUMBERS | ({"str"} if called is int or called is float else set()))
+        for kind in (int, float, bool):
+            if called is kind and len(args) == 1:
+                return frozenset({kind.__name__})
         if called is abs and len(args) == 1:
             return frozenset("int" if kind == "bool" else kind for kind in everything)
         if called is round and len(args) == 1:

@@ -16,6 +16,7 @@ Kind = Any
 Kinds = frozenset[Kind]
 NONE: Kinds = frozenset()
 NUMBERS = frozenset({"int", "float", "bool"})
+_DEPTH = 4  # of tuples and lists in each other
 _CLASSES = {"int": int, "float": float, "bool": bool, "str": str, "none": type(None), "class": type}
 
 
@@ -42,9 +43,10 @@ class View:
 
 @dataclass(frozen=True)
 class Several:
-    """A tuple, with the kinds of each element."""
+    """A tuple, with the kinds of each element. of: its class, which may be `torch.Size`."""
 
     items: tuple[Kinds, ...]
+    of: type = tuple
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Each:
 def kinds_of(value: Any) -> Kinds:
     """The kinds of a constant: a number, a string, None, or tuples and lists of them."""
     if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
-        return frozenset({Several(tuple(map(kinds_of, value)))})
+        return frozenset({Several(tuple(map(kinds_of, value)), type(value))})
     if type(value) is list:
         return frozenset({Each(frozenset().union(*map(kinds_of, value)))})
     if type(value) in (int, float, bool, str):
@@ -86,6 +88,17 @@ def only(found: Kinds, allowed: Iterable[Kind]) -> Kinds:
 def class_of(kind: Kind) -> type:
     if isinstance(kind, str):
         return _CLASSES[kind]
+    return kind.of if isinstance(kind, (Each, Several)) else torch.Tensor
+
+
+def is_plain(kind: Kind) -> bool:
+    """Whether a kind is a number, None, a string, or tuples and lists of these, not too deep."""
+    return _depth(kind) <= _DEPTH
+
+
+def _depth(kind: Kind) -> int:
+    if isinstance(kind, Several):
+        return 1 + max((_depth(each) for item in kind.items for each in item), default=0)
     if isinstance(kind, Each):
-        return kind.of
-    return tuple if isinstance(kind, Several) else torch.Tensor
+        return 1 + max(map(_depth, kind.items), default=0)
+    return 0 if kind in NUMBERS | {"none", "str"} else _DEPTH + 1

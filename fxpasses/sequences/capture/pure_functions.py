@@ -16,18 +16,31 @@ unpacks None, that kind goes no further.
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
-from fxpasses.sequences.capture.expressions import Expressions
-from fxpasses.sequences.capture.kinds import NONE, Each, Kind, Kinds, NotPure, Several, Tensor, View, class_of, kinds_of
+from fxpasses.sequences.capture.expressions import CLASSES, Expressions
+from fxpasses.sequences.capture.kinds import (
+    NONE,
+    NUMBERS,
+    Each,
+    Kind,
+    Kinds,
+    NotPure,
+    Several,
+    View,
+    class_of,
+    kinds_of,
+)
 
 _DEPTH = 4  # of functions that call others
+_FUTURE = 0x1000000  # `from __future__ import annotations`
 _ROUNDS = 16  # of a loop, until its variables have all their kinds
 _STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For, ast.While, ast.If, ast.Return, ast.Raise, ast.Pass, ast.Break,
@@ -37,7 +50,12 @@ _STATEMENTS = (
 
 def results_of(function: FunctionType, args: list[Kinds], kwargs: dict[str, Kinds]) -> Kind:
     """The kind of a function's result: "int", a `View`, or `Several` integers. Raises `NotPure` for other functions."""
-    found = _Function(function).returned(args, kwargs)
+    try:
+        found = _Function(function).returned(args, kwargs)
+    except NotPure:
+        raise
+    except Exception as error:  # what is not understood is not proved
+        raise NotPure(f"its source is not understood: {error}") from error
     views = [kind for kind in found if isinstance(kind, View)]
     if found == {"int"} or (len(found) == 1 and all(map(_is_of_integers, found))):
         return next(iter(found))
@@ -52,25 +70,56 @@ def may_be_pure(function: Any) -> bool:
         tree = _source(function)
     except NotPure:
         return False
+    return _has_known_statements(tree)
+
+
+def _has_known_statements(tree: ast.FunctionDef) -> bool:
+    """Whether a function has no other statements, and no `else` of a loop, anywhere."""
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node is not tree]
-    return all(isinstance(node, _STATEMENTS) for node in statements)
+    is_generator = any(isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await)) for node in ast.walk(tree))
+    has_else = any(isinstance(node, (ast.For, ast.While)) and node.orelse for node in statements)
+    return all(isinstance(node, _STATEMENTS) for node in statements) and not is_generator and not has_else
 
 
 def _is_of_integers(kind: Kind) -> bool:
-    return isinstance(kind, Several) and bool(kind.items) and all(item == {"int"} for item in kind.items)
+    is_tuple = isinstance(kind, Several) and kind.of is tuple and bool(kind.items)
+    return is_tuple and all(item == {"int"} for item in kind.items)
+
+
+def _source(function: Any) -> ast.FunctionDef:
+    if not isinstance(function, FunctionType) or function.__closure__:
+        raise NotPure("it is no plain function")
+    if any(hasattr(function, name) for name in ("__wrapped__", "__signature__")):
+        raise NotPure("it is no plain function")
+    return _parsed(function.__code__)
 
 
 @functools.lru_cache(maxsize=256)
-def _source(function: Any) -> ast.FunctionDef:
-    if not isinstance(function, FunctionType) or function.__closure__ or hasattr(function, "__wrapped__"):
-        raise NotPure("it is no plain function")
+def _parsed(code: CodeType) -> ast.FunctionDef:
+    """The source of a function's code, which is compiled again to see that it is."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, SyntaxError, TypeError, IndexError) as error:
+        text = textwrap.dedent(inspect.getsource(code))
+        tree = ast.parse(text).body[0]
+        compiled = compile(text, code.co_filename, "exec", dont_inherit=True, flags=code.co_flags & _FUTURE)
+    except (OSError, SyntaxError, TypeError, IndexError, ValueError) as error:
         raise NotPure("its source is not known") from error
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list or tree.name != function.__code__.co_name:
+    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
         raise NotPure("it is no plain function")
+    if not any(isinstance(each, CodeType) and _is_same(each, code) for each in compiled.co_consts):
+        raise NotPure("its source has changed")
     return tree
+
+
+def _is_same(one: CodeType, other: CodeType) -> bool:
+    names = "co_name", "co_varnames", "co_argcount", "co_kwonlyargcount"
+    return all(getattr(one, name) == getattr(other, name) for name in names) and _steps(one) == _steps(other)
+
+
+def _steps(code: CodeType) -> list[str]:
+    """The instructions of a function, but for what Python makes of a call on an imported module."""
+    steps = [each for each in dis.get_instructions(code) if each.opname not in ("PUSH_NULL", "PRECALL", "NOP")]
+    names = [each.opname.replace("LOAD_METHOD", "LOAD_ATTR").replace("CALL_METHOD", "CALL") for each in steps]
+    return [f"{name} {'' if 'JUMP' in name else repr(each.argval)}" for name, each in zip(names, steps, strict=True)]
 
 
 Variables = dict[str, Kinds]
@@ -91,14 +140,16 @@ class _Function(Expressions):
         if self.depth > _DEPTH:
             raise NotPure("it calls too many others")
         tree, signature = _source(self.function), inspect.signature(self.function)
-        if tree.args.vararg or tree.args.kwarg:
-            raise NotPure("it takes any number of arguments")
+        if tree.args.vararg or tree.args.kwarg or not _has_known_statements(tree):
+            raise NotPure("it takes any number of arguments, or has statements of another kind")
         try:
             self.kinds = dict(signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
             raise NotPure("its arguments do not fit") from error
         for name, parameter in signature.parameters.items():
             if name not in self.kinds:
+                if isinstance(parameter.default, list):  # which calls share
+                    raise NotPure("it has a list as a default")
                 self.kinds[name] = kinds_of(parameter.default)
         self.locals = {*self.function.__code__.co_varnames}
         if self._block(tree.body):
@@ -167,7 +218,7 @@ class _Function(Expressions):
             ends = [self.kinds] if self._block(node.body) else []
             self.kinds = _joined([before, *ends, *self.left.pop()])
             if self.kinds == before:
-                return self._block(node.orelse)
+                return True
         raise NotPure("its variables have ever more kinds")
 
     def _narrow(self, test: ast.expr, truth: bool) -> None:
@@ -183,7 +234,7 @@ class _Function(Expressions):
             tested, given = test.args
             if self.value_of(test.func.id) is isinstance and isinstance(tested, ast.Name):
                 classes = [self.named_class(each) for each in (given.elts if isinstance(given, ast.Tuple) else [given])]
-                if None not in classes:
+                if all(each in CLASSES for each in classes):
                     self._keep(tested.id, lambda kind: issubclass(class_of(kind), tuple(classes)) is truth)
 
     def _keep(self, name: str, is_kept: Callable[[Kind], bool]) -> None:
@@ -206,8 +257,8 @@ class _Function(Expressions):
                 found |= kind.items[at]
             elif isinstance(kind, Each):
                 found |= kind.items
-            elif isinstance(kind, (Tensor, View)):
-                raise NotPure("it unpacks a tensor")
+            elif kind not in NUMBERS | {"none"}:  # of which Python raises
+                raise NotPure("it unpacks something else than a tuple or a list")
         return found
 
     def _check_raise(self, node: ast.Raise) -> None:
@@ -218,14 +269,21 @@ class _Function(Expressions):
         kind = self.value_of(called.id)
         if not (isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == "builtins"):
             raise NotPure("it raises something else than a builtin exception")
-        for each in node.exc.args if isinstance(node.exc, ast.Call) else []:
-            for inner in ast.walk(each):
-                if isinstance(inner, (ast.Call, ast.Await, ast.NamedExpr)) and not self._is_type_of(inner):
-                    raise NotPure("it calls something for the text of an error")
+        if isinstance(node.exc, ast.Call):
+            if node.exc.keywords or not all(map(self._is_text, node.exc.args)):
+                raise NotPure("the text of an error is computed")
 
-    def _is_type_of(self, node: ast.AST) -> bool:
-        is_type = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1
-        return is_type and self.value_of(node.func.id) is type  # type: ignore[attr-defined]
+    def _is_text(self, node: ast.AST) -> bool:
+        """Whether an expression is text made of the function's variables, their shapes and their classes."""
+        if isinstance(node, (ast.JoinedStr, ast.FormattedValue)):
+            return all(
+                self._is_text(each) for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr_context)
+            )
+        if isinstance(node, ast.Attribute):
+            return node.attr == "shape" and self._is_text(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1 and not node.keywords:
+            return self.value_of(node.func.id) is type and self._is_text(node.args[0])
+        return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id in self.kinds)
 
 
 def _joined(ends: list[Variables]) -> Variables:
