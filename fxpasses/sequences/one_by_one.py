@@ -130,7 +130,7 @@ def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]
 
 def _once(name: str, body: Body, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
     """As below, for two programs of one step: the first computes, and the second takes what it has found."""
-    given = name, tuple(numbers), *((tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for tensor in tensors)
+    given = name, tuple(numbers), *((tensor.dtype, tensor.shape, _bytes_of(tensor)) for tensor in tensors)
     found = _found.pop(given, None)
     if found is None:
         found = _run(body, tensors, numbers)
@@ -138,6 +138,11 @@ def _once(name: str, body: Body, tensors: Sequence[Tensor], numbers: Sequence[in
             _found.pop(oldest, None)
         _found[given] = found
     return found
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    """Also of dtypes that NumPy lacks, such as bfloat16."""
+    return tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _run(body: Body, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:

@@ -14,7 +14,6 @@ The function runs in eager mode, as the program wrote it, in forward and again i
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +83,6 @@ Results = Integers | Slice
 
 _calls: dict[str, tuple[Results, Callable[..., list[Tensor]]]] = {}  # an operator cannot take a function, only a name
 _names: dict[Any, str] = {}
-_process = uuid.uuid4().hex
 
 
 def register(called: PartFunction, results: Results) -> str:
@@ -95,7 +93,7 @@ def register(called: PartFunction, results: Results) -> str:
         return results.flat(called(tensors, numbers))
 
     if key not in _names:
-        _names[key] = f"{_process}:{len(_names)}"
+        _names[key] = str(len(_names))
         _calls[_names[key]] = results, part_function
     return _names[key]
 

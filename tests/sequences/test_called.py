@@ -286,6 +286,14 @@ def counts_from_one(size: Tensor) -> Any:
     return 1
 
 
+def has_an_effect_when_compared(height: int) -> int:
+    return height if _seen.append(1) is None else 1  # type: ignore[func-returns-value]
+
+
+def a_tuple_of_lists_by_default(height: int, found: Any = ([],)) -> int:
+    return height + len(found[0])
+
+
 def of_letters(height: int) -> Any:
     for letter in "ab":
         return letter
@@ -344,7 +352,8 @@ LIST = kinds_of([2, 3])
         (of_several, [kinds_of(2), kinds_of(3), kinds_of([[1, 2], [3, 4]])], Several((kinds_of(1), kinds_of(1)))),
         *((function, [kinds_of(3)], None) for function in (
             none_or_a_number, a_float, a_global, draws, prints, shadows, calls_another, grows,
-            of_letters, a_generator, a_list_by_default, raises_what_it_reads, whose_code_is_anothers,
+            of_letters, has_an_effect_when_compared, a_tuple_of_lists_by_default, a_generator, a_list_by_default,
+            raises_what_it_reads, whose_code_is_anothers,
             a_name_in_a_comprehension, lambda height: height,
         )),
         *((function, [IMAGE], None) for function in (

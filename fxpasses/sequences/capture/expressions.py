@@ -30,7 +30,6 @@ _TO_INTEGERS = (math.ceil, math.floor, math.trunc, math.gcd, math.isqrt)
 _TO_FLOATS = (math.sqrt, math.log, math.log2, math.exp, math.pow, math.hypot, math.cos, math.sin)
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 
-
 try:
     from numpy import ndarray
 except ImportError:
@@ -149,11 +148,12 @@ class Expressions:
         return frozenset({"int"} if of_integers else ()) | ({"float"} if "float" in left | right else set())
 
     def _comparison(self, node: ast.Compare) -> Kinds:
-        for value in (node.left, *node.comparators):
-            if not _is_identity(node) and not all(map(is_plain, self.of(value))):
+        kinds = NONE.union(*map(self.of, (node.left, *node.comparators)))
+        if not _is_identity(node):
+            if not all(map(is_plain, kinds)):
                 raise NotPure("it compares something else than numbers")
-        if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and not _is_identity(node):
-            raise NotPure("it asks whether two objects are one")
+            if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+                raise NotPure("it asks whether two objects are one")
         return frozenset({"bool"})
 
     def _attribute(self, node: ast.Attribute) -> Kinds:

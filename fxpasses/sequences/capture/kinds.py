@@ -1,6 +1,6 @@
 """The kinds of values that a function of numbers computes (`pure_functions.py`).
 
-A kind is "int", "float", "bool", "str", "none", "class", a `Tensor`, a `View`, `Several` or `Each`. A variable may have
+A kind is "int", "float", "bool", "str", "none", a `Tensor`, a `View`, `Several` or `Each`. A variable may have
 one of several kinds.
 """
 
@@ -17,7 +17,7 @@ Kinds = frozenset[Kind]
 NONE: Kinds = frozenset()
 NUMBERS = frozenset({"int", "float", "bool"})
 _DEPTH = 4  # of tuples and lists in each other
-_CLASSES = {"int": int, "float": float, "bool": bool, "str": str, "none": type(None), "class": type}
+_CLASSES = {"int": int, "float": float, "bool": bool, "str": str, "none": type(None)}
 
 
 class NotPure(Exception):

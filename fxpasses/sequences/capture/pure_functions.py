@@ -67,10 +67,10 @@ def results_of(function: FunctionType, args: list[Kinds], kwargs: dict[str, Kind
 def may_be_pure(function: Any) -> bool:
     """Whether nothing in a function's statements shows that it does more."""
     try:
-        tree = _source(function)
+        _source(function)
     except NotPure:
         return False
-    return _has_known_statements(tree)
+    return True
 
 
 def _has_known_statements(tree: ast.FunctionDef) -> bool:
@@ -105,6 +105,8 @@ def _parsed(code: CodeType) -> ast.FunctionDef:
         raise NotPure("its source is not known") from error
     if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
         raise NotPure("it is no plain function")
+    if not _has_known_statements(tree):
+        raise NotPure("it has statements of another kind")
     if not any(isinstance(each, CodeType) and _is_same(each, code) for each in compiled.co_consts):
         raise NotPure("its source has changed")
     return tree
@@ -140,16 +142,16 @@ class _Function(Expressions):
         if self.depth > _DEPTH:
             raise NotPure("it calls too many others")
         tree, signature = _source(self.function), inspect.signature(self.function)
-        if tree.args.vararg or tree.args.kwarg or not _has_known_statements(tree):
-            raise NotPure("it takes any number of arguments, or has statements of another kind")
+        if tree.args.vararg or tree.args.kwarg:
+            raise NotPure("it takes any number of arguments")
         try:
             self.kinds = dict(signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
             raise NotPure("its arguments do not fit") from error
         for name, parameter in signature.parameters.items():
             if name not in self.kinds:
-                if isinstance(parameter.default, list):  # which calls share
-                    raise NotPure("it has a list as a default")
+                if isinstance(parameter.default, (list, tuple)):  # calls share it, and what is in it
+                    raise NotPure("it has a list or a tuple as a default")
                 self.kinds[name] = kinds_of(parameter.default)
         self.locals = {*self.function.__code__.co_varnames}
         if self._block(tree.body):
@@ -276,9 +278,7 @@ class _Function(Expressions):
     def _is_text(self, node: ast.AST) -> bool:
         """Whether an expression is text made of the function's variables, their shapes and their classes."""
         if isinstance(node, (ast.JoinedStr, ast.FormattedValue)):
-            return all(
-                self._is_text(each) for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr_context)
-            )
+            return all(map(self._is_text, ast.iter_child_nodes(node)))
         if isinstance(node, ast.Attribute):
             return node.attr == "shape" and self._is_text(node.value)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1 and not node.keywords:

@@ -37,7 +37,7 @@ class Rehearsal:
         with self._trace.graph.outside(), torch.no_grad():
             try:
                 if self._parts is None:
-                    self._parts = [{} for _ in range(len(self.value(self._lengths)))]
+                    self._parts = [{} for _ in range(len(self._value(self._lengths)))]
                 for node in body:
                     for number, part in enumerate(self._parts):
                         if node not in part:
@@ -50,7 +50,7 @@ class Rehearsal:
 
     def _run(self, node: Node, number: int, part: dict[Node, Any]) -> Any:
         given = node.args, node.kwargs
-        args, kwargs = cast(Any, map_arg(given, lambda each: part[each] if each in part else self.value(each)))
+        args, kwargs = cast(Any, map_arg(given, lambda each: part[each] if each in part else self._value(each)))
         if node.target is _OPS.part_size.default:
             return args[0].tolist()[number]
         if node.target is _OPS.element.default:
@@ -72,9 +72,9 @@ class Rehearsal:
         return cast(Any, node.target)(*args, **kwargs)
 
     def _starts(self, lengths: Any) -> list[int]:
-        return [*accumulate(self.value(lengths).tolist(), initial=0)]
+        return [*accumulate(self._value(lengths).tolist(), initial=0)]
 
-    def value(self, node: Node) -> Any:
+    def _value(self, node: Node) -> Any:
         """The value of a node from outside of the body."""
         if node not in self._outer:
             self._outer[node] = self._known(node)
@@ -88,11 +88,7 @@ class Rehearsal:
             if found is not None:
                 return found[0].clone()  # the body may write to it
         if isinstance(example, torch.SymInt):
-            return self._number(example)
+            number = self._trace.number(expression(example))
+            if number is not None:
+                return int(number)
         raise Unbatched(f"`{node.name}` is not known")
-
-    def _number(self, size: Any) -> int:
-        found = size if isinstance(size, int) else self._trace.number(expression(size))
-        if found is None:
-            raise Unbatched(f"{size} is not known")
-        return int(found)
