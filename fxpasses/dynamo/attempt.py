@@ -39,7 +39,7 @@ class Attempt:
     in place of PyTorch's defaults (`dynamo/size_defaults.py`). unrolled: the places of lists of the batch's numbers
     over whose parts no loop is traced once (`sequences/capture/loops.py`), each with the reason. one_by_one: of those
     over whose parts a loop is traced once, and runs part by part. carried: with those, the names of numbers to which
-    each part adds.
+    each part adds. called: the code of functions that these loops call for each part, and that are not traced.
     """
 
     flags: Values | None = None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fxpasses.base.containment import contained
 from fxpasses.dynamo.dispatch_state import as_in_new_thread
 from fxpasses.dynamo.runtime.host_functions import Look
 from fxpasses.metadata.runtime.prologue import AutocastState
@@ -130,13 +131,16 @@ def loop_over_parts(name: str, tensors: Sequence[Tensor], numbers: Sequence[int]
 
 def _once(name: str, body: Body, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
     """As below, for two programs of one step: the first computes, and the second takes what it has found."""
-    given = name, tuple(numbers), *((tensor.dtype, tensor.shape, _bytes_of(tensor)) for tensor in tensors)
+    given = None
+    with contained("taking numbers from another program of a step", "They are computed once more."):
+        given = name, tuple(numbers), *((tensor.dtype, tensor.shape, _bytes_of(tensor)) for tensor in tensors)
     found = _found.pop(given, None)
     if found is None:
         found = _run(body, tensors, numbers)
         for oldest in list(_found)[: len(_found) - _MOST_FOUND]:
             _found.pop(oldest, None)
-        _found[given] = found
+        if given is not None:
+            _found[given] = found
     return found
 
 

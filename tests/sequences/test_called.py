@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxpasses.sequences import one_by_one
 from fxpasses.sequences.capture.kinds import NotPure, Several, View, kinds_of
 from fxpasses.sequences.capture.kinds import Tensor as KindOfTensor
 from fxpasses.sequences.capture.pure_functions import results_of
@@ -158,6 +159,16 @@ def test_other_functions_are_traced(program: Program) -> None:
     record = assert_eager_modes(program, batches(SIZES), "aot_eager", strict=True)
     assert "decides for each part" not in str(record)
     assert program is not notes_each_size or len(_seen) - seen == 2 * sum(map(len, SIZES))
+
+
+def test_an_error_in_sharing_numbers_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(tensor: Tensor) -> bytes:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr(one_by_one, "_bytes_of", fails)
+    with pytest.warns(UserWarning, match=r"on purpose.*They are computed once more") as warned:
+        assert_eager_modes(a_function_of_numbers, batches(SIZES), "aot_eager")
+    assert len([each for each in warned if "on purpose" in str(each.message)]) == 1
 
 
 @pytest.mark.filterwarnings("ignore:fxpasses")
