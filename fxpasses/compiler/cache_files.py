@@ -33,6 +33,7 @@ import torch
 from fxpasses.base.containment import contained
 from fxpasses.version import code_digest
 
+_EXTENSIONS = ("", " -mavx512bf16", " -mamx-fp16")  # flags that some tests add to those of their instructions
 _IDENTITY, _ARTIFACTS, _LIBRARIES = "identity.json", "artifacts", "libraries/"
 
 
@@ -158,12 +159,11 @@ def _vector_tests() -> Iterator[str]:
     """Inductor compiles a small program for each set of instructions, and for extensions of some (AVX-512, AMX)."""
     from torch._inductor import codecache, cpu_vec_isa
 
-    known = cpu_vec_isa.valid_vec_isa_list()
-    extensions = {"", *(isa.build_arch_flags().removeprefix(isa._arch_flags) for isa in known)}
+    known = cpu_vec_isa.supported_vec_isa_list
     for isa in known:
         named = (getattr(isa, name) for name in dir(isa) if name.endswith("_code"))
         for code in {code for code in named if isinstance(code, str)}:
-            for extension in extensions:
+            for extension in _EXTENSIONS:
                 fingerprint = cpu_vec_isa._get_isa_dry_compile_fingerprint(isa._arch_flags + extension)
                 key = codecache.get_hash(code.strip(), fingerprint)
                 yield os.path.realpath(codecache.get_path(key, "so")[2])

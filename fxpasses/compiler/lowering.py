@@ -19,6 +19,7 @@ from fxpasses.compiler.lowering_backward import containing_backward
 from fxpasses.compiler.lowering_by_operator import backward_by_operator, forward_by_operator
 from fxpasses.compiler.overwritten_inputs import SavingPartitioner, writes_in_place
 from fxpasses.compiler.saved_order import may_save_objects
+from fxpasses.compiler.vector_tests import testing_one
 from fxpasses.experts.runtime import grouped_decompositions
 from fxpasses.fold.outlining import WHOLE, Place
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
@@ -186,7 +187,7 @@ def inductor(
     functorch: Any = torch._functorch.config
     # A bundle takes nothing but Inductor's own code, which `output_strides` may wrap.
     bundles = functorch.patch(bundled_autograd_cache=False)
-    with config.patch(cache_key_tag=tag), bundles, sharing_files(options.strict):
+    with config.patch(cache_key_tag=tag), bundles, sharing_files(options.strict), testing_one():
         return compile_graph(gm, list(example_inputs), config_patches=patches or None, **arguments)
 
 

@@ -42,6 +42,7 @@ from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.kernel_files import sharing_files
 from fxpasses.compiler.lowering_by_operator import Boxed, backward_by_operator
 from fxpasses.compiler.output_strides import TracedStrides, tell_expressions
+from fxpasses.compiler.vector_tests import testing_one
 
 
 def _changes(gm: GraphModule, is_backward: bool) -> dict[str, Any]:
@@ -82,7 +83,13 @@ class Containment:
         strides = None if is_backward else TracedStrides(gm, inputs)
         try:
             changes = inductor_config.patch(_changes(gm, bool(is_backward)))
-            with changes, sharing_files(self.strict), stride_order.with_symbols(), slice_offsets.in_python():
+            with (
+                changes,
+                sharing_files(self.strict),
+                testing_one(),
+                stride_order.with_symbols(),
+                slice_offsets.in_python(),
+            ):
                 compiled = compile_fx_inner(gm, inputs, **options)
         except Exception as error:
             if is_backward and _SPEC is None and not self.strict:

@@ -1,0 +1,64 @@
+"""Inductor tests the vector instructions that it will use, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch._inductor import config, cpu_vec_isa
+
+from fxpasses.compiler import vector_tests
+
+
+class Isa:
+    """A set of vector instructions whose test is counted."""
+
+    tested: list[str] = []
+
+    def __init__(self, name: str, passes: bool = True) -> None:
+        self.name, self.passes = name, passes
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __bool__(self) -> bool:
+        self.tested.append(self.name)
+        return self.passes
+
+    def bit_width(self) -> int:
+        return {"avx2": 256}.get(self.name.split()[0], 512)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Isa]]:
+    """Four sets, of which the processor lacks the first and the second does not build."""
+    if not cpu_vec_isa.x86_isa_checker():
+        pytest.skip("no x86 processor")
+    Isa.tested = []
+    found = [Isa("avx512 avx512_vnni amx_tile"), Isa("avx512 avx512_vnni", passes=False), Isa("avx512"), Isa("avx2")]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", found)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512", "avx512_vnni"])
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    vector_tests._first_that_passes.cache_clear()
+    yield found
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    vector_tests._first_that_passes.cache_clear()
+
+
+def test_the_first_that_passes_is_the_last_that_is_tested(known: list[Isa]) -> None:
+    with vector_tests.testing_one():
+        ours = cpu_vec_isa.pick_vec_isa()
+        cpu_vec_isa.pick_vec_isa()
+    assert Isa.tested == ["avx512 avx512_vnni", "avx512"]
+    assert ours is cpu_vec_isa.pick_vec_isa()  # stock's choice, after all tests
+    assert Isa.tested[-1] == "avx2"
+
+
+def test_all_are_tested_where_the_user_asks_for_one(known: list[Isa], monkeypatch: pytest.MonkeyPatch) -> None:
+    with vector_tests.testing_one():
+        assert str(cpu_vec_isa.pick_vec_isa()) == "avx512"
+        with config.patch({"cpp.simdlen": 256}):
+            assert str(cpu_vec_isa.pick_vec_isa()) == "avx2"
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+        assert str(cpu_vec_isa.pick_vec_isa()) == "avx2"
