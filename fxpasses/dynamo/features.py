@@ -5,6 +5,7 @@ A module has `handlers` (`dynamo/interceptions.py`) and, where the feature needs
 
     close(trace)                    # called when the graph is complete
     check(trace, gm, rewritten)     # raises `FeatureRejected` for a graph that must not be used
+    is_following(trace)             # whether it follows each instruction, so that none may be skipped
     changed(trace)                  # called when Python's state has changed in a way that the trace does not record
 
 `check` is called with None in place of graphs that are not known yet. A feature keeps its knowledge of one trace in a
@@ -222,6 +223,12 @@ class Feature(enum.Enum):
         "what checkpointed layers write to buffers is written once",
         until="AOTAutograd repeats a checkpoint's writes in its recomputation",
         needs=(),
+    )
+    LAYERS = _Line(
+        "equal layers",
+        _rule("equal_layers"),
+        "each of equal layers is traced",
+        until="Dynamo traces equal layers once, without a mark on them",
     )
     MOVED = _Line("writes moved out of checkpoints", needs=("HINTS", "WRITES"))
 

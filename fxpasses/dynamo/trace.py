@@ -197,6 +197,11 @@ class Trace:
         """Whether the program may catch an error of the traced instruction."""
         return self.graph is not None and is_in_try(self.graph.output.current_tx)
 
+    def erase(self, nodes: list[Node]) -> None:
+        """Take nodes out of the graph that is being written, which nothing else reads."""
+        if self.graph is not None:
+            self.graph.erase(nodes)
+
     def close(self) -> None:
         """Called when the graph is complete: its analysis is final."""
         self.sizes.close()

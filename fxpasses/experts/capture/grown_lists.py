@@ -20,12 +20,13 @@ import torch
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
+from fxpasses.dynamo.births import born
 from fxpasses.dynamo.hints import BUILTIN, take
 from fxpasses.dynamo.interceptions import CONDITIONAL_JUMP, NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.substitutions import TORCH_FUNCTION
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.branches import PART, mark
-from fxpasses.experts.capture.speculation import Speculation, born
+from fxpasses.experts.capture.speculation import Speculation
 
 _JOINING = (torch.cat, torch.concat, torch.concatenate)
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE")

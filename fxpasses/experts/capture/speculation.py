@@ -45,6 +45,7 @@ from torch._dynamo import variables
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx import Node
 
+from fxpasses.dynamo.births import now
 from fxpasses.dynamo.dynamo_names import user_line
 from fxpasses.dynamo.failures import Unprovable
 from fxpasses.dynamo.unproved import function_of
@@ -63,7 +64,6 @@ from fxpasses.graph.symbols import is_unbacked
 if TYPE_CHECKING:
     from fxpasses.dynamo.trace import Trace
 
-_clock = itertools.count()
 _COUNTS = (0, 1, 2, 3, 10**9)
 _PLAIN = (bool, int, float, complex, str, bytes)  # compared by `repr`, because 0.0 == -0.0
 
@@ -102,7 +102,7 @@ class OpenBranch:
         self.graph = tx.output.current_tracer.graph
         self.last_node = self.graph._root.prev
         self.known = _Known(tx.output.shape_env)
-        self.born = next(_clock)
+        self.born = now()
         self.spoiled = False
 
 
@@ -379,19 +379,3 @@ def _integer(variable: Any) -> Any:
         return variable.sym_num.node.expr
     known = variable.as_python_constant() if variable.is_python_constant() else None
     return sympy.Integer(known) if type(known) is int else None
-
-
-def stamp(variable: Any, time: int | None = None) -> None:
-    """Record the time at which one of Dynamo's variables was created, by default now. Clones copy the attribute."""
-    variable.fxpasses_born = next(_clock) if time is None else time
-
-
-def now() -> int:
-    """A time after that of all variables so far."""
-    return next(_clock)
-
-
-def born(variable: Any) -> int:
-    """The time at which one of Dynamo's variables was created, -1 if unknown or before the trace."""
-    mark = getattr(variable, "mutation_type", None)
-    return getattr(variable, "fxpasses_born", getattr(mark, "fxpasses_born", -1))

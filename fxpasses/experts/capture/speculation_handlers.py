@@ -14,47 +14,30 @@ from torch import Tensor
 from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
+from fxpasses.dynamo.births import BIRTHS, CHANGES, TAKES, born, stamp
 from fxpasses.dynamo.hints import BUILTIN, is_asked, take
 from fxpasses.dynamo.interceptions import (
     CONDITIONAL_JUMP,
     NOT_HANDLED,
     TRANSLATOR,
     Handlers,
-    Place,
     Proceed,
-    Site,
     method,
     opcodes,
-    resolve,
-    with_subclasses,
 )
 from fxpasses.dynamo.substitutions import TENSOR, are_constants, example, substitute
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.assumed_values import choices_of, is_routing
-from fxpasses.experts.capture.speculation import Speculation, born, stamp
-
-_EFFECTS = "torch._dynamo.side_effects.SideEffects"
-_MARKS = "torch._dynamo.variables.base.ValueMutationNew", "torch._dynamo.variables.base.AttributeMutationNew"
-_ITERATORS = (
-    "torch._dynamo.variables.iter.IteratorVariable",
-    "torch._dynamo.variables.functions.LocalGeneratorObjectVariable",
-)
-# The methods that take elements from an iterator, in various versions of torch.
-_TAKING = ("next_variable", "tp_iternext_impl", "unpack_var_sequence", "force_unpack_var_sequence",
-           "force_apply_to_var_sequence", "gen_send_ex2", "call_method")  # fmt: skip
+from fxpasses.experts.capture.speculation import Speculation
 
 handlers = Handlers()
 
 
-def _taking(kind: str) -> Site:
-    def places() -> list[Place]:
-        iterators = with_subclasses(resolve(kind))
-        return [(found, name) for found in iterators for name in _TAKING if name in vars(found)] or [(kind, "next")]
-
-    return Site(f"{kind}.next and the like", places)
-
-
 # Side effects of a branch
+
+
+def is_following(trace: Trace) -> bool:
+    return bool(trace.state(Speculation).open)
 
 
 def changed(trace: Trace) -> None:
@@ -68,20 +51,20 @@ def step(trace: Trace, proceed: Proceed, tx: Any) -> Any:
     return NOT_HANDLED
 
 
-@handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=2)
+@handlers.at(*CHANGES, order=2)
 def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
     """Note a change of an object, the first argument; stores to cells are stores to attributes."""
     trace.state(Speculation).changed(born(args[0]))
     return NOT_HANDLED
 
 
-@handlers.at(*map(_taking, _ITERATORS))
+@handlers.at(*TAKES)
 def take_elements(trace: Trace, proceed: Proceed, iterator: Any, *args: Any, **kwargs: Any) -> Any:
     trace.state(Speculation).changed(born(iterator))
     return NOT_HANDLED
 
 
-@handlers.at(*(method(kind, "__init__") for kind in (*_MARKS, *_ITERATORS)))
+@handlers.at(*BIRTHS)
 def make(
     trace: Trace, proceed: Proceed, self: Any, *args: Any, fxpasses_born: int | None = None, **kwargs: Any
 ) -> None:

@@ -20,11 +20,12 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
+from fxpasses.dynamo.births import CHANGES, born
 from fxpasses.dynamo.hints import BUILTIN, ITEM_WRITE
 from fxpasses.dynamo.interceptions import NOT_HANDLED, TRANSLATOR, Handlers, Proceed, method, opcodes
 from fxpasses.dynamo.substitutions import TENSOR, TORCH_FUNCTION, example
 from fxpasses.dynamo.trace import Trace
-from fxpasses.experts.capture.speculation import born, is_running
+from fxpasses.experts.capture.speculation import is_running
 from fxpasses.graph.calls import is_in_place, operator_of
 from fxpasses.graph.symbols import expression, hint_of, is_unbacked
 from fxpasses.sequences.capture import called, lists, part_counts
@@ -35,7 +36,6 @@ from fxpasses.sequences.capture.loops import PartIterator, Sequences
 from fxpasses.sequences.capture.writer import key_of
 
 _MOST_COLUMNS = 8
-_EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _SPLITS = (torch.split, torch.split_with_sizes)
 _SPLIT_METHODS = ("split", "split_with_sizes")
 _JOINS: dict[Any, Callable[..., Any]] = {
@@ -46,6 +46,10 @@ _JOINS: dict[Any, Callable[..., Any]] = {
 _PREPARES = ("LOAD_FAST_AND_CLEAR", "SWAP", "BUILD_LIST", "COPY", "NOP", "RESUME", "CACHE")
 
 handlers = Handlers()
+
+
+def is_following(trace: Trace) -> bool:
+    return trace.state(Sequences).open is not None or trace.state(Sequences).is_reading
 
 
 def changed(trace: Trace) -> None:
@@ -431,7 +435,7 @@ def _at_number(trace: Trace, tx: Any, written: Any, key: Any) -> Any:
     return TupleVariable([BuiltinVariable(slice).call_function(tx, [first, following], {}), *items[1:]])
 
 
-@handlers.at(*(method(_EFFECTS, name) for name in ("mutation", "store_attr", "store_global")), order=4)
+@handlers.at(*CHANGES, order=4)
 def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
     trace.state(Sequences).changed(born(args[0]))
     return NOT_HANDLED

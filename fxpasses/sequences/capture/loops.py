@@ -30,11 +30,11 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from fxpasses.base.containment import error_text
+from fxpasses.dynamo.births import born, now
 from fxpasses.dynamo.dynamo_names import DynamoNames, in_short
 from fxpasses.dynamo.failures import Unrolled
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.trace import Trace
-from fxpasses.experts.capture.speculation import born, now
 from fxpasses.graph.effects import impurity, storage_key
 from fxpasses.graph.symbols import expression
 from fxpasses.sequences.batched import Unbatched

@@ -1,0 +1,158 @@
+"""Copies of nodes of a graph that Dynamo is writing, for other operands.
+
+    h_1 = linear(h_0, w_0);  h_2 = gelu(h_1)          of `layers[0]`
+    h_3 = linear(h_2, w_1);  h_4 = gelu(h_3)          the same nodes, for `layers[1]`
+
+Each copy runs on its operands' fake tensors, as it would if Dynamo had traced it: views share memory, writes count, and
+operators put their questions about sizes. What it returns must be as the original's result, in all but its memory.
+
+A checkpoint has a body, a graph of its own, which is copied with it.
+
+Private names, checked on torch 2.11, 2.13 and 2.15: `torch._dynamo.utils.get_fake_value`, `set_example_value` and
+`_disable_saved_tensors_hooks_during_tracing`; `wrap_fx_proxy`; of Dynamo's tracer, `create_node` and `proxy`;
+of `OutputGraph`, `current_tracer`, `nn_modules` and `install_subgraph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo import utils
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._ops import HigherOrderOperator
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from fxpasses.graph.symbols import expression, is_symbolic
+
+
+class Different(Exception):
+    """A copy has another result than its original."""
+
+
+def form_of(value: Any) -> Any:
+    """What a trace may ask of a value of a graph, besides its contents and its memory."""
+    return tuple(map(_form, pytree.tree_leaves(value)))
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        strides = (*value.stride(), value.storage_offset()) if value.layout is torch.strided else ()
+        sizes = tuple(map(expression, (*value.shape, *strides)))
+        flags = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference()
+        return type(value), len(value.shape), sizes, value.dtype, value.device, value.layout, flags
+    return type(value), expression(value) if is_symbolic(value) else repr(value)
+
+
+def can_copy(output: Any, node: Node) -> bool:
+    """Whether a copy of a node, on its operands' fake tensors, does all that tracing it has done."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "get_attr":
+        body = output.nn_modules.get(node.target)
+        users = list(node.users)
+        is_body = isinstance(body, GraphModule) and len(users) == 1 and users[0].args[:1] == (node,)
+        return is_body and users[0].target is _CHECKPOINT and all(can_copy(output, inner) for inner in body.graph.nodes)
+    is_call = node.op in ("call_function", "call_method") and "example_value" in node.meta
+    return is_call and (node.target is _CHECKPOINT or not isinstance(node.target, HigherOrderOperator))
+
+
+class Copying:
+    """replaced: for each original operand, what the copies take in its place.
+
+    describe: is given the `meta` of each copy, which is that of its original, to correct it.
+    """
+
+    def __init__(self, tx: Any, replaced: Mapping[Node, Node], describe: Callable[[dict[str, Any]], None]) -> None:
+        self.tx, self._output, self._describe = tx, tx.output, describe
+        self._replaced = dict(replaced)
+        self._made: list[Node] = []
+        self._bodies: list[str] = []
+
+    def copy(self, nodes: Iterable[Node], wrapped: Collection[Node]) -> dict[Node, Any]:
+        """Copy nodes; returns Dynamo's variables for the copies of those in `wrapped`.
+
+        Raises `Different`, and whatever an operator raises.
+        """
+        found = {}
+        tracer = self._output.current_tracer
+        for node in nodes:
+            target = self._body(node) if node.op == "get_attr" else node.target
+            args, kwargs = map_arg((node.args, node.kwargs), lambda operand: self._replaced.get(operand, operand))
+            copy = tracer.create_node(node.op, target, args, kwargs, node.name, node.type)
+            self._replaced[node] = copy
+            self._made.append(copy)
+            self._note(node, copy)
+            if node in wrapped:
+                found[node] = wrap_fx_proxy(self.tx, tracer.proxy(copy))
+                _check(node, copy)
+            elif node.op != "get_attr":
+                self._run(node, copy)
+        return found
+
+    def undo(self, erase: Callable[[list[Node]], None]) -> None:
+        erase(self._made)
+        for name in self._bodies:
+            del self._output.nn_modules[name]
+
+    def _note(self, node: Node, copy: Node) -> None:
+        kept = {key: value for key, value in node.meta.items() if key not in _OWN}
+        copy.meta = {**kept, **{key: value for key, value in copy.meta.items() if key in _OWN}}
+        if "source_fn_stack" in kept:
+            *outer, (_, target) = kept["source_fn_stack"]
+            copy.meta["source_fn_stack"] = [*outer, (copy.name, target)]
+        self._describe(copy.meta)
+
+    def _run(self, node: Node, copy: Node) -> None:
+        """Give a copy its example, a fake tensor or several."""
+        copy.meta.pop("example_value", None)
+        if node.target is _CHECKPOINT:
+            (reference, *_) = copy.all_input_nodes
+            (results,) = self._output.nn_modules[reference.target].graph.output_node().args
+            value = map_arg(results, lambda result: result.meta["example_value"])
+        else:
+            with utils._disable_saved_tensors_hooks_during_tracing():
+                value = utils.get_fake_value(copy, self.tx, allow_non_graph_fake=True)
+        utils.set_example_value(copy, value)
+        _check(node, copy)
+
+    def _body(self, node: Node) -> str:
+        """The name of a copy of a checkpoint's body, for the copied operands of the checkpoint."""
+        body = self._output.nn_modules[node.target]
+        (user,) = node.users
+        operands = [operand for operand in user.args[1:] if isinstance(operand, Node)]
+        given = [self._replaced.get(operand, operand) for operand in operands]
+        graph, copies = Graph(), dict[Node, Node]()
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                operand = given.pop(0)
+                copy = graph.create_node("placeholder", operand.name, (), {}, operand.name, inner.type)
+                utils.set_example_value(copy, operand.meta["example_value"])
+            else:
+                copy = graph.node_copy(inner, lambda operand: copies[operand])
+            copies[inner] = copy
+            outer, self._replaced = self._replaced, {**self._replaced, **copies}
+            if inner.op == "get_attr":
+                copy.target = self._body(inner)
+            self._replaced = outer
+            self._note(inner, copy)
+            if inner.op == "placeholder":
+                _check(inner, copy)
+            elif inner.op not in ("get_attr", "output"):
+                self._run(inner, copy)
+        made = GraphModule(self._output.nn_modules, graph)
+        made.meta = dict(body.meta)
+        self._bodies.append(self._output.install_subgraph("wrap_body", made))
+        return self._bodies[-1]
+
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_OWN = frozenset({"example_value", "creation_timestamp", "unbacked_bindings"})  # of each node
+
+
+def _check(node: Node, copy: Node) -> None:
+    if form_of(copy.meta["example_value"]) != form_of(node.meta["example_value"]):
+        raise Different(f"{copy.name} is not as {node.name}")

@@ -1,0 +1,560 @@
+"""Layers that are traced once: what `layers[0]` wrote to the graph is copied for `layers[1]`.
+
+    for layer in self.layers:  h = layer(h, mask=mask)         traced for the first layer, copied for each equal one
+
+Dynamo follows every instruction of every layer, 0.1 s for one of Llama's. Two layers are equal if the trace of the
+second would be that of the first, but for the tensors that they own. It would, if it reads the same, and it reads
+
+- its arguments: tensors of the same form, the same constants, the same objects (`_Call`);
+- what its module owns. Dynamo guards all that it reads there, so the guards say what it asked
+  (`dynamo/equal_guards.py`);
+- anything else, which is as it was, unless the program has changed an object since;
+- the process's modes, which are compared.
+
+A layer is not copied, and its likes are traced, if it changes an object that is older than itself, reads one that the
+trace has changed, draws Python's random numbers, returns anything but tensors, makes sizes that are known only at run
+time, has hooks, or contains an operator of higher order other than a checkpoint. Nor is one inside a branch or a loop
+that another feature follows.
+
+The graph, its guards and its inputs are those that Dynamo would have made (`dynamo/node_copies.py`): no pass can tell.
+
+Private names, checked on torch 2.11, 2.13 and 2.15, besides those of the handlers' sites: `VariableBuilder`,
+`wrap_fx_proxy`; of `OutputGraph`, `current_tracer`, `guards`, `guard_on_key_order`, `random_calls`,
+`side_effects.tensor_hooks` and `save_for_backward`; of translators, `num_calls`, `block_stack` and `parent`; the keys
+and paths of `nn_module_stack`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo import config
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.source import LocalSource
+from torch._dynamo.variables import (
+    ConstantVariable,
+    ConstDictVariable,
+    LazyVariableTracker,
+    ListVariable,
+    TupleVariable,
+    UnspecializedBuiltinNNModuleVariable,
+    UnspecializedNNModuleVariable,
+)
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._guards import Source
+from torch.fx import Node
+
+from fxpasses.dynamo.births import CHANGES, READS_STORED, TAKES, born, now
+from fxpasses.dynamo.equal_guards import (
+    TENSORS,
+    Asked,
+    Reader,
+    Relocation,
+    are_equal,
+    asked_of,
+    is_same_constant,
+)
+from fxpasses.dynamo.failures import FeatureRejected
+from fxpasses.dynamo.features import Feature
+from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.node_copies import Copying, Different, can_copy, form_of
+from fxpasses.dynamo.trace import Trace
+from fxpasses.graph.symbols import expression
+from fxpasses.metadata.runtime.prologue import autocast_state
+
+_MEMBER = re.compile(r"(?:\._modules)?\['\d+'\]$|\[\d+\]$")  # how the source of a list's or a sequence's module ends
+_MOST_TRACED = 4  # of one class: where layers differ, as by an index that they read, no more are kept
+
+handlers = Handlers()
+
+
+@handlers.at(
+    method("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable", "call_function"),
+    without="each of equal layers is traced",
+)
+def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    return trace.state(Layers).call(self, tx, args, kwargs, lambda: proceed(self, tx, args, kwargs))
+
+
+@handlers.at(
+    method("torch._dynamo.variables.higher_order_ops.CheckpointHigherOrderVariable", "_call_function"),
+    without="each of equal checkpointed layers is traced",
+)
+def checkpoint(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """`checkpoint(layer, x)`. Dynamo takes arguments out of `kwargs`."""
+    module, given = args[0].realize(), dict(kwargs)
+    return trace.state(Layers).call(module, tx, args[1:], given, lambda: proceed(self, tx, args, kwargs), self.value)
+
+
+@handlers.at(*CHANGES, order=5)
+def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
+    trace.state(Layers).changed(born(args[0]))
+    return NOT_HANDLED
+
+
+@handlers.at(*TAKES, order=5)
+def take_elements(trace: Trace, proceed: Proceed, iterator: Any, *args: Any, **kwargs: Any) -> Any:
+    trace.state(Layers).used(born(iterator))
+    return NOT_HANDLED
+
+
+@handlers.at(READS_STORED, order=5)
+def read_stored(trace: Trace, proceed: Proceed, self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+    trace.state(Layers).used(born(item))
+    return NOT_HANDLED
+
+
+@handlers.at(method("torch._dynamo.variables.builder.VariableBuilder", "__call__"), order=5)
+def build(trace: Trace, proceed: Proceed, self: Any, value: Any) -> Any:
+    """Note an object of a layer that the trace has met elsewhere, whose guards are on another source."""
+    found = proceed(self, value)
+    source = getattr(found, "source", None)
+    if source is not None and source != self.source:
+        trace.state(Layers).met_before(self.source, source)
+    return found
+
+
+def changed(trace: Trace) -> None:
+    trace.state(Layers).changed()
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """An argument of a layer as a trace sees it when the call begins.
+
+    source: Dynamo's, if the program had it before the trace. kind: its kind of variable; None if nothing has read it.
+    content: what a trace may ask of it; of a container, its items. variable: Dynamo's.
+    """
+
+    source: Any
+    kind: Any
+    content: Any
+    variable: Any
+
+    @property
+    def node(self) -> Node | None:
+        return self.variable.as_proxy().node if self.kind in _IN_GRAPH else None
+
+    def tensors(self) -> Iterator[_Argument]:
+        """Those, and numbers, that are in the graph."""
+        if self.kind in _IN_GRAPH:
+            yield self
+        elif self.kind in _CONTAINERS:
+            for item in self.content:
+                yield from item.tensors()
+
+    def matches(self, other: _Argument, replaced: dict[Node, Node]) -> bool:
+        """Whether a trace would see no difference; `replaced` gets the other's nodes for those of this one."""
+        node, others = self.node, other.node
+        if node is not None and others is not None:
+            if replaced.setdefault(node, others) is not others:
+                return False
+        if self.source is not None and self.source == other.source:
+            return True
+        if self.kind is None or self.kind is not other.kind:
+            return False
+        if self.kind in _CONTAINERS:
+            pairs = zip(self.content, other.content, strict=False)
+            return len(self.content) == len(other.content) and all(a.matches(b, replaced) for a, b in pairs)
+        if self.kind is ConstantVariable:
+            return is_same_constant(self.content, other.content)
+        return self.kind in _IN_GRAPH and bool(self.content == other.content)
+
+
+_IN_GRAPH = (TensorVariable, SymNodeVariable)
+_CONTAINERS = (TupleVariable, ListVariable, ConstDictVariable)
+
+
+def _argument(value: Any) -> _Argument:
+    """Raises `NotImplementedError` for what has no source and is not known."""
+    if isinstance(value, LazyVariableTracker):
+        if not value.is_realized():
+            return _Argument(value.source, None, None, value)
+        value = value.unwrap()
+    kind: Any = type(value)
+    content: Any = None
+    if kind is TensorVariable:
+        content = form_of(value.as_proxy().node.meta["example_value"]), value.class_type, value.source is None
+    elif kind is SymNodeVariable:
+        content = expression(value.sym_num)
+    elif kind is ConstantVariable:
+        content = value.value
+    elif kind in (TupleVariable, ListVariable):
+        content = list(map(_argument, value.items))
+    elif kind is ConstDictVariable:
+        content = [_argument(each) for key, item in value.items.items() for each in (key.vt, item)]
+    elif value.source is None:
+        raise NotImplementedError
+    return _Argument(value.source, kind, content, value)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module, while it is traced.
+
+    forms: of its tensors, when it begins. state: what calls it, the place in the program, and the modes of the process.
+    """
+
+    module: Any
+    tx: Any
+    arguments: Sequence[_Argument]
+    names: Sequence[str]  # of the last ones
+    forms: dict[Node, Any]
+    state: Any
+
+    @staticmethod
+    def of(module: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], through: Any) -> _Call | None:
+        """None if an argument's kind is not known."""
+        try:
+            arguments = list(map(_argument, [*args, *kwargs.values()]))
+        except (AttributeError, NotImplementedError):
+            return None
+        nodes = {found.node for argument in arguments for found in argument.tensors()}
+        forms = {node: form_of(node.meta["example_value"]) for node in nodes if node is not None}
+        return _Call(module, tx, arguments, list(kwargs), forms, (through, _state(tx)))
+
+    @property
+    def kind(self) -> Any:
+        return type(self.module.value)
+
+    def is_unchanged(self) -> bool:
+        """Whether its tensors still have the form that Dynamo's variables know."""
+        return all(form_of(node.meta["example_value"]) == form for node, form in self.forms.items())
+
+    def variables(self) -> dict[Node, Any]:
+        found = {tensor.node: tensor.variable for argument in self.arguments for tensor in argument.tensors()}
+        return {node: variable for node, variable in found.items() if node is not None}
+
+    def replaced_by(self, other: _Call) -> dict[Node, Node] | None:
+        """The other's nodes for those of this one; None if a trace may tell the calls apart."""
+        replaced: dict[Node, Node] = {}
+        given, others = self.arguments, other.arguments
+        is_alike = self.names == other.names and len(given) == len(others) and self.state == other.state
+        if not is_alike or not all(a.matches(b, replaced) for a, b in zip(given, others, strict=True)):
+            return None
+        return replaced if len(set(replaced.values())) == len(replaced) else None  # `a is b`
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A `with` block, equal to itself alone."""
+
+    context: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Block) and other.context is self.context
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _state(tx: Any) -> Any:
+    """The place in the program and its callers, the `with` blocks around it, and the modes of the process."""
+    places: list[Any] = []
+    caller = tx
+    while caller is not None:
+        blocks = [_Block(entry.with_context) for entry in caller.block_stack]
+        places.append((caller.f_code, caller.instruction_pointer, blocks))
+        caller = getattr(caller, "parent", None)
+    backends = torch.backends.cuda
+    kernels = backends.flash_sdp_enabled(), backends.math_sdp_enabled(), backends.mem_efficient_sdp_enabled()
+    settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), kernels
+    gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()
+    return places, gradients, autocast_state(), torch.is_autocast_cache_enabled(), settings
+
+
+@dataclass
+class _Traced:
+    """A layer that was traced: its call, what it asked, and what it wrote to the graph.
+
+    changes: how many objects that existed before had changed then. shared: sources of its objects that Dynamo knows
+    under other sources, where their guards are. tensors: the inputs that it owns. calls: how often each of its modules
+    was called.
+    """
+
+    call: _Call
+    changes: int
+    asked: list[Asked]
+    shared: list[Any]
+    key_orders: list[Any]
+    tensors: list[tuple[Any, Any]]
+    nodes: list[Node]
+    result: Any
+    calls: dict[str, int]
+
+
+@dataclass(eq=False)
+class _Recording:
+    """A layer that is being traced. met_before: sources of its objects, and those under which Dynamo knows them."""
+
+    born: int
+    is_spoiled: bool = False
+    met_before: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class Layers:
+    """The layers that a trace has met."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._kept: dict[Any, list[_Traced]] = defaultdict(list)
+        self._traced: dict[Any, int] = defaultdict(int)
+        self._open: list[_Recording] = []
+        self._changes = 0
+        self._has_bodies = False  # whether checkpoints were copied
+        self.copies = 0
+
+    def changed(self, when: int = -1) -> None:
+        """Called for a change of an object that was created at the time `when`; by default, before the trace.
+
+        What the trace has made is reached through arguments, whose forms are compared, or is read as stored.
+        """
+        self._changes += when < 0
+        if self._has_bodies and when < 0:
+            self._check_store()
+        self.used(when)
+
+    def call(
+        self, module: Any, tx: Any, args: Any, kwargs: Any, trace_it: Callable[[], Any], through: Any = None
+    ) -> Any:
+        """The result of a call of a module, copied or traced. through: the operator that calls it, if any."""
+        if not self.may_copy(module, tx) or (called := _Call.of(module, tx, args, kwargs, through)) is None:
+            return NOT_HANDLED
+        found = self.copied(called)
+        return self.traced(called, trace_it) if found is None else found
+
+    def _check_store(self) -> None:
+        """What a checkpoint stores must not have been read by another (`stored_values`), and reads are not copied."""
+        graph = self._trace.graph
+        if graph is not None and graph.output.current_tracer.parent is not None:
+            raise FeatureRejected(Feature.LAYERS, "a checkpoint stores, after checkpoints that were copied")
+
+    def used(self, when: int) -> None:
+        """Called where a use of an object depends on what the program did before, or changes it."""
+        for recording in self._open:
+            recording.is_spoiled |= when < recording.born
+
+    def met_before(self, own: Any, other: Any) -> None:
+        for recording in self._open:
+            recording.met_before.append((own, other))
+
+    def may_copy(self, module: Any, tx: Any) -> bool:
+        """Whether a call is one of a list's module, in the frame itself or in what it inlines."""
+        if type(module) not in _MODULES or not isinstance(module.source, Source) or not any(module.value.children()):
+            return False
+        if not _MEMBER.search(_name(module.source)) or tx.output.current_tracer.parent is not None:
+            return False
+        kind, trace = type(module.value), self._trace
+        is_known = self._traced[kind] < _MOST_TRACED or bool(self._kept[kind])
+        is_guarded = bool(config.guard_nn_modules)
+        follows = any(is_following(trace) for is_following in trace.hooks("is_following"))
+        return is_known and is_guarded and not (follows or trace.operators or trace.part or tx.output.export)
+
+    def traced(self, call: _Call, trace_it: Callable[[], Any]) -> Any:
+        """Have a layer traced, and keep what it did, unless another layer's trace may do otherwise."""
+        tx, root, recording = call.tx, call.tx.output.current_tracer.graph._root, _Recording(now())
+        start, noted, calls, guards = root.prev, self._noted(tx), dict(tx.num_calls), len(_own_guards(tx))
+        modules = set(tx.output.nn_modules)
+        self._open.append(recording)
+        try:
+            result = trace_it()
+        finally:
+            self._open.remove(recording)
+        self._traced[call.kind] += 1
+        if self._traced[call.kind] > _MOST_TRACED or recording.is_spoiled or self._noted(tx) != noted:
+            return result
+        called = {name: count for name, count in tx.num_calls.items() if count != calls.get(name, 0)}
+        if start._erased or any(name in calls for name in called) or not _is_plain(result):
+            return result
+        if _has_hooks(call.module.value) or len(_own_guards(tx)) > guards or not call.is_unchanged():
+            return result
+        nodes = [node for node in reversed(list(_nodes_after(start, root))) if node.op != "placeholder"]
+        move = Relocation(call.module.source, _ELSEWHERE)
+        asked = asked_of(tx.output.guards, move.moves)
+        if asked is None:
+            return result
+        own = set(tx.output.nn_modules) - modules
+        if not all(can_copy(tx.output, node) for node in nodes) or own - {*_bodies(tx.output, nodes)}:
+            return result
+        tensors = [(guard.source, _input(tx, guard.source)) for guard in asked if guard.kind in TENSORS]
+        if not _are_all(tensors, nodes, call, move) or _has_numbers(tx, move):
+            return result
+        orders = [each for each in tx.output.guard_on_key_order if move.moves(each)]
+        shared = [one for one, other in recording.met_before if move.moves(one) and not move.moves(other)]
+        kept = _Traced(call, self._changes, asked, shared, orders, tensors, nodes, result, called)
+        self._kept[call.kind].append(kept)
+        return result
+
+    def copied(self, call: _Call) -> Any:
+        """The result of a layer as that of an equal one; None if there is none."""
+        for traced in self._kept[call.kind]:
+            replaced = traced.call.replaced_by(call) if traced.changes == self._changes else None
+            found = self._copy(traced, call, replaced) if replaced is not None else None
+            if found is not None:
+                self.copies += 1
+                return found
+        return None
+
+    def _copy(self, traced: _Traced, call: _Call, replaced: dict[Node, Node]) -> Any:
+        tx, output = call.tx, call.tx.output
+        move, read = Relocation(traced.call.module.source, call.module.source), Reader(output)
+        names = _Renaming(traced.call.module, call.module)
+        if any(names.path(name) in tx.num_calls for name in traced.calls) or _has_hooks(call.module.value):
+            return None
+        if not are_equal(traced.asked, traced.shared, move, read):
+            return None
+        noted = self._noted(tx)
+        nodes, tensors = output.current_tracer.graph.nodes, dict[Node, Node]()
+        for source, node in traced.tensors:
+            before = len(nodes)
+            found = _input(tx, move(source), read)
+            if found is None or form_of(found.meta["example_value"]) != form_of(node.meta["example_value"]):
+                return None
+            if len(nodes) > before:  # a new input, with the places of the original
+                found.meta.update({key: node.meta[key] for key in _PLACES if key in node.meta})
+                names.describe(found.meta)
+            tensors[node] = found
+        copying = Copying(tx, {**replaced, **tensors}, names.describe)
+        made = {value.as_proxy().node for value in _tensors_in(traced.result)}.intersection(traced.nodes)
+        try:
+            variables = copying.copy(traced.nodes, made)
+            if self._noted(tx) != noted or not call.is_unchanged():
+                raise Different("its operators have other effects")
+        except (Different, TorchDynamoException):
+            copying.undo(self._trace.erase)
+            return None
+        self._has_bodies |= any(node.op == "get_attr" for node in traced.nodes)
+        for guard in traced.asked:
+            if guard.kind not in TENSORS:
+                output.guards.add(guard.moved(move), collect_debug_stack=False)
+        output.guard_on_key_order.update(map(move, traced.key_orders))
+        tx.num_calls.update({names.path(name): count for name, count in traced.calls.items()})
+        given = call.variables()
+        passed = {node: given[other] for node, other in replaced.items() if other in given}
+        return _rebuilt(traced.result, {**passed, **variables})
+
+    def _noted(self, tx: Any) -> Any:
+        """The effects of tracing that no graph holds."""
+        trace, output = self._trace, tx.output
+        effects = output.side_effects
+        found: list[Any] = [trace.definitions, trace.crowded, trace.warnings, trace.companions, trace.left, trace.loops]
+        found += [trace.unrolled, trace.one_by_one, trace.carried, trace.called, trace.sizes_of_parts, trace.suspects]
+        found += [trace.branches, output.random_calls, effects.tensor_hooks, effects.save_for_backward]
+        found += [output.shape_env.var_to_range]
+        return [*map(len, found), trace.has_communicated]
+
+
+_MODULES = (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLACES = ("nn_module_stack", "stack_trace")
+_ELSEWHERE = LocalSource("fxpasses_elsewhere")
+
+
+def _name(source: Any) -> str:
+    return source.name() if callable(source.name) else source.name
+
+
+def _bodies(output: Any, nodes: Iterable[Node]) -> Iterator[str]:
+    """The names of the bodies of checkpoints, and of those in them."""
+    for node in nodes:
+        if node.op == "get_attr":
+            yield str(node.target)
+            yield from _bodies(output, output.nn_modules[node.target].graph.nodes)
+
+
+def _nodes_after(start: Node, root: Node) -> Iterator[Node]:
+    node = root.prev
+    while node is not start and node is not root:
+        yield node
+        node = node.prev
+
+
+def _input(tx: Any, source: Any, read: Reader | None = None) -> Node | None:
+    """The graph's input for a tensor, which Dynamo makes if there is none; None if it takes it otherwise."""
+    value = (read or Reader(tx.output))(source)
+    found = VariableBuilder(tx, source)(value)
+    found = found.realize() if isinstance(found, LazyVariableTracker) else found
+    node = found.as_proxy().node if type(found) is TensorVariable else None
+    return node if node is not None and node.op == "placeholder" else None
+
+
+def _are_all(tensors: list[tuple[Any, Node | None]], nodes: list[Node], call: _Call, move: Relocation) -> bool:
+    """Whether `tensors` are all inputs of the graph that a layer owns and uses, and none is an argument as well."""
+    inputs = {node for _, node in tensors}
+    used = {operand for node in nodes for operand in node.all_input_nodes if operand.op == "placeholder"}
+    own = {node for node in used - call.forms.keys() if move.moves(_source(node))}
+    return None not in inputs and own <= inputs and inputs.isdisjoint(call.forms)
+
+
+def _source(placeholder: Node) -> Any:
+    return getattr(placeholder.meta.get("grapharg"), "source", None)
+
+
+def _has_numbers(tx: Any, move: Relocation) -> bool:
+    """Whether a number of a layer's own is a symbol."""
+    return any(move.moves(source) for found in tx.output.shape_env.var_to_sources.values() for source in found)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, has hooks; where they are idempotent, other guards than Dynamo's say so."""
+    return any(getattr(part, name, None) for part in module.modules() for name in _HOOKS)
+
+
+def _own_guards(tx: Any) -> list[Any]:
+    """This package's own guards, which may be on anything."""
+    return [guard for guard in tx.output.guards if guard.create_fn_name().startswith("FXPASSES")]
+
+
+def _is_plain(result: Any) -> bool:
+    """Whether a layer returns a tensor, or tensors and None in a tuple."""
+    if type(result) is TupleVariable:
+        return all(map(_is_plain, result.items))
+    return type(result) is TensorVariable or (type(result) is ConstantVariable and result.value is None)
+
+
+def _tensors_in(result: Any) -> Iterator[Any]:
+    if type(result) is TupleVariable:
+        for item in result.items:
+            yield from _tensors_in(item)
+    elif type(result) is TensorVariable:
+        yield result
+
+
+def _rebuilt(result: Any, variables: Mapping[Node, Any]) -> Any:
+    """A layer's result, with other variables in place of those of some nodes."""
+    if type(result) is TupleVariable:
+        return TupleVariable([_rebuilt(item, variables) for item in result.items])
+    return variables.get(result.as_proxy().node, result) if type(result) is TensorVariable else result
+
+
+class _Renaming:
+    """The names of one module's parts as another's, in what nodes say of the modules that they are in."""
+
+    def __init__(self, old: Any, new: Any) -> None:
+        ones, others = (dict(module.value.named_modules(remove_duplicate=False)) for module in (old, new))
+        self._keys = {str(id(one)): str(id(others[name])) for name, one in ones.items() if name in others}
+        self._old, self._new = (_path(variable) for variable in (old, new))
+
+    def path(self, name: str) -> str:
+        return self._new + name.removeprefix(self._old) if name.startswith(self._old) else name
+
+    def describe(self, meta: dict[str, Any]) -> None:
+        if stack := meta.get("nn_module_stack"):
+            renamed = {self._key(key): (self.path(value[0]), *value[1:]) for key, value in stack.items()}
+            meta["nn_module_stack"] = type(stack)(renamed)
+
+    def _key(self, key: str) -> str:
+        identity, at, count = key.partition("@")
+        return self._keys.get(identity, identity) + at + count
+
+
+def _path(module: Any) -> str:
+    """As in `nn_module_stack`: `L['self'].layers.0`."""
+    return re.sub(
+        r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", _name(module.get_nn_module_stack_source())
+    )
