@@ -171,6 +171,20 @@ def checkpointed(x: Tensor, lengths: Tensor) -> Tensor:
     return checkpoint(torch.sin, x, use_reentrant=False) * lengths.sum() * table.sum()
 
 
+class Stack(nn.Module):
+    """Equal layers, and numbers of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x = x * lengths.sum()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 PROGRAMS: dict[str, tuple[Callable[[], Any], str]] = {
     "shares": (lambda: shares, "eager"),
     "operands": (lambda: operands, "eager"),
@@ -182,5 +196,6 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], str]] = {
     "experts": (lambda: experts, "eager"),
     "rebinds": (lambda: rebinds, "aot_eager"),
     "images": (lambda: images, "eager"),
+    "stack": (Stack, "eager"),
     "checkpointed": (lambda: checkpointed, "eager"),
 }

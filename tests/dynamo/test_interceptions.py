@@ -121,7 +121,7 @@ def test_a_method_that_dynamo_keeps_is_that_of_the_running_trace(first: str, mon
 
 def test_what_a_feature_cannot_do_without_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES, Feature.SEQUENCES}
-    assert off_without(SideEffects, "store_global", monkeypatch) == speculative
+    assert off_without(SideEffects, "store_global", monkeypatch) == {*speculative, Feature.LAYERS}
     assert off_without(NumpyNdarrayVariable, "call_method", monkeypatch) == set()
     for owner, name in ((utils, "run_node"), (symbolic_convert.InstructionTranslatorBase, "step")):
         assert off_without(owner, name, monkeypatch) >= {*speculative, Feature.HINTS, Feature.SLICES, Feature.OUTPUTS}
