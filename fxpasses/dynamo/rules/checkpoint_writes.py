@@ -59,6 +59,11 @@ def check(trace: Trace, gm: GraphModule | None, rewritten: GraphModule | None) -
             raise FeatureRejected(Feature.MOVED, f"`{write.name}` at {where(write)} stays in a checkpoint")
 
 
+def have_been_found(trace: Trace) -> bool:
+    """Whether a checkpoint of the trace writes to memory that outlives it."""
+    return trace.state(_Found).any
+
+
 @handlers.at(method(_CHECKPOINT, "_call_function", "call_function"))
 def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     result = proceed(self, tx, *args, **kwargs)

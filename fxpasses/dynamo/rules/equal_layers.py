@@ -5,7 +5,7 @@
 Dynamo follows every instruction of every layer, 0.1 s for one of Llama's. Two layers are equal if the trace of the
 second would be that of the first, but for the tensors that they own. It would, if it reads the same, and it reads
 
-- its arguments: tensors of the same form, the same constants, the same objects (`_Call`);
+- its arguments: tensors of the same form, the same constants, the same objects (`Call`);
 - what its module owns. Dynamo guards all that it reads there, so the guards say what it asked
   (`dynamo/equal_guards.py`);
 - anything else, which is as it was, unless the program has changed an object since;
@@ -13,8 +13,8 @@ second would be that of the first, but for the tensors that they own. It would, 
 
 A layer is not copied, and its likes are traced, if it changes an object that is older than itself, reads one that the
 trace has changed, draws Python's random numbers, returns anything but tensors, makes sizes that are known only at run
-time, has hooks, or contains an operator of higher order other than a checkpoint. Nor is one inside a branch or a loop
-that another feature follows.
+time, has hooks, or contains an operator of higher order other than a checkpoint that writes nothing. Nor is one copied
+inside a branch or a loop that another feature follows.
 
 The graph, its guards and its inputs are those that Dynamo would have made (`dynamo/node_copies.py`): no pass can tell.
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,15 +38,13 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.source import LocalSource
 from torch._dynamo.variables import (
     ConstantVariable,
-    ConstDictVariable,
     LazyVariableTracker,
-    ListVariable,
     TupleVariable,
     UnspecializedBuiltinNNModuleVariable,
     UnspecializedNNModuleVariable,
 )
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 from torch.fx import Node
 
@@ -58,15 +56,14 @@ from fxpasses.dynamo.equal_guards import (
     Relocation,
     are_equal,
     asked_of,
-    is_same_constant,
 )
 from fxpasses.dynamo.failures import FeatureRejected
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.module_calls import Call
 from fxpasses.dynamo.node_copies import Copying, Different, can_copy, form_of
+from fxpasses.dynamo.rules import checkpoint_writes
 from fxpasses.dynamo.trace import Trace
-from fxpasses.graph.symbols import expression
-from fxpasses.metadata.runtime.prologue import autocast_state
 
 _MEMBER = re.compile(r"(?:\._modules)?\['\d+'\]$|\[\d+\]$")  # how the source of a list's or a sequence's module ends
 _MOST_TRACED = 4  # of one class: where layers differ, as by an index that they read, no more are kept
@@ -84,6 +81,7 @@ def call(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: 
 
 @handlers.at(
     method("torch._dynamo.variables.higher_order_ops.CheckpointHigherOrderVariable", "_call_function"),
+    order=5,
     without="each of equal checkpointed layers is traced",
 )
 def checkpoint(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -124,150 +122,6 @@ def changed(trace: Trace) -> None:
     trace.state(Layers).changed()
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """An argument of a layer as a trace sees it when the call begins.
-
-    source: Dynamo's, if the program had it before the trace. kind: its kind of variable; None if nothing has read it.
-    content: what a trace may ask of it; of a container, its items. variable: Dynamo's.
-    """
-
-    source: Any
-    kind: Any
-    content: Any
-    variable: Any
-
-    @property
-    def node(self) -> Node | None:
-        return self.variable.as_proxy().node if self.kind in _IN_GRAPH else None
-
-    def tensors(self) -> Iterator[_Argument]:
-        """Those, and numbers, that are in the graph."""
-        if self.kind in _IN_GRAPH:
-            yield self
-        elif self.kind in _CONTAINERS:
-            for item in self.content:
-                yield from item.tensors()
-
-    def matches(self, other: _Argument, replaced: dict[Node, Node]) -> bool:
-        """Whether a trace would see no difference; `replaced` gets the other's nodes for those of this one."""
-        node, others = self.node, other.node
-        if node is not None and others is not None:
-            if replaced.setdefault(node, others) is not others:
-                return False
-        if self.source is not None and self.source == other.source:
-            return True
-        if self.kind is None or self.kind is not other.kind:
-            return False
-        if self.kind in _CONTAINERS:
-            pairs = zip(self.content, other.content, strict=False)
-            return len(self.content) == len(other.content) and all(a.matches(b, replaced) for a, b in pairs)
-        if self.kind is ConstantVariable:
-            return is_same_constant(self.content, other.content)
-        return self.kind in _IN_GRAPH and bool(self.content == other.content)
-
-
-_IN_GRAPH = (TensorVariable, SymNodeVariable)
-_CONTAINERS = (TupleVariable, ListVariable, ConstDictVariable)
-
-
-def _argument(value: Any) -> _Argument:
-    """Raises `NotImplementedError` for what has no source and is not known."""
-    if isinstance(value, LazyVariableTracker):
-        if not value.is_realized():
-            return _Argument(value.source, None, None, value)
-        value = value.unwrap()
-    kind: Any = type(value)
-    content: Any = None
-    if kind is TensorVariable:
-        content = form_of(value.as_proxy().node.meta["example_value"]), value.class_type, value.source is None
-    elif kind is SymNodeVariable:
-        content = expression(value.sym_num)
-    elif kind is ConstantVariable:
-        content = value.value
-    elif kind in (TupleVariable, ListVariable):
-        content = list(map(_argument, value.items))
-    elif kind is ConstDictVariable:
-        content = [_argument(each) for key, item in value.items.items() for each in (key.vt, item)]
-    elif value.source is None:
-        raise NotImplementedError
-    return _Argument(value.source, kind, content, value)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a module, while it is traced.
-
-    forms: of its tensors, when it begins. state: what calls it, the place in the program, and the modes of the process.
-    """
-
-    module: Any
-    tx: Any
-    arguments: Sequence[_Argument]
-    names: Sequence[str]  # of the last ones
-    forms: dict[Node, Any]
-    state: Any
-
-    @staticmethod
-    def of(module: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], through: Any) -> _Call | None:
-        """None if an argument's kind is not known."""
-        try:
-            arguments = list(map(_argument, [*args, *kwargs.values()]))
-        except (AttributeError, NotImplementedError):
-            return None
-        nodes = {found.node for argument in arguments for found in argument.tensors()}
-        forms = {node: form_of(node.meta["example_value"]) for node in nodes if node is not None}
-        return _Call(module, tx, arguments, list(kwargs), forms, (through, _state(tx)))
-
-    @property
-    def kind(self) -> Any:
-        return type(self.module.value)
-
-    def is_unchanged(self) -> bool:
-        """Whether its tensors still have the form that Dynamo's variables know."""
-        return all(form_of(node.meta["example_value"]) == form for node, form in self.forms.items())
-
-    def variables(self) -> dict[Node, Any]:
-        found = {tensor.node: tensor.variable for argument in self.arguments for tensor in argument.tensors()}
-        return {node: variable for node, variable in found.items() if node is not None}
-
-    def replaced_by(self, other: _Call) -> dict[Node, Node] | None:
-        """The other's nodes for those of this one; None if a trace may tell the calls apart."""
-        replaced: dict[Node, Node] = {}
-        given, others = self.arguments, other.arguments
-        is_alike = self.names == other.names and len(given) == len(others) and self.state == other.state
-        if not is_alike or not all(a.matches(b, replaced) for a, b in zip(given, others, strict=True)):
-            return None
-        return replaced if len(set(replaced.values())) == len(replaced) else None  # `a is b`
-
-
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """A `with` block, equal to itself alone."""
-
-    context: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Block) and other.context is self.context
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _state(tx: Any) -> Any:
-    """The place in the program and its callers, the `with` blocks around it, and the modes of the process."""
-    places: list[Any] = []
-    caller = tx
-    while caller is not None:
-        blocks = [_Block(entry.with_context) for entry in caller.block_stack]
-        places.append((caller.f_code, caller.instruction_pointer, blocks))
-        caller = getattr(caller, "parent", None)
-    backends = torch.backends.cuda
-    kernels = backends.flash_sdp_enabled(), backends.math_sdp_enabled(), backends.mem_efficient_sdp_enabled()
-    settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), kernels
-    gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()
-    return places, gradients, autocast_state(), torch.is_autocast_cache_enabled(), settings
-
-
 @dataclass
 class _Traced:
     """A layer that was traced: its call, what it asked, and what it wrote to the graph.
@@ -277,7 +131,7 @@ class _Traced:
     was called.
     """
 
-    call: _Call
+    call: Call
     changes: int
     asked: list[Asked]
     shared: list[Any]
@@ -323,7 +177,7 @@ class Layers:
         self, module: Any, tx: Any, args: Any, kwargs: Any, trace_it: Callable[[], Any], through: Any = None
     ) -> Any:
         """The result of a call of a module, copied or traced. through: the operator that calls it, if any."""
-        if not self.may_copy(module, tx) or (called := _Call.of(module, tx, args, kwargs, through)) is None:
+        if not self.may_copy(module, tx) or (called := Call.of(module, tx, args, kwargs, through)) is None:
             return NOT_HANDLED
         found = self.copied(called)
         return self.traced(called, trace_it) if found is None else found
@@ -355,7 +209,7 @@ class Layers:
         follows = any(is_following(trace) for is_following in trace.hooks("is_following"))
         return is_known and is_guarded and not (follows or trace.operators or trace.part or tx.output.export)
 
-    def traced(self, call: _Call, trace_it: Callable[[], Any]) -> Any:
+    def traced(self, call: Call, trace_it: Callable[[], Any]) -> Any:
         """Have a layer traced, and keep what it did, unless another layer's trace may do otherwise."""
         tx, root, recording = call.tx, call.tx.output.current_tracer.graph._root, _Recording(now())
         start, noted, calls, guards = root.prev, self._noted(tx), dict(tx.num_calls), len(_own_guards(tx))
@@ -379,7 +233,10 @@ class Layers:
         if asked is None:
             return result
         own = set(tx.output.nn_modules) - modules
-        if not all(can_copy(tx.output, node) for node in nodes) or own - {*_bodies(tx.output, nodes)}:
+        bodies = set(_bodies(tx.output, nodes))
+        if not all(can_copy(tx.output, node) for node in nodes) or own - bodies:
+            return result
+        if bodies and checkpoint_writes.have_been_found(self._trace):
             return result
         tensors = [(guard.source, _input(tx, guard.source)) for guard in asked if guard.kind in TENSORS]
         if not _are_all(tensors, nodes, call, move) or _has_numbers(tx, move):
@@ -390,7 +247,7 @@ class Layers:
         self._kept[call.kind].append(kept)
         return result
 
-    def copied(self, call: _Call) -> Any:
+    def copied(self, call: Call) -> Any:
         """The result of a layer as that of an equal one; None if there is none."""
         for traced in self._kept[call.kind]:
             replaced = traced.call.replaced_by(call) if traced.changes == self._changes else None
@@ -400,7 +257,7 @@ class Layers:
                 return found
         return None
 
-    def _copy(self, traced: _Traced, call: _Call, replaced: dict[Node, Node]) -> Any:
+    def _copy(self, traced: _Traced, call: Call, replaced: dict[Node, Node]) -> Any:
         tx, output = call.tx, call.tx.output
         move, read = Relocation(traced.call.module.source, call.module.source), Reader(output)
         names = _Renaming(traced.call.module, call.module)
@@ -483,7 +340,7 @@ def _input(tx: Any, source: Any, read: Reader | None = None) -> Node | None:
     return node if node is not None and node.op == "placeholder" else None
 
 
-def _are_all(tensors: list[tuple[Any, Node | None]], nodes: list[Node], call: _Call, move: Relocation) -> bool:
+def _are_all(tensors: list[tuple[Any, Node | None]], nodes: list[Node], call: Call, move: Relocation) -> bool:
     """Whether `tensors` are all inputs of the graph that a layer owns and uses, and none is an argument as well."""
     inputs = {node for _, node in tensors}
     used = {operand for node in nodes for operand in node.all_input_nodes if operand.op == "placeholder"}
