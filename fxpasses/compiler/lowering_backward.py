@@ -36,6 +36,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxpasses.base.collector import visiting_what_is_new
 from fxpasses.base.containment import contained
 from fxpasses.compiler import slice_offsets, stride_order
 from fxpasses.compiler.broken_kernels import building_anew
@@ -156,7 +157,8 @@ def _compiled_later(spec: Any, uncompiled: _Uncompiled, strict: bool) -> Any:
 
     def compile_backward(gm: GraphModule, examples: Sequence[Any]) -> Any:
         try:
-            return building_anew(lambda: spec.bw_compiler(copy.deepcopy(gm), examples))
+            with visiting_what_is_new():
+                return building_anew(lambda: spec.bw_compiler(copy.deepcopy(gm), examples))
         except Exception as error:
             if strict:
                 raise

@@ -33,6 +33,7 @@ import torch._dynamo.config as _config
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpasses import default_options
+from fxpasses.base.collector import visiting_what_is_new
 from fxpasses.base.containment import contained, error_text, say
 from fxpasses.base.once import warn_once
 from fxpasses.collectives import ddp_buckets
@@ -186,7 +187,7 @@ class _TraceFrameInAttempts:
             optimizer = ddp_buckets.optimizer_among(_unwrapped(frame["compiler_fn"]))
             if optimizer is not None:
                 frame["compiler_fn"] = optimizer.backend_compile_fn
-            with ddp_buckets.moved_inside(optimizer):
+            with ddp_buckets.moved_inside(optimizer), visiting_what_is_new():
                 return self._trace(frame, bound.args, bound.kwargs, strict)
         except Exception as error:  # around the trace, of which nothing is left
             if strict or not is_ours(error):
