@@ -1,7 +1,7 @@
 """Compiling beside Python's garbage collector.
 
 A compiler makes hundreds of thousands of objects, so the collector runs, and each full collection visits everything
-that the process has: the modules of PyTorch and transformers alone are 0.15 s each time, and a third of a restart. While
+that the process has: the modules of PyTorch and transformers alone are 0.15 s each time, a third of a restart. While
 a graph is compiled, what was there before is set apart (`gc.freeze`), and the collector visits what is new.
 """
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,14 +43,22 @@ class Relocation:
         if not isinstance(source, Source):
             return source
         if source not in self._found:
-            fields = _sources_in(source)
-            changes = {name: self(value) for name, value in fields.items()}
-            moved = any(changes[name] is not fields[name] for name in fields)
-            self._found[source] = dataclasses.replace(source, **changes) if moved else source
+            base, moved = getattr(source, "base", None), source
+            if self(base) != base:
+                moved = dataclasses.replace(source, **{"base": self(base)})
+            self._found[source] = moved
         return self._found[source]
 
     def moves(self, source: Any) -> bool:
         return bool(self(source) != source)
+
+    def is_mentioned(self, source: Any) -> bool:
+        """Whether the module is elsewhere in a source than where it begins, as in `TABLE[self]`."""
+        fields = _sources_in(source)
+        others = (value for name, value in fields.items() if name != "base")
+        return any(self.moves(value) or self.is_mentioned(value) for value in others) or (
+            "base" in fields and self.is_mentioned(fields["base"])
+        )
 
 
 def _sources_in(source: Any) -> dict[str, Any]:
@@ -96,12 +105,14 @@ class Asked:
         return found
 
 
-def asked_of(guards: Iterable[Any], moves: Callable[[Any], bool]) -> list[Asked] | None:
+def asked_of(guards: Iterable[Any], move: Relocation) -> list[Asked] | None:
     """The guards on what a module owns, those on its tensors included; None if a kind is not known."""
     found = []
     for guard in guards:
         source = guard.originating_source
-        if moves(source) and not is_of_class(source):
+        if move.is_mentioned(source):
+            return None
+        if move.moves(source) and not is_of_class(source):
             asked = Asked(guard.create_fn_name(), source, guard)
             if asked.kind not in _SAME or getattr(guard.create_fn, "args", None):
                 return None
@@ -114,13 +125,55 @@ def is_of_class(source: Any) -> bool:
     return isinstance(source, TypeSource) or any(map(is_of_class, _sources_in(source).values()))
 
 
-def are_equal(asked: Iterable[Asked], shared: Iterable[Any], move: Relocation, read: Reader) -> bool:
-    """Whether each guard holds of the one module as of the other, and they have the objects of `shared` in common."""
+def are_equal(
+    asked: Iterable[Asked], shared: Iterable[Any], changed: Collection[int], move: Relocation, read: Reader
+) -> bool:
+    """Whether each guard holds of the one module as of the other, and they have the objects of `shared` in common.
+
+    changed: identities of objects that the trace has changed, which are not as they are read.
+    """
+    others: dict[int, int] = {}  # identities of the other module's objects, by those of the one's
     try:
-        is_alike = all(_SAME[each.kind](each, read(each.source), read(move(each.source)), move, read) for each in asked)
-        return is_alike and all(read(source) is read(move(source)) for source in shared)
+        for guard in asked:
+            old, new = read(guard.source), read(move(guard.source))
+            if id(old) in changed or id(new) in changed or not _SAME[guard.kind](guard, old, new, move, read):
+                return False
+            if not _have_one_shape(old, new):
+                return False
+            if not isinstance(old, _VALUES) and others.setdefault(id(old), id(new)) != id(new):
+                return False
+        if len(set(others.values())) < len(others):
+            return False
+        return all(read(source) is read(move(source)) for source in shared)
     except (AttributeError, IndexError, KeyError, TypeError):
         return False
+
+
+_VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), type, torch.dtype, torch.device)
+
+
+def _have_one_shape(old: Any, new: Any) -> bool:
+    """Whether two containers cannot be told apart by their length, keys and constants: some reads leave no guard."""
+    if isinstance(old, dict):
+        return isinstance(new, dict) and is_same_constant([*map(_key, old)], [*map(_key, new)])
+    if type(old) in (list, tuple, set, frozenset, deque):
+        return (
+            type(new) is type(old)
+            and len(old) == len(new)
+            and (type(old) in (set, frozenset) or all(map(_have_one_kind, old, new)))
+        )
+    return True
+
+
+def _key(key: Any) -> Any:
+    return key if isinstance(key, _VALUES) else id(key)
+
+
+def _have_one_kind(old: Any, new: Any) -> bool:
+    return is_same_constant(old, new) if isinstance(old, _CONSTANTS) else type(old) is type(new)
+
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _identical(guard: Asked, old: Any, new: Any, move: Relocation, read: Reader) -> bool:
@@ -185,13 +238,14 @@ def _tensors(guard: Asked, old: Any, new: Any, move: Relocation, read: Reader) -
 
 def _state(tensor: Any) -> Any:
     """What a trace may ask of a tensor, besides its values."""
-    attributes = {name: value for name, value in vars(tensor).items() if name.startswith("_dynamo")}
+    marks = {name: value for name, value in vars(tensor).items() if name.startswith("_dynamo") and name not in _NOTES}
     strides = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
     flags = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
     state = tensor.shape, strides, tensor.dtype, tensor.device, tensor.layout, flags, tensor._is_view()
-    return state, tensor.grad is None, str(torch._C._dispatch_keys(tensor)), attributes
+    return state, tensor.grad is None, str(torch._C._dispatch_keys(tensor)), marks
 
 
+_NOTES = frozenset({"_dynamo_static_input_type"})  # which Dynamo leaves on what it has traced
 TENSORS = frozenset({"TENSOR_MATCH"})
 _SAME: Mapping[str, Callable[..., bool]] = {
     "TYPE_MATCH": _of_one_type,

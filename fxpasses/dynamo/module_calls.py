@@ -6,7 +6,8 @@ Tensors are compared by their form, constants by value, containers by their item
 under which the program had it before the trace; what the trace has changed since is for the caller to know.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: Dynamo's variables and their attributes; of translators, `f_code`,
-`instruction_pointer`, `block_stack` with `with_context`, and `parent`.
+`instruction_pointer`, `block_stack` with `with_context`, `parent` and `symbolic_torch_function_state`; of side effects,
+`has_pending_mutation`.
 """
 
 from __future__ import annotations
@@ -37,17 +38,14 @@ class Argument:
     """An argument of a layer as a trace sees it when the call begins.
 
     source: Dynamo's, if the program had it before the trace. kind: its kind of variable; None if nothing has read it.
-    content: what a trace may ask of it; of a container, its items. variable: Dynamo's.
+    content: what a trace may ask of it; of a container, its items. variable: Dynamo's. node: its node, then.
     """
 
     source: Any
     kind: Any
     content: Any
     variable: Any
-
-    @property
-    def node(self) -> Node | None:
-        return self.variable.as_proxy().node if self.kind in _IN_GRAPH else None
+    node: Node | None = None
 
     def tensors(self) -> Iterator[Argument]:
         """Those, and numbers, that are in the graph."""
@@ -67,6 +65,8 @@ class Argument:
             return True
         if self.kind is None or self.kind is not other.kind:
             return False
+        if self.kind not in _BY_VALUE and (self.source, other.source) != (None, None):
+            return False  # a trace may ask about an attribute of it, and guards that on its source
         if self.kind in _CONTAINERS:
             pairs = zip(self.content, other.content, strict=False)
             return len(self.content) == len(other.content) and all(a.matches(b, replaced) for a, b in pairs)
@@ -76,30 +76,34 @@ class Argument:
 
 
 _IN_GRAPH = (TensorVariable, SymNodeVariable)
+_BY_VALUE = (ConstantVariable, SymNodeVariable)
 _CONTAINERS = (TupleVariable, ListVariable, ConstDictVariable)
 
 
-def _argument(value: Any) -> Argument:
-    """Raises `NotImplementedError` for what has no source and is not known."""
+def _argument(effects: Any, value: Any) -> Argument:
+    """effects: Dynamo's side effects. Raises `NotImplementedError` for what has no source and is not known."""
     if isinstance(value, LazyVariableTracker):
         if not value.is_realized():
             return Argument(value.source, None, None, value)
         value = value.unwrap()
     kind: Any = type(value)
     content: Any = None
+    node = value.as_proxy().node if kind in _IN_GRAPH else None
     if kind is TensorVariable:
-        content = form_of(value.as_proxy().node.meta["example_value"]), value.class_type, value.source is None
+        content = form_of(value.as_proxy().node.meta["example_value"]), value.class_type
+        if effects.has_pending_mutation(value):
+            raise NotImplementedError  # the program has given it an attribute
     elif kind is SymNodeVariable:
         content = expression(value.sym_num)
     elif kind is ConstantVariable:
         content = value.value
     elif kind in (TupleVariable, ListVariable):
-        content = list(map(_argument, value.items))
+        content = [_argument(effects, item) for item in value.items]
     elif kind is ConstDictVariable:
-        content = [_argument(each) for key, item in value.items.items() for each in (key.vt, item)]
+        content = [_argument(effects, each) for key, item in value.items.items() for each in (key.vt, item)]
     elif value.source is None:
         raise NotImplementedError
-    return Argument(value.source, kind, content, value)
+    return Argument(value.source, kind, content, value, node)
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Call:
     def of(module: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], through: Any) -> Call | None:
         """None if an argument's kind is not known."""
         try:
-            arguments = list(map(_argument, [*args, *kwargs.values()]))
+            arguments = [_argument(tx.output.side_effects, value) for value in (*args, *kwargs.values())]
         except (AttributeError, NotImplementedError):
             return None
         nodes = {found.node for argument in arguments for found in argument.tensors()}
@@ -151,7 +155,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A `with` block, equal to itself alone."""
+    """A `with` block or a mode, equal to itself alone."""
 
     context: Any
 
@@ -173,4 +177,6 @@ def _state(tx: Any) -> Any:
     kernels = backends.flash_sdp_enabled(), backends.math_sdp_enabled(), backends.mem_efficient_sdp_enabled()
     settings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), kernels
     gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()
-    return places, gradients, autocast_state(), torch.is_autocast_cache_enabled(), settings
+    functions = tx.symbolic_torch_function_state
+    modes = [_Block(mode) for mode in functions.mode_stack], functions.torch_function_subclass_enabled
+    return places, modes, gradients, autocast_state(), torch.is_autocast_cache_enabled(), settings

@@ -59,6 +59,16 @@ from fxpasses.dynamo.equal_guards import (
 )
 from fxpasses.dynamo.failures import FeatureRejected
 from fxpasses.dynamo.features import Feature
+from fxpasses.dynamo.identities import (
+    BUILTINS,
+    COMPARISONS,
+    ITEMS,
+    KEYS,
+    is_asked_by,
+    is_asked_in,
+    is_asked_of,
+    is_object,
+)
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.module_calls import Call
 from fxpasses.dynamo.node_copies import Copying, Different, can_copy, form_of
@@ -66,6 +76,7 @@ from fxpasses.dynamo.rules import checkpoint_writes
 from fxpasses.dynamo.trace import Trace
 
 _MEMBER = re.compile(r"(?:\._modules)?\['\d+'\]$|\[\d+\]$")  # how the source of a list's or a sequence's module ends
+_MOST_UNDONE = 2  # copies of one class whose operators had other results
 _MOST_TRACED = 4  # of one class: where layers differ, as by an index that they read, no more are kept
 
 handlers = Handlers()
@@ -92,7 +103,8 @@ def checkpoint(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kw
 
 @handlers.at(*CHANGES, order=5)
 def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
-    trace.state(Layers).changed(born(args[0]))
+    item = args[0]
+    trace.state(Layers).changed(-1 if item.is_tensor() else born(item), _identities(effects, item))
     return NOT_HANDLED
 
 
@@ -118,6 +130,30 @@ def build(trace: Trace, proceed: Proceed, self: Any, value: Any) -> Any:
     return found
 
 
+@handlers.at(*COMPARISONS, order=5)
+def compare(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
+    trace.state(Layers).asked_for_identity(lambda: is_asked_by(inst.opname, tx.stack))
+    return NOT_HANDLED
+
+
+@handlers.at(BUILTINS, order=9)
+def call_builtin(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    trace.state(Layers).asked_for_identity(lambda: is_asked_in(self.fn, args))
+    return NOT_HANDLED
+
+
+@handlers.at(KEYS, order=5)
+def make_key(trace: Trace, proceed: Proceed, self: Any, vt: Any) -> Any:
+    trace.state(Layers).asked_for_identity(lambda: is_object(vt))
+    return NOT_HANDLED
+
+
+@handlers.at(ITEMS, order=5)
+def compare_items(trace: Trace, proceed: Proceed, one: Any, other: Any, /, *args: Any, **kwargs: Any) -> Any:
+    trace.state(Layers).asked_for_identity(lambda: is_asked_of(one, other))
+    return NOT_HANDLED
+
+
 def changed(trace: Trace) -> None:
     trace.state(Layers).changed()
 
@@ -138,7 +174,7 @@ class _Traced:
     key_orders: list[Any]
     tensors: list[tuple[Any, Any]]
     nodes: list[Node]
-    result: Any
+    results: Any
     calls: dict[str, int]
 
 
@@ -160,15 +196,20 @@ class Layers:
         self._traced: dict[Any, int] = defaultdict(int)
         self._open: list[_Recording] = []
         self._changes = 0
+        self._changed: set[int] = set()  # identities of the program's objects
+        self._failures: dict[Any, int] = defaultdict(int)  # copies that were undone, by class
         self._has_bodies = False  # whether checkpoints were copied
         self.copies = 0
 
-    def changed(self, when: int = -1) -> None:
+    def changed(self, when: int = -1, identities: Iterable[int] = ()) -> None:
         """Called for a change of an object that was created at the time `when`; by default, before the trace.
+
+        identities: of the object that the program has, if known.
 
         What the trace has made is reached through arguments, whose forms are compared, or is read as stored.
         """
         self._changes += when < 0
+        self._changed.update(identities)
         if self._has_bodies and when < 0:
             self._check_store()
         self.used(when)
@@ -193,6 +234,11 @@ class Layers:
         for recording in self._open:
             recording.is_spoiled |= when < recording.born
 
+    def asked_for_identity(self, is_of_object: Callable[[], bool]) -> None:
+        """Called where the program asks which object something is."""
+        if self._open and is_of_object():
+            self.used(-1)
+
     def met_before(self, own: Any, other: Any) -> None:
         for recording in self._open:
             recording.met_before.append((own, other))
@@ -204,7 +250,7 @@ class Layers:
         if not _MEMBER.search(_name(module.source)) or tx.output.current_tracer.parent is not None:
             return False
         kind, trace = type(module.value), self._trace
-        is_known = self._traced[kind] < _MOST_TRACED or bool(self._kept[kind])
+        is_known = self._failures[kind] < _MOST_UNDONE and (self._traced[kind] < _MOST_TRACED or bool(self._kept[kind]))
         is_guarded = bool(config.guard_nn_modules)
         follows = any(is_following(trace) for is_following in trace.hooks("is_following"))
         return is_known and is_guarded and not (follows or trace.operators or trace.part or tx.output.export)
@@ -223,13 +269,16 @@ class Layers:
         if self._traced[call.kind] > _MOST_TRACED or recording.is_spoiled or self._noted(tx) != noted:
             return result
         called = {name: count for name, count in tx.num_calls.items() if count != calls.get(name, 0)}
-        if start._erased or any(name in calls for name in called) or not _is_plain(result):
+        nodes = [node for node in reversed(list(_nodes_after(start, root))) if node.op != "placeholder"]
+        results = _nodes_of(result)
+        if start._erased or any(name in calls for name in called) or results is _UNKNOWN:
+            return result
+        if not {*_leaves(results)} <= {*nodes, *call.forms}:
             return result
         if _has_hooks(call.module.value) or len(_own_guards(tx)) > guards or not call.is_unchanged():
             return result
-        nodes = [node for node in reversed(list(_nodes_after(start, root))) if node.op != "placeholder"]
         move = Relocation(call.module.source, _ELSEWHERE)
-        asked = asked_of(tx.output.guards, move.moves)
+        asked = asked_of(tx.output.guards, move)
         if asked is None:
             return result
         own = set(tx.output.nn_modules) - modules
@@ -243,7 +292,7 @@ class Layers:
             return result
         orders = [each for each in tx.output.guard_on_key_order if move.moves(each)]
         shared = [one for one, other in recording.met_before if move.moves(one) and not move.moves(other)]
-        kept = _Traced(call, self._changes, asked, shared, orders, tensors, nodes, result, called)
+        kept = _Traced(call, self._changes, asked, shared, orders, tensors, nodes, results, called)
         self._kept[call.kind].append(kept)
         return result
 
@@ -263,7 +312,7 @@ class Layers:
         names = _Renaming(traced.call.module, call.module)
         if any(names.path(name) in tx.num_calls for name in traced.calls) or _has_hooks(call.module.value):
             return None
-        if not are_equal(traced.asked, traced.shared, move, read):
+        if not are_equal(traced.asked, traced.shared, self._changed, move, read):
             return None
         noted = self._noted(tx)
         nodes, tensors = output.current_tracer.graph.nodes, dict[Node, Node]()
@@ -276,14 +325,17 @@ class Layers:
                 found.meta.update({key: node.meta[key] for key in _PLACES if key in node.meta})
                 names.describe(found.meta)
             tensors[node] = found
+        if len({*tensors.values(), *call.forms}) < len(set(tensors)) + len(call.forms):
+            return None  # the traced one has more tensors
         copying = Copying(tx, {**replaced, **tensors}, names.describe)
-        made = {value.as_proxy().node for value in _tensors_in(traced.result)}.intersection(traced.nodes)
+        made = set(_leaves(traced.results)).intersection(traced.nodes)
         try:
             variables = copying.copy(traced.nodes, made)
             if self._noted(tx) != noted or not call.is_unchanged():
                 raise Different("its operators have other effects")
         except (Different, TorchDynamoException):
             copying.undo(self._trace.erase)
+            self._failures[call.kind] += 1
             return None
         self._has_bodies |= any(node.op == "get_attr" for node in traced.nodes)
         for guard in traced.asked:
@@ -293,7 +345,7 @@ class Layers:
         tx.num_calls.update({names.path(name): count for name, count in traced.calls.items()})
         given = call.variables()
         passed = {node: given[other] for node, other in replaced.items() if other in given}
-        return _rebuilt(traced.result, {**passed, **variables})
+        return _rebuilt(traced.results, {**passed, **variables})
 
     def _noted(self, tx: Any) -> Any:
         """The effects of tracing that no graph holds."""
@@ -367,26 +419,37 @@ def _own_guards(tx: Any) -> list[Any]:
     return [guard for guard in tx.output.guards if guard.create_fn_name().startswith("FXPASSES")]
 
 
-def _is_plain(result: Any) -> bool:
-    """Whether a layer returns a tensor, or tensors and None in a tuple."""
+_UNKNOWN: Any = object()
+
+
+def _nodes_of(result: Any) -> Any:
+    """The node of a tensor, or a tuple of nodes and None; `_UNKNOWN` for any other result of a layer."""
     if type(result) is TupleVariable:
-        return all(map(_is_plain, result.items))
-    return type(result) is TensorVariable or (type(result) is ConstantVariable and result.value is None)
+        items = tuple(map(_nodes_of, result.items))
+        return _UNKNOWN if _UNKNOWN in items else items
+    if type(result) is TensorVariable:
+        return result.as_proxy().node
+    return None if type(result) is ConstantVariable and result.value is None else _UNKNOWN
 
 
-def _tensors_in(result: Any) -> Iterator[Any]:
-    if type(result) is TupleVariable:
-        for item in result.items:
-            yield from _tensors_in(item)
-    elif type(result) is TensorVariable:
-        yield result
+def _leaves(results: Any) -> Iterator[Node]:
+    if isinstance(results, tuple):
+        for item in results:
+            yield from _leaves(item)
+    elif results is not None:
+        yield results
 
 
-def _rebuilt(result: Any, variables: Mapping[Node, Any]) -> Any:
-    """A layer's result, with other variables in place of those of some nodes."""
-    if type(result) is TupleVariable:
-        return TupleVariable([_rebuilt(item, variables) for item in result.items])
-    return variables.get(result.as_proxy().node, result) if type(result) is TensorVariable else result
+def _rebuilt(results: Any, variables: Mapping[Node, Any]) -> Any:
+    """A layer's result, of the variables of nodes."""
+    if isinstance(results, tuple):
+        return TupleVariable([_rebuilt(item, variables) for item in results])
+    return ConstantVariable.create(None) if results is None else variables[results]
+
+
+def _identities(effects: Any, item: Any) -> list[int]:
+    """Of the program's objects that one of Dynamo's variables stands for."""
+    return [identity for identity, variable in effects.id_to_variable.items() if variable is item]
 
 
 class _Renaming:

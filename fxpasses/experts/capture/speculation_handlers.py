@@ -171,7 +171,7 @@ def _takes_numbers(container: Any) -> bool:
     """Whether a container treats an index that is a tensor of one element as a number; a dict does not."""
     modules = (torch.nn.ModuleList, torch.nn.ParameterList, torch.nn.Sequential)
     known = isinstance(container, (TensorVariable, ListVariable, TupleVariable))
-    return known or type(getattr(container, "value", None)) in modules
+    return known or type(vars(container).get("value")) in modules
 
 
 def _number_or(speculation: Speculation, index: Any) -> Any:
