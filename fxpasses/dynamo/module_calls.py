@@ -111,6 +111,7 @@ class Call:
     """A call of a module, while it is traced.
 
     forms: of its tensors, when it begins. state: what calls it, the place in the program, and the modes of the process.
+    stack: the modules around it, as in nodes' `nn_module_stack`.
     """
 
     module: Any
@@ -119,6 +120,7 @@ class Call:
     names: Sequence[str]  # of the last ones
     forms: dict[Node, Any]
     state: Any
+    stack: Mapping[str, Any]
 
     @staticmethod
     def of(module: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], through: Any) -> Call | None:
@@ -129,7 +131,7 @@ class Call:
             return None
         nodes = {found.node for argument in arguments for found in argument.tensors()}
         forms = {node: form_of(node.meta["example_value"]) for node in nodes if node is not None}
-        return Call(module, tx, arguments, list(kwargs), forms, (through, _state(tx)))
+        return Call(module, tx, arguments, list(kwargs), forms, (through, _state(tx)), dict(tx.nn_module_stack))
 
     @property
     def kind(self) -> Any:

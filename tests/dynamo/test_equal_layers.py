@@ -182,6 +182,17 @@ class Nested(nn.Module):
         return x
 
 
+class NestedByPlace(Nested):
+    """It differs from its likes, and what is in it does not."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x * self.place, mask)
+
+
 class Returning(Layer):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         return super().forward(x), None, x
@@ -237,6 +248,7 @@ COPIED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "views and writes": (lambda: Model([WithViews() for _ in range(N)]), N - 1),
     "buffers": (lambda: Model([WithBuffer() for _ in range(N)]), N - 1),
     "nested": (lambda: Model([Nested() for _ in range(N)]), _NESTED),
+    "in layers that differ": (lambda: Model([NestedByPlace(place) for place in range(N)]), 2 * N - 1),
     "tuples": (lambda: Model([Returning() for _ in range(N)], with_tuples), N - 1),
     "masks that alternate": (lambda: Model([Layer() for _ in range(N)], alternating), N - 2),
     "a list of the loop's": (lambda: Model([Layer() for _ in range(N)], collecting), N - 1),

@@ -309,7 +309,7 @@ class Layers:
     def _copy(self, traced: _Traced, call: Call, replaced: dict[Node, Node]) -> Any:
         tx, output = call.tx, call.tx.output
         move, read = Relocation(traced.call.module.source, call.module.source), Reader(output)
-        names = _Renaming(traced.call.module, call.module)
+        names = _Renaming(traced.call, call)
         if any(names.path(name) in tx.num_calls for name in traced.calls) or _has_hooks(call.module.value):
             return None
         if not are_equal(traced.asked, traced.shared, self._changed, move, read):
@@ -455,18 +455,22 @@ def _identities(effects: Any, item: Any) -> list[int]:
 class _Renaming:
     """The names of one module's parts as another's, in what nodes say of the modules that they are in."""
 
-    def __init__(self, old: Any, new: Any) -> None:
-        ones, others = (dict(module.value.named_modules(remove_duplicate=False)) for module in (old, new))
+    def __init__(self, old: Call, new: Call) -> None:
+        ones, others = (dict(call.module.value.named_modules(remove_duplicate=False)) for call in (old, new))
         self._keys = {str(id(one)): str(id(others[name])) for name, one in ones.items() if name in others}
-        self._old, self._new = (_path(variable) for variable in (old, new))
+        self._old, self._new = (_path(call.module) for call in (old, new))
+        self._around, self._now_around = old.stack, new.stack
 
     def path(self, name: str) -> str:
-        return self._new + name.removeprefix(self._old) if name.startswith(self._old) else name
+        is_own = name == self._old or name.startswith(self._old + ".")
+        return self._new + name.removeprefix(self._old) if is_own else name
 
     def describe(self, meta: dict[str, Any]) -> None:
-        if stack := meta.get("nn_module_stack"):
-            renamed = {self._key(key): (self.path(value[0]), *value[1:]) for key, value in stack.items()}
-            meta["nn_module_stack"] = type(stack)(renamed)
+        stack = meta.get("nn_module_stack", {})
+        inside = {key: value for key, value in stack.items() if key not in self._around}
+        renamed = {self._key(key): (self.path(value[0]), *value[1:]) for key, value in inside.items()}
+        if stack or self._now_around:
+            meta["nn_module_stack"] = {**self._now_around, **renamed}
 
     def _key(self, key: str) -> str:
         identity, at, count = key.partition("@")
