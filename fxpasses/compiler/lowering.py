@@ -17,6 +17,7 @@ from fxpasses.compiler import masked_writes
 from fxpasses.compiler.kernel_files import sharing_files
 from fxpasses.compiler.lowering_backward import containing_backward
 from fxpasses.compiler.lowering_by_operator import backward_by_operator, forward_by_operator
+from fxpasses.compiler.mesh_keys import without_hashes
 from fxpasses.compiler.overwritten_inputs import SavingPartitioner, writes_in_place
 from fxpasses.compiler.saved_order import may_save_objects
 from fxpasses.compiler.vector_tests import testing_one
@@ -187,7 +188,7 @@ def inductor(
     functorch: Any = torch._functorch.config
     # A bundle takes nothing but Inductor's own code, which `output_strides` may wrap.
     bundles = functorch.patch(bundled_autograd_cache=False)
-    with config.patch(cache_key_tag=tag), bundles, sharing_files(options.strict), testing_one():
+    with config.patch(cache_key_tag=tag), bundles, sharing_files(options.strict), testing_one(), without_hashes():
         return compile_graph(gm, list(example_inputs), config_patches=patches or None, **arguments)
 
 

@@ -42,6 +42,7 @@ from fxpasses.compiler import slice_offsets, stride_order
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.kernel_files import sharing_files
 from fxpasses.compiler.lowering_by_operator import Boxed, backward_by_operator
+from fxpasses.compiler.mesh_keys import without_hashes
 from fxpasses.compiler.output_strides import TracedStrides, tell_expressions
 from fxpasses.compiler.vector_tests import testing_one
 
@@ -88,6 +89,7 @@ class Containment:
                 changes,
                 sharing_files(self.strict),
                 testing_one(),
+                without_hashes(),
                 stride_order.with_symbols(),
                 slice_offsets.in_python(),
             ):
