@@ -32,6 +32,7 @@ CASES = (
     "all_together",
     "pass_time",
     "compile_time",
+    "start",
     "call_cost",
     "mlperf",
     "split_topk",

@@ -59,7 +59,7 @@ def new_decoder(parameters: Parameters, device: str, attention: str, **more: Any
     full = parameters["width"] == "full"
     sizes = FULL[name] | {"vocab_size": 8192} if full else REDUCED | REDUCED_MORE[name]
     model = kind(
-        config(**sizes, num_hidden_layers=parameters["layers"], use_cache=False, attn_implementation=attention, **more)
+        config(**(sizes | more), num_hidden_layers=parameters["layers"], use_cache=False, attn_implementation=attention)
     )
     model = model.to(device, getattr(torch, parameters["dtype"])).train()
     if parameters.get("checkpointed"):

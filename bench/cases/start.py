@@ -1,0 +1,153 @@
+"""Case 6d: when the first step is done, with empty caches, and in a process that finds them filled."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.case import Case, Parameters, Program, scale
+from bench.cases.compile_time import BY_LAYER
+from bench.cases.compilers import EAGER, OURS, STOCK, Compiler, contender, eager, inductor, ours
+from bench.first_call import AOT, CXX, DYNAMO, INDUCTOR, PASSES, STEP
+
+EAGER_START = "fastpack, eager start"
+_LONGEST = 600.0  # seconds that a process is waited for which compiles beside the steps
+
+
+def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
+    """The first step is measured by itself, in CPU seconds; the steps afterwards are compiled ones."""
+    from bench.cases.training import fresh, training_program
+    from bench.first_call import first_call
+
+    model, batches = _program(parameters, device)
+    program_of = compiler(model)
+    costs: dict[str, float] = {}
+
+    def loss_of(batch: Mapping[str, Any]) -> Any:
+        return program_of(**batch).loss
+
+    program = training_program(model, loss_of, batches)
+
+    def values() -> Mapping[str, float]:
+        call = lambda: loss_of(fresh(batches[0])).backward()  # noqa: E731
+        if compiler is eager:
+            call()
+        else:
+            costs.update(first_call(call))
+        model.zero_grad(set_to_none=True)
+        _until_compiled(program.step)
+        return program.values()
+
+    return Program(program.step, values, batches=program.batches, compiling=lambda: costs)
+
+
+def _program(parameters: Parameters, device: str) -> tuple[Any, list[dict[str, Any]]]:
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from bench.cases.decoders import new_decoder, packed_batches
+
+    if parameters["model"] != "bert":
+        experts = parameters["experts"]
+        more = {"experts_implementation": "eager", "num_experts": experts} if experts else {}
+        return (
+            new_decoder(parameters, device, "sdpa", **more),
+            packed_batches(parameters["tokens"], device, with_lengths=False),
+        )
+    config = BertConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=512, num_attention_heads=4,
+        num_hidden_layers=parameters["layers"], hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    generator, batches = torch.Generator().manual_seed(2), []
+    for _ in range(4):
+        ids = torch.randint(512, (8, parameters["tokens"] // 8), generator=generator)
+        lengths = torch.randint(ids.shape[1] // 4, ids.shape[1], (8, 1), generator=generator)
+        mask = (torch.arange(ids.shape[1]) < lengths).long()
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 2})
+    return BertForSequenceClassification(config).to(device).train(), batches
+
+
+def _until_compiled(step: Any) -> None:
+    """Run steps while a process compiles their graph (`fastpack.start`)."""
+    module: Any = sys.modules.get("fxpasses.compiler.eager_start")  # in contenders of ours alone
+    started = time.monotonic()
+    while module is not None and any(frame.children for frame in module._frames.values()):
+        assert time.monotonic() - started < _LONGEST, "the graph is not compiled"
+        step()
+
+
+def by_layer(model: Any) -> Any:
+    """Each layer compiled by itself, as one does by hand; what is around them is left to eager mode."""
+    from torch import nn
+
+    for part in list(model.modules()):
+        if isinstance(part, nn.ModuleList):
+            for layer in part:
+                layer.compile()
+    return model
+
+
+def groups(device: str, quick: bool) -> list[dict[str, Any]]:
+    rest = {"tokens": 512, "experts": 0, **scale("cpu")}
+    if quick:
+        return [{"model": "llama", "layers": 2, **rest}]
+    found = [{"model": "llama", "layers": n, **rest} for n in (4, 28, 40)]
+    found += [{"model": "qwen3", "layers": 28, **rest}, {"model": "bert", "layers": 4, **rest}]
+    return found + [{"model": "qwen3_moe", "layers": 4, **rest, "experts": experts} for experts in (8, 128)]
+
+
+def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """CPU seconds of the first step, by phase, with empty and with filled caches."""
+    rows = []
+    for entry in entries:
+        parameters = entry["parameters"]
+        kind = (
+            f"{parameters['model']}, {parameters['experts']} experts" if parameters["experts"] else parameters["model"]
+        )
+        for caches in ("cold", "warm"):
+            costs = entry.get(f"compiling_{caches}")
+            if entry["outcome"] == "measured" and costs:
+                phases = {phase: costs[f"{phase}_s"] for phase in (DYNAMO, PASSES, AOT, INDUCTOR, CXX, STEP)}
+                rows.append(
+                    {
+                        "model": kind,
+                        "layers": parameters["layers"],
+                        "contender": entry["contender"],
+                        "caches": {"cold": "empty", "warm": "filled"}[caches],
+                        "CPU s": costs["cpu_s"],
+                        **phases,
+                        "elapsed s": costs["wall_s"],
+                    }
+                )
+    return rows
+
+
+CASE = Case(
+    name="start",
+    title="The first step",
+    groups=groups,
+    contenders=[
+        contender(EAGER, build, eager),
+        contender(STOCK, build, inductor),
+        contender(BY_LAYER, build, by_layer),
+        ours(OURS, build),
+        ours(EAGER_START, build, start="eager"),
+    ],
+    baseline=EAGER,
+    shows=("time", "graphs"),
+    x="layers",
+    expected=(
+        "Stock PyTorch traces and compiles every layer. Equal layers are traced once and compiled once here, so only "
+        "what looks at all of them grows: the copies of their nodes, guards, and the passes. With an eager start the "
+        "first step waits for Dynamo and the passes alone. With filled caches no compiler runs."
+    ),
+    arithmetic=arithmetic,
+    cpu_time=True,
+    notes=(
+        "CPU seconds of the first step, forward and backward, with all processes that it started and waited for; with "
+        "an eager start, the process that compiles beside the steps is not among them. Steps are measured once their "
+        "code is there. `Inductor by layer` calls `layer.compile()`; what is around the layers is not compiled."
+    ),
+)
