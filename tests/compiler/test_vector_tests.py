@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch._inductor import config, cpu_vec_isa
@@ -30,7 +31,7 @@ class Isa:
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Isa]]:
+def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Isa]]:
     """Four sets, of which the processor lacks the first and the second does not build."""
     if not cpu_vec_isa.x86_isa_checker():
         pytest.skip("no x86 processor")
@@ -39,6 +40,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Isa]]:
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", found)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512", "avx512_vnni"])
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     vector_tests._first_that_passes.cache_clear()
     yield found
@@ -62,3 +64,23 @@ def test_all_are_tested_where_the_user_asks_for_one(known: list[Isa], monkeypatc
             assert str(cpu_vec_isa.pick_vec_isa()) == "avx2"
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
         assert str(cpu_vec_isa.pick_vec_isa()) == "avx2"
+
+
+def test_what_passed_is_not_tested_in_the_next_process(known: list[Isa], monkeypatch: pytest.MonkeyPatch) -> None:
+    def pick() -> str:
+        vector_tests._first_that_passes.cache_clear()
+        Isa.tested = []
+        with vector_tests.testing_one():
+            return str(cpu_vec_isa.pick_vec_isa())
+
+    assert pick() == "avx512" and Isa.tested == ["avx512 avx512_vnni", "avx512"]
+    assert pick() == "avx512" and Isa.tested == []
+    (note,) = vector_tests._note(cpu_vec_isa, []).parent.iterdir()
+    note.write_text("{")
+    assert pick() == "avx512" and Isa.tested
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2"])  # another processor
+    assert pick() == "avx2" and Isa.tested == ["avx2"]
+    note.parent.rename(note.parent.with_name("away"))
+    note.parent.write_text("")  # a folder that cannot be made
+    with pytest.warns(UserWarning, match="noting which vector instructions passed"):
+        assert pick() == "avx2" and Isa.tested == ["avx2"]
