@@ -3,7 +3,8 @@
 A change of an object is invisible to what is older than it: a list that a branch, a loop's body or a layer has made may
 grow there. Features that watch for changes compare the time at which the changed object was made with their own.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: those of the sites.
+Private names, checked on torch 2.11, 2.13 and 2.15: those of the sites; `SideEffects.id_to_variable`, and the
+attributes of variables in `_INSIDE`.
 """
 
 from __future__ import annotations
@@ -57,3 +58,29 @@ def born(variable: Any) -> int:
     """The time at which one of Dynamo's variables was created, -1 if unknown or before the trace."""
     mark = getattr(variable, "mutation_type", None)
     return getattr(variable, "fxpasses_born", getattr(mark, "fxpasses_born", -1))
+
+
+class Owners:
+    """The program's objects that Dynamo's variables stand for, while a frame is traced.
+
+    A variable of an object of a class that extends `dict`, `list` or the like has another one inside for its items,
+    which is made when the object is first read, and which changes with it.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._found: dict[int, tuple[int, Any]] = {}  # by the identity of a variable
+
+    def of(self, effects: Any, variable: Any) -> tuple[int | None, Any]:
+        """The identity of a variable's object, None if it is not known, and the variable of the object."""
+        known = effects.id_to_variable
+        if len(known) < self._seen:
+            self._seen, self._found = 0, {}
+        for identity, owner in itertools.islice(known.items(), self._seen, None):
+            inside = [found for name in _INSIDE if (found := vars(owner).get(name)) is not None]
+            self._found.update({id(each): (identity, owner) for each in (owner, *inside)})
+        self._seen = len(known)
+        return self._found.get(id(variable), (None, variable))
+
+
+_INSIDE = ("_base_vt", "_dict_vt", "_list_vt", "_set_vt", "_tuple_vt")  # the names of inner variables

@@ -153,7 +153,10 @@ _VALUES = (bool, int, float, complex, str, bytes, tuple, type(None), type, torch
 
 
 def _have_one_shape(old: Any, new: Any) -> bool:
-    """Whether two containers cannot be told apart by their length, keys and constants: some reads leave no guard."""
+    """Whether two objects cannot be told apart by their attributes' names, or containers by their length, keys and
+    constants: some reads leave no guard."""
+    if getattr(old, "__dict__", {}).keys() != getattr(new, "__dict__", {}).keys() and not isinstance(old, torch.Tensor):
+        return False
     if isinstance(old, dict):
         return isinstance(new, dict) and is_same_constant([*map(_key, old)], [*map(_key, new)])
     if type(old) in (list, tuple, set, frozenset, deque):
@@ -236,13 +239,22 @@ def _tensors(guard: Asked, old: Any, new: Any, move: Relocation, read: Reader) -
     return type(old) is type(new) and _state(old) == _state(new)
 
 
+def storage_size(tensor: Any) -> Any:
+    """In bytes; of some tensors that have no storage, None."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def _state(tensor: Any) -> Any:
     """What a trace may ask of a tensor, besides its values."""
-    marks = {name: value for name, value in vars(tensor).items() if name.startswith("_dynamo") and name not in _NOTES}
+    marks = {name: repr(value) for name, value in vars(tensor).items() if name not in _NOTES}
+    kinds = getattr(tensor, "_is_param", None), getattr(tensor, "_is_buffer", None)
     strides = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
     flags = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
     state = tensor.shape, strides, tensor.dtype, tensor.device, tensor.layout, flags, tensor._is_view()
-    return state, tensor.grad is None, str(torch._C._dispatch_keys(tensor)), marks
+    return state, tensor.grad is None, str(torch._C._dispatch_keys(tensor)), marks, kinds, storage_size(tensor)
 
 
 _NOTES = frozenset({"_dynamo_static_input_type"})  # which Dynamo leaves on what it has traced

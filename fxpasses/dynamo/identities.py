@@ -1,7 +1,8 @@
 """Where a traced program asks which object something is: `a is b`, `a == b`, `a in c`, `d[a]`, `hash(a)`, `id(a)`.
 
 Dynamo guards the answer "yes", as one object under two sources, and not the answer "no". So a trace that has asked says
-nothing of other objects of the same kind, although all its guards hold of them.
+nothing of other objects of the same kind, although all its guards hold of them. The same goes for all attributes of an
+object at a time, `vars(a)` and `a.__dict__`, which Dynamo reads without a guard.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: those of the sites, and Dynamo's variables.
 """
@@ -24,7 +25,7 @@ COMPARISONS = tuple(map(opcodes, ("IS_OP", "COMPARE_OP", "CONTAINS_OP")))
 BUILTINS = method("torch._dynamo.variables.builtin.BuiltinVariable", "call_function")
 # Functions that compare their two arguments, that look for the second in the first, and that ask about one.
 _COMPARE = (operator.is_, operator.is_not, operator.eq, operator.ne)
-_FIND, _ASK = (operator.contains, operator.indexOf, operator.countOf), (id, hash)
+_FIND, _ASK = (operator.contains, operator.indexOf, operator.countOf), (id, hash, vars, dir)
 _KEYS = "torch._dynamo.variables.hashable.HashableTracker", "torch._dynamo.variables.dicts.ConstDictVariable"
 
 _COMPARES = ("torch._dynamo.variables.object_protocol", "vt_identity_compare"), ("torch._dynamo.utils", "iter_contains")
@@ -67,6 +68,8 @@ def is_asked_in(function: Any, arguments: Sequence[Any]) -> bool:
     """Whether a call of a builtin does."""
     if function in _COMPARE:
         return all(map(is_object, arguments))
+    if function is getattr and len(arguments) > 1:
+        return arguments[1].is_python_constant() and arguments[1].as_python_constant() == "__dict__"
     return any(map(is_object, arguments[1:] if function in _FIND else arguments if function in _ASK else ()))
 
 

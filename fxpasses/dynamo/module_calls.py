@@ -25,7 +25,7 @@ from torch._dynamo.variables import (
     TupleVariable,
 )
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch.fx import Node
+from torch.fx import Node, traceback
 
 from fxpasses.dynamo.equal_guards import is_same_constant
 from fxpasses.dynamo.node_copies import form_of
@@ -172,7 +172,8 @@ def _state(tx: Any) -> Any:
     places: list[Any] = []
     caller = tx
     while caller is not None:
-        blocks = [_Block(entry.with_context) for entry in caller.block_stack]
+        # Dynamo does not say which manager a block of an inlined function has.
+        blocks = [_Block(entry.with_context or entry) for entry in caller.block_stack]
         places.append((caller.f_code, caller.instruction_pointer, blocks))
         caller = getattr(caller, "parent", None)
     backends = torch.backends.cuda
@@ -181,4 +182,5 @@ def _state(tx: Any) -> Any:
     gradients = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()
     functions = tx.symbolic_torch_function_state
     modes = [_Block(mode) for mode in functions.mode_stack], functions.torch_function_subclass_enabled
-    return places, modes, gradients, autocast_state(), torch.is_autocast_cache_enabled(), settings
+    notes = repr(traceback.current_meta.get("custom"))
+    return places, modes, notes, gradients, autocast_state(), torch.is_autocast_cache_enabled(), settings

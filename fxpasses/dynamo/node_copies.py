@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from fxpasses.dynamo.equal_guards import storage_size
 from fxpasses.graph.symbols import expression, is_symbolic
 
 
@@ -42,6 +43,7 @@ def _form(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         strides = (*value.stride(), value.storage_offset()) if value.layout is torch.strided else ()
         sizes = tuple(map(expression, (*value.shape, *strides)))
+        sizes = (*sizes, expression(storage_size(value)))
         flags = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference()
         return type(value), len(value.shape), sizes, value.dtype, value.device, value.layout, flags
     return type(value), expression(value) if is_symbolic(value) else repr(value)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ class Layer(nn.Module):
         super().__init__()
         self.lin = nn.Linear(4, 4)
         self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-        self.items, self.table = [1], {"a": 1.0}
+        self.items, self.table, self.ordered = [1], {"a": 1.0}, OrderedDict(a=1.0)
         self.function = function
 
     def forward(self, *given: Any) -> Any:
@@ -169,9 +170,13 @@ def forget(layer: Any) -> None:
     layer.lin.bias = None
 
 
+def put(layer: Any) -> None:
+    layer.ordered["a"] = 5.0
+
+
 def test_changes_before_the_first_layer() -> None:
-    reads = lambda self, x: self.lin(x) * len(self.items) * self.table["a"]  # noqa: E731
-    for change in (grow, replace, forget):
+    reads = lambda self, x: self.lin(x) * len(self.items) * self.table["a"] * self.ordered["a"]  # noqa: E731
+    for change in (grow, replace, forget, put):
         model = Changing(reads)
         model.change = change
         assert_as_in_eager_mode(model)
@@ -213,6 +218,56 @@ def test_reads_without_a_guard() -> None:
     for place, layer in enumerate(model.layers):
         layer.table = {2.0 if place == 3 else 1.0: 1.0}
     assert_as_in_eager_mode(model)
+    functions: list[Apply] = [
+        lambda self, x: self.lin(x) * len(vars(self.held)),
+        lambda self, x: self.lin(x) * self.held.__dict__.get("more", 7),
+        lambda self, x: self.lin(x) * sum(vars(self.held).values()),
+        lambda self, x: self.lin(x) * self.mask.untyped_storage().size(),
+        lambda self, x: self.lin(x) * (2 if isinstance(self.mask, nn.Buffer) else 1),
+    ]
+    for number, function in enumerate(functions):
+        model = Model(function)
+        for place, layer in enumerate(model.layers):
+            is_other = place == 3
+            layer.held = SimpleNamespace(a=1, **({"more": 2} if is_other else {}))
+            mask = torch.ones(6 if is_other and number == 3 else 4)[:4]
+            layer.mask = nn.Buffer(mask) if is_other and number == 4 else mask
+        assert_as_in_eager_mode(model)
+
+
+GLOBAL = SimpleNamespace(value=2.0)
+
+
+def times_held(self: Any, x: Tensor) -> Tensor:
+    return self.lin(x) * self.held.value
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Layer(times_held) for _ in range(3))
+        for layer in self.inner:
+            layer.held = GLOBAL  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_an_object_that_a_global_holds_too(place: int) -> None:
+    """Dynamo has no guard that says so of a module's object and a global's."""
+
+    class Scaled(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * GLOBAL.value)
+
+    model = Scaled(linear)
+    model.layers = nn.ModuleList(Outer() for _ in range(5))
+    model.layers[3].inner[place].held = SimpleNamespace(value=7.0)
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    torch.testing.assert_close(compiled(model)(x), model(x), rtol=0, atol=0)
 
 
 def test_a_container_of_numbers_that_changes() -> None:

@@ -48,7 +48,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 from torch.fx import Node
 
-from fxpasses.dynamo.births import CHANGES, READS_STORED, TAKES, born, now
+from fxpasses.dynamo.births import CHANGES, READS_STORED, TAKES, Owners, born, now
 from fxpasses.dynamo.equal_guards import (
     TENSORS,
     Asked,
@@ -76,7 +76,7 @@ from fxpasses.dynamo.rules import checkpoint_writes
 from fxpasses.dynamo.trace import Trace
 
 _MEMBER = re.compile(r"(?:\._modules)?\['\d+'\]$|\[\d+\]$")  # how the source of a list's or a sequence's module ends
-_MOST_UNDONE = 2  # copies of one class whose operators had other results
+_MOST_FAILURES = 6  # of one class, after which no more copies are tried
 _MOST_TRACED = 4  # of one class: where layers differ, as by an index that they read, no more are kept
 
 handlers = Handlers()
@@ -103,8 +103,7 @@ def checkpoint(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kw
 
 @handlers.at(*CHANGES, order=5)
 def change(trace: Trace, proceed: Proceed, effects: Any, *args: Any, **kwargs: Any) -> Any:
-    item = args[0]
-    trace.state(Layers).changed(-1 if item.is_tensor() else born(item), _identities(effects, item))
+    trace.state(Layers).changes(effects, args[0])
     return NOT_HANDLED
 
 
@@ -170,7 +169,7 @@ class _Traced:
     call: Call
     changes: int
     asked: list[Asked]
-    shared: list[Any]
+    shared: list[tuple[Any, Any]]
     key_orders: list[Any]
     tensors: list[tuple[Any, Any]]
     nodes: list[Node]
@@ -196,20 +195,31 @@ class Layers:
         self._traced: dict[Any, int] = defaultdict(int)
         self._open: list[_Recording] = []
         self._changes = 0
+        self._owners = Owners()
         self._changed: set[int] = set()  # identities of the program's objects
-        self._failures: dict[Any, int] = defaultdict(int)  # copies that were undone, by class
+        self._is_lost = False  # whether one has changed that is not known
+        self._names: dict[Any, str] = {}  # of guards' sources
+        self._copied: dict[Any, int] = defaultdict(int)  # by class
+        self._failures: dict[Any, int] = defaultdict(int)  # until one was copied; and copies that were undone
         self._has_bodies = False  # whether checkpoints were copied
         self.copies = 0
 
-    def changed(self, when: int = -1, identities: Iterable[int] = ()) -> None:
-        """Called for a change of an object that was created at the time `when`; by default, before the trace.
+    def changes(self, effects: Any, item: Any) -> None:
+        """Called for a change of one of Dynamo's variables."""
+        identity, owner = self._owners.of(effects, item)
+        when = -1 if item.is_tensor() else born(owner)
+        if identity is not None:
+            self._changed.add(identity)
+        elif when < 0 and not item.is_tensor():
+            self._is_lost = True
+        self.changed(when)
 
-        identities: of the object that the program has, if known.
+    def changed(self, when: int = -1) -> None:
+        """Called for a change of an object that was created at the time `when`; by default, before the trace.
 
         What the trace has made is reached through arguments, whose forms are compared, or is read as stored.
         """
         self._changes += when < 0
-        self._changed.update(identities)
         if self._has_bodies and when < 0:
             self._check_store()
         self.used(when)
@@ -250,7 +260,9 @@ class Layers:
         if not _MEMBER.search(_name(module.source)) or tx.output.current_tracer.parent is not None:
             return False
         kind, trace = type(module.value), self._trace
-        is_known = self._failures[kind] < _MOST_UNDONE and (self._traced[kind] < _MOST_TRACED or bool(self._kept[kind]))
+        if self._is_lost or self._failures[kind] >= _MOST_FAILURES:
+            return False
+        is_known = self._traced[kind] < _MOST_TRACED or bool(self._kept[kind])
         is_guarded = bool(config.guard_nn_modules)
         follows = any(is_following(trace) for is_following in trace.hooks("is_following"))
         return is_known and is_guarded and not (follows or trace.operators or trace.part or tx.output.export)
@@ -258,7 +270,7 @@ class Layers:
     def traced(self, call: Call, trace_it: Callable[[], Any]) -> Any:
         """Have a layer traced, and keep what it did, unless another layer's trace may do otherwise."""
         tx, root, recording = call.tx, call.tx.output.current_tracer.graph._root, _Recording(now())
-        start, noted, calls, guards = root.prev, self._noted(tx), dict(tx.num_calls), len(_own_guards(tx))
+        start, noted, calls, guards = root.prev, self._noted(tx), dict(tx.num_calls), len(tx.output.guards)
         modules = set(tx.output.nn_modules)
         self._open.append(recording)
         try:
@@ -275,10 +287,11 @@ class Layers:
             return result
         if not {*_leaves(results)} <= {*nodes, *call.forms}:
             return result
-        if _has_hooks(call.module.value) or len(_own_guards(tx)) > guards or not call.is_unchanged():
+        every = list(tx.output.guards)
+        if _has_hooks(call.module.value) or any(map(_is_ours, every[guards:])) or not call.is_unchanged():
             return result
         move = Relocation(call.module.source, _ELSEWHERE)
-        asked = asked_of(tx.output.guards, move)
+        asked = asked_of(self._naming(every, _name(call.module.source)), move)
         if asked is None:
             return result
         own = set(tx.output.nn_modules) - modules
@@ -291,10 +304,19 @@ class Layers:
         if not _are_all(tensors, nodes, call, move) or _has_numbers(tx, move):
             return result
         orders = [each for each in tx.output.guard_on_key_order if move.moves(each)]
-        shared = [one for one, other in recording.met_before if move.moves(one) and not move.moves(other)]
+        shared = [pair for pair in recording.met_before if move.moves(pair[0]) and not move.moves(pair[1])]
         kept = _Traced(call, self._changes, asked, shared, orders, tensors, nodes, results, called)
         self._kept[call.kind].append(kept)
         return result
+
+    def _naming(self, guards: Iterable[Any], name: str) -> Iterator[Any]:
+        """The guards whose source has `name` in its own."""
+        for guard in guards:
+            source = guard.originating_source
+            if source not in self._names:
+                self._names[source] = _name(source)
+            if name in self._names[source]:
+                yield guard
 
     def copied(self, call: Call) -> Any:
         """The result of a layer as that of an equal one; None if there is none."""
@@ -312,7 +334,8 @@ class Layers:
         names = _Renaming(traced.call, call)
         if any(names.path(name) in tx.num_calls for name in traced.calls) or _has_hooks(call.module.value):
             return None
-        if not are_equal(traced.asked, traced.shared, self._changed, move, read):
+        if not are_equal(traced.asked, [own for own, _ in traced.shared], self._changed, move, read):
+            self._failures[call.kind] += not self._copied[call.kind]
             return None
         noted = self._noted(tx)
         nodes, tensors = output.current_tracer.graph.nodes, dict[Node, Node]()
@@ -335,8 +358,11 @@ class Layers:
                 raise Different("its operators have other effects")
         except (Different, TorchDynamoException):
             copying.undo(self._trace.erase)
-            self._failures[call.kind] += 1
+            self._failures[call.kind] += _MOST_FAILURES // 2  # takes as long as a trace
             return None
+        self._copied[call.kind] += 1
+        for own, other in traced.shared:
+            self.met_before(move(own), other)
         self._has_bodies |= any(node.op == "get_attr" for node in traced.nodes)
         for guard in traced.asked:
             if guard.kind not in TENSORS:
@@ -414,9 +440,9 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     return any(getattr(part, name, None) for part in module.modules() for name in _HOOKS)
 
 
-def _own_guards(tx: Any) -> list[Any]:
-    """This package's own guards, which may be on anything."""
-    return [guard for guard in tx.output.guards if guard.create_fn_name().startswith("FXPASSES")]
+def _is_ours(guard: Any) -> bool:
+    """Whether a guard is this package's own, which may be on anything."""
+    return bool(guard.create_fn_name().startswith("FXPASSES"))
 
 
 _UNKNOWN: Any = object()
@@ -445,11 +471,6 @@ def _rebuilt(results: Any, variables: Mapping[Node, Any]) -> Any:
     if isinstance(results, tuple):
         return TupleVariable([_rebuilt(item, variables) for item in results])
     return ConstantVariable.create(None) if results is None else variables[results]
-
-
-def _identities(effects: Any, item: Any) -> list[int]:
-    """Of the program's objects that one of Dynamo's variables stands for."""
-    return [identity for identity, variable in effects.id_to_variable.items() if variable is item]
 
 
 class _Renaming:
