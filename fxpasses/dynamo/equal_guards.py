@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,18 +54,25 @@ class Relocation:
 
     def is_mentioned(self, source: Any) -> bool:
         """Whether the module is elsewhere in a source than where it begins, as in `TABLE[self]`."""
-        fields = _sources_in(source)
-        others = (value for name, value in fields.items() if name != "base")
-        return any(self.moves(value) or self.is_mentioned(value) for value in others) or (
-            "base" in fields and self.is_mentioned(fields["base"])
-        )
+        others: list[Any] = []
+        for each in _chain(source):
+            kind: Any = type(each)
+            others += [getattr(each, name) for name in _others(kind)]
+        return any(self.moves(other) or self.is_mentioned(other) for other in others if isinstance(other, Source))
 
 
-def _sources_in(source: Any) -> dict[str, Any]:
-    """The sources that a source is made of, by field."""
-    fields = dataclasses.fields(source) if dataclasses.is_dataclass(source) else ()
-    found = {field.name: getattr(source, field.name) for field in fields if field.init}
-    return {name: value for name, value in found.items() if isinstance(value, Source)}
+def _chain(source: Any) -> Iterator[Any]:
+    """A source, and those that it is chained to."""
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)
+
+
+@functools.cache
+def _others(kind: Any) -> tuple[str, ...]:
+    """The fields of a kind of source that may hold further sources."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple(field.name for field in fields if field.init and field.name not in ("base", "member"))
 
 
 class Reader:
@@ -122,7 +129,7 @@ def asked_of(guards: Iterable[Any], move: Relocation) -> list[Asked] | None:
 
 def is_of_class(source: Any) -> bool:
     """Whether a source leads through the type of an object, which objects of one type have in common."""
-    return isinstance(source, TypeSource) or any(map(is_of_class, _sources_in(source).values()))
+    return any(isinstance(each, TypeSource) for each in _chain(source))
 
 
 def are_equal(

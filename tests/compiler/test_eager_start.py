@@ -118,7 +118,7 @@ def test_a_graph_that_the_frame_does_not_use_any_more_is_waited_for(lowered: lis
 
 def test_activations_move_from_the_first_step_on(lowered: list[str]) -> None:
     model = Model()
-    steps(compiled(model, "inductor", start="eager", offload="disk"), model, 4, 4)
+    steps(compiled(model, "inductor", start="eager", offload="disk"), model, 4)
     assert lowered == ["aot_eager"]
 
 
