@@ -15,17 +15,20 @@ from collections.abc import Iterator
 _lock = threading.Lock()
 _users = 0
 _is_ours = False  # whether this module has frozen what is frozen
+_is_left_alone = False  # whether the program has frozen objects: to ask again would count them
 
 
 @contextlib.contextmanager
 def visiting_what_is_new() -> Iterator[None]:
     """Inside, full collections leave out the objects that exist now; a program's own `gc.freeze` is left alone."""
-    global _users, _is_ours
+    global _users, _is_ours, _is_left_alone
     with _lock:
         _users += 1
-        if _users == 1 and gc.isenabled() and gc.get_freeze_count() == 0:
-            gc.freeze()
-            _is_ours = True
+        if _users == 1 and gc.isenabled() and not _is_left_alone:
+            _is_left_alone = gc.get_freeze_count() > 0
+            _is_ours = not _is_left_alone
+            if _is_ours:
+                gc.freeze()
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fxpasses.base import collector
 from fxpasses.base.collector import visiting_what_is_new
 from tests.support import compiled
 
@@ -20,7 +21,8 @@ class Node:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
+def nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(collector, "_is_left_alone", False)
     gc.unfreeze()
     yield
     assert gc.get_freeze_count() == 0
@@ -64,6 +66,7 @@ def test_a_program_that_freezes_or_disables_keeps_its_choice() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+    collector._is_left_alone = False
     gc.disable()
     try:
         with visiting_what_is_new():
