@@ -84,9 +84,13 @@ def nested(model: Any) -> Any:
 
 
 def by_layer(model: Any) -> Any:
-    """Each layer compiled by itself, as one does by hand; embedding, mask, head and loss are left to eager mode."""
-    for layer in model.model.layers:
-        layer.compile()
+    """Each layer compiled by itself, as one does by hand; what is around them is left to eager mode."""
+    from torch import nn
+
+    for part in list(model.modules()):
+        if isinstance(part, nn.ModuleList):
+            for layer in part:
+                layer.compile()
     return model
 
 

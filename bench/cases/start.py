@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.case import Case, Parameters, Program, scale
-from bench.cases.compile_time import BY_LAYER
+from bench.cases.compile_time import BY_LAYER, by_layer
 from bench.cases.compilers import EAGER, OURS, STOCK, Compiler, contender, eager, inductor, ours
 from bench.first_call import AOT, CXX, DYNAMO, INDUCTOR, PASSES, STEP
 
@@ -76,17 +76,6 @@ def _until_compiled(step: Any) -> None:
     while module is not None and any(frame.children for frame in module._frames.values()):
         assert time.monotonic() - started < _LONGEST, "the graph is not compiled"
         step()
-
-
-def by_layer(model: Any) -> Any:
-    """Each layer compiled by itself, as one does by hand; what is around them is left to eager mode."""
-    from torch import nn
-
-    for part in list(model.modules()):
-        if isinstance(part, nn.ModuleList):
-            for layer in part:
-                layer.compile()
-    return model
 
 
 def groups(device: str, quick: bool) -> list[dict[str, Any]]:

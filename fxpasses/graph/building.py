@@ -161,3 +161,11 @@ def _replace_by_number(node: Node, number: int | Node) -> set[Node]:
 
 def _is_unknown(value: Any) -> bool:
     return (isinstance(value, torch.Tensor) or is_symbolic(value)) and is_unbacked(value)
+
+
+def nodes_after(first: Node, root: Node) -> Iterator[Node]:
+    """The nodes of a graph after a given one, the last one first."""
+    node = root.prev
+    while node is not first and node is not root:
+        yield node
+        node = node.prev

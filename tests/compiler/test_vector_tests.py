@@ -84,3 +84,14 @@ def test_what_passed_is_not_tested_in_the_next_process(known: list[Isa], monkeyp
     note.parent.write_text("")  # a folder that cannot be made
     with pytest.warns(UserWarning, match="noting which vector instructions passed"):
         assert pick() == "avx2" and Isa.tested == ["avx2"]
+
+
+def test_an_error_in_choosing_has_all_tested(known: list[Isa], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> list[Isa]:
+        raise ZeroDivisionError("a defect")
+
+    fails.cache_clear = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(vector_tests, "_first_that_passes", fails)
+    with vector_tests.testing_one(), pytest.warns(UserWarning, match=r"testing vector instructions .*a defect"):
+        assert str(cpu_vec_isa.pick_vec_isa()) == "avx512"
+    assert "avx2" in Isa.tested

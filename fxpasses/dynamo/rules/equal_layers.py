@@ -74,6 +74,7 @@ from fxpasses.dynamo.module_calls import Call
 from fxpasses.dynamo.node_copies import Copying, Different, can_copy, form_of
 from fxpasses.dynamo.rules import checkpoint_writes
 from fxpasses.dynamo.trace import Trace
+from fxpasses.graph.building import nodes_after
 
 _MEMBER = re.compile(r"(?:\._modules)?\['\d+'\]$|\[\d+\]$")  # how the source of a list's or a sequence's module ends
 _MOST_FAILURES = 6  # of one class, after which no more copies are tried
@@ -202,7 +203,6 @@ class Layers:
         self._copied: dict[Any, int] = defaultdict(int)  # by class
         self._failures: dict[Any, int] = defaultdict(int)  # until one was copied; and copies that were undone
         self._has_bodies = False  # whether checkpoints were copied
-        self.copies = 0
 
     def changes(self, effects: Any, item: Any) -> None:
         """Called for a change of one of Dynamo's variables."""
@@ -257,7 +257,7 @@ class Layers:
         """Whether a call is one of a list's module, in the frame itself or in what it inlines."""
         if type(module) not in _MODULES or not isinstance(module.source, Source) or not any(module.value.children()):
             return False
-        if not _MEMBER.search(_name(module.source)) or tx.output.current_tracer.parent is not None:
+        if not _MEMBER.search(module.source.name) or tx.output.current_tracer.parent is not None:
             return False
         kind, trace = type(module.value), self._trace
         if self._is_lost or self._failures[kind] >= _MOST_FAILURES:
@@ -281,7 +281,7 @@ class Layers:
         if self._traced[call.kind] > _MOST_TRACED or recording.is_spoiled or self._noted(tx) != noted:
             return result
         called = {name: count for name, count in tx.num_calls.items() if count != calls.get(name, 0)}
-        nodes = [node for node in reversed(list(_nodes_after(start, root))) if node.op != "placeholder"]
+        nodes = [node for node in reversed(list(nodes_after(start, root))) if node.op != "placeholder"]
         results = _nodes_of(result)
         if start._erased or any(name in calls for name in called) or results is _UNKNOWN:
             return result
@@ -291,7 +291,7 @@ class Layers:
         if _has_hooks(call.module.value) or any(map(_is_ours, every[guards:])) or not call.is_unchanged():
             return result
         move = Relocation(call.module.source, _ELSEWHERE)
-        asked = asked_of(self._naming(every, _name(call.module.source)), move)
+        asked = asked_of(self._naming(every, call.module.source.name), move)
         if asked is None:
             return result
         own = set(tx.output.nn_modules) - modules
@@ -300,7 +300,8 @@ class Layers:
             return result
         if bodies and checkpoint_writes.have_been_found(self._trace):
             return result
-        tensors = [(guard.source, _input(tx, guard.source)) for guard in asked if guard.kind in TENSORS]
+        read = Reader(tx.output)
+        tensors = [(guard.source, _input(tx, guard.source, read)) for guard in asked if guard.kind in TENSORS]
         if not _are_all(tensors, nodes, call, move) or _has_numbers(tx, move):
             return result
         orders = [each for each in tx.output.guard_on_key_order if move.moves(each)]
@@ -314,7 +315,7 @@ class Layers:
         for guard in guards:
             source = guard.originating_source
             if source not in self._names:
-                self._names[source] = _name(source)
+                self._names[source] = source.name
             if name in self._names[source]:
                 yield guard
 
@@ -324,7 +325,6 @@ class Layers:
             replaced = traced.call.replaced_by(call) if traced.changes == self._changes else None
             found = self._copy(traced, call, replaced) if replaced is not None else None
             if found is not None:
-                self.copies += 1
                 return found
         return None
 
@@ -390,10 +390,6 @@ _PLACES = ("nn_module_stack", "stack_trace")
 _ELSEWHERE = LocalSource("fxpasses_elsewhere")
 
 
-def _name(source: Any) -> str:
-    return source.name() if callable(source.name) else source.name
-
-
 def _bodies(output: Any, nodes: Iterable[Node]) -> Iterator[str]:
     """The names of the bodies of checkpoints, and of those in them."""
     for node in nodes:
@@ -402,17 +398,9 @@ def _bodies(output: Any, nodes: Iterable[Node]) -> Iterator[str]:
             yield from _bodies(output, output.nn_modules[node.target].graph.nodes)
 
 
-def _nodes_after(start: Node, root: Node) -> Iterator[Node]:
-    node = root.prev
-    while node is not start and node is not root:
-        yield node
-        node = node.prev
-
-
-def _input(tx: Any, source: Any, read: Reader | None = None) -> Node | None:
+def _input(tx: Any, source: Any, read: Reader) -> Node | None:
     """The graph's input for a tensor, which Dynamo makes if there is none; None if it takes it otherwise."""
-    value = (read or Reader(tx.output))(source)
-    found = VariableBuilder(tx, source)(value)
+    found = VariableBuilder(tx, source)(read(source))
     found = found.realize() if isinstance(found, LazyVariableTracker) else found
     node = found.as_proxy().node if type(found) is TensorVariable else None
     return node if node is not None and node.op == "placeholder" else None
@@ -501,5 +489,5 @@ class _Renaming:
 def _path(module: Any) -> str:
     """As in `nn_module_stack`: `L['self'].layers.0`."""
     return re.sub(
-        r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", _name(module.get_nn_module_stack_source())
+        r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", module.get_nn_module_stack_source().name
     )

@@ -25,9 +25,10 @@ from fxpasses.dynamo.hints import BUILTIN, ITEM_WRITE, indexes_tensor
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.substitutions import TENSOR
 from fxpasses.dynamo.trace import Trace
-from fxpasses.experts.capture.speculation import Speculation, is_unbacked_size, nodes_after
+from fxpasses.experts.capture.speculation import Speculation, is_unbacked_size
 from fxpasses.experts.routing import writes_integers
 from fxpasses.experts.routing_transfer import WIDE
+from fxpasses.graph.building import nodes_after
 
 handlers = Handlers(checked=("2.13.0",))
 

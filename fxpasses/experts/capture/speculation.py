@@ -59,6 +59,7 @@ from fxpasses.experts.capture.assumed_values import (
 )
 from fxpasses.experts.capture.liveness import follow, live_at
 from fxpasses.experts.routing import Routing
+from fxpasses.graph.building import nodes_after
 from fxpasses.graph.symbols import is_unbacked
 
 if TYPE_CHECKING:
@@ -274,14 +275,6 @@ class Speculation:
         branch.ended = True
         if not made and not different and not branch.parts:
             self.discharged.add(branch.number)
-
-
-def nodes_after(first: Any, root: Any) -> Iterator[Any]:
-    """The nodes of a graph after a given one, the last one first."""
-    node = root.prev
-    while node is not first and node is not root:
-        yield node
-        node = node.prev
 
 
 def _unprovable(opened: OpenBranch) -> Unprovable:
