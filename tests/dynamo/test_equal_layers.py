@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.output_graph import OutputGraph
+from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
@@ -408,6 +409,14 @@ def test_layers_that_differ_are_traced(name: str, traces: Traces, monkeypatch: p
     make, copies = DIFFERENT[name]
     torch.manual_seed(0)
     assert_as_traced(make(), traces, monkeypatch, copies)
+
+
+def test_parameters_that_are_constants_are_traced(traces: Traces) -> None:
+    model = Model([Layer() for _ in range(N)]).eval()
+    with torch.no_grad(), inductor_config.patch(freezing=True):  # Dynamo asks for the process's setting
+        given = inputs()
+        torch.testing.assert_close(compiled(model)(*given), model(*given), rtol=0, atol=0)
+    assert traces.copies == 0
 
 
 def test_a_layer_that_changes_later_is_compiled_again() -> None:

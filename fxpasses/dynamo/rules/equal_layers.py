@@ -295,8 +295,10 @@ class Layers:
         if asked is None:
             return result
         own = set(tx.output.nn_modules) - modules
+        if not all(can_copy(tx.output, node) for node in nodes):
+            return result
         bodies = set(_bodies(tx.output, nodes))
-        if not all(can_copy(tx.output, node) for node in nodes) or own - bodies:
+        if own - bodies:
             return result
         if bodies and checkpoint_writes.have_been_found(self._trace):
             return result
