@@ -34,6 +34,7 @@ MAY_NAME = {
         "compiler/forked_compiler.py", "compiler/kernel_files.py", "compiler/lowering.py",
         "compiler/lowering_backward.py",
         "compiler/output_strides.py", "compiler/overwritten_inputs.py", "compiler/partitioner.py",
+        "compiler/restrided_graph.py",
         "compiler/slice_offsets.py", "compiler/stride_order.py", "compiler/vector_tests.py", "inspect/capturability.py",
         "inspect/cli/doctor.py",
         "integrations/inductor_hooks.py", "loss/row_program.py", "options.py", "rows/live_rows.py",

@@ -186,7 +186,7 @@ def inductor(
     if compile_inner is not None:
         arguments["inner_compile"] = compile_inner
     functorch: Any = torch._functorch.config
-    # A bundle takes nothing but Inductor's own code, which `output_strides` may wrap.
+    # A bundle takes nothing but Inductor's own code; backward may be something else (`lowering_backward`).
     bundles = functorch.patch(bundled_autograd_cache=False)
     with config.patch(cache_key_tag=tag), bundles, sharing_files(options.strict), testing_one(), without_hashes():
         return compile_graph(gm, list(example_inputs), config_patches=patches or None, **arguments)

@@ -87,6 +87,7 @@ class Containment:
             changes = inductor_config.patch(_changes(gm, bool(is_backward)))
             with (
                 changes,
+                strides.kept_in_caches() if strides else contextlib.nullcontext(),
                 sharing_files(self.strict),
                 testing_one(),
                 without_hashes(),

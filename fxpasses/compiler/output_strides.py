@@ -10,31 +10,37 @@ than for symbols (`F.max_pool1d`). So `.view(-1)` of the result, which eager mod
 ("expected size 4==4, stride 2==1"), or computes wrong gradients without Inductor's size assertions. Here a tensor with
 other strides than the traced ones is copied. Few are.
 
+PyTorch's caches keep what `CompiledFxGraph.prepare_for_serialization` has been called on. There the graph gets its
+strides (`restrided_graph.py`), so that AOTAutograd's cache, which takes no graph that is wrapped by something else,
+keeps it; what is known of the strides is a part of the graph's key.
+
 Backward is told the strides of other tensors that forward saves, but as numbers, for the batch at hand, also where
 Inductor chose another layout for them (on CPUs, near convolutions): another batch fails backward's assertions. Here
 backward is told the expressions.
 
 Private names, checked on torch 2.13: `torch.utils._sympy.printers.PythonPrinter`, `user_visible_output_idxs` in the
 `meta` of a graph's output; `CompiledFxGraph.output_strides`, which holds None for a result whose strides backward is
-not told, and expressions, as text, for the others; `TracingContext.output_strides`, what backward is told; and
-`ShapeEnv.deserialize_symexpr`.
+not told, and expressions, as text, for the others; `CompiledFxGraph.prepare_for_serialization`;
+`TracingContext.output_strides`, what backward is told; and `ShapeEnv.deserialize_symexpr`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.printers import PythonPrinter
 
+from fxpasses.base.patching import Patch
 from fxpasses.compiler.lowering_by_operator import Boxed
+from fxpasses.compiler.restrides import Restrides
 from fxpasses.graph.symbols import expression, is_unbacked, symbol
-
-Strides = Callable[[Sequence[Any], Sequence[Any]], tuple[int, ...]]
 
 
 def tell_expressions(compiled: Any, inputs: Sequence[Any]) -> None:
@@ -61,52 +67,62 @@ class TracedStrides:
         outputs = [result.meta.get("val") if isinstance(result, Node) else result for result in results]
         self._expected = _expected(inputs, outputs)
 
+    @contextlib.contextmanager
+    def kept_in_caches(self) -> Iterator[None]:
+        """Inside, what Inductor compiles and keeps in PyTorch's caches has these strides."""
+        if not self._expected:
+            yield
+            return
+        config: Any = torch.compiler.config
+        tag = f"{config.cache_key_tag}:{sorted(self._returned)}:{self._expected}"
+        before = _COMPILING.set(self)
+        try:
+            with config.patch(cache_key_tag=tag), _keeping_strides():
+                yield
+        finally:
+            _COMPILING.reset(before)
+
     def given_to(self, compiled: Any) -> Boxed:
         """`compiled`, Inductor's code, with these strides for the returned tensors, and for the saved tensors whose
         strides it has not reported. Backward is compiled for the strides that it has reported."""
         told = getattr(compiled, "output_strides", None) or ()
         expected = {
-            strides_of: [at for at in positions if at in self._returned or (at < len(told) and told[at] is None)]
-            for strides_of, positions in self._expected.items()
+            source: [at for at in positions if at in self._returned or (at < len(told) and told[at] is None)]
+            for source, positions in self._expected.items()
         }
-        expected = {strides_of: positions for strides_of, positions in expected.items() if positions}
-        return _Restrided(compiled, expected, self._returned) if expected else compiled
+        expected = {source: positions for source, positions in expected.items() if positions}
+        if not expected:
+            return compiled
+        from fxpasses.compiler.restrided_graph import restrided
+
+        return restrided(compiled, Restrides(expected, self._returned))
 
 
-class _Restrided:
-    _boxed_call = True
-
-    def __init__(self, compiled: Boxed, expected: dict[Strides, list[int]], returned: frozenset[int]) -> None:
-        self._compiled, self._expected, self._returned = compiled, expected, returned
-
-    def __call__(self, arguments: list[Any]) -> Any:
-        sizes = [value.shape if isinstance(value, torch.Tensor) else value for value in arguments]
-        outputs = list(self._compiled(arguments))  # this empties the list `arguments`
-        copies: dict[tuple[int, bool], torch.Tensor] = {}  # a tensor that is returned twice stays one tensor
-        for strides_of, positions in self._expected.items():
-            strides = strides_of(sizes, outputs)
-            for position in positions:
-                found = outputs[position]
-                key = id(found), position in self._returned
-                if key not in copies and _differs(found, strides):
-                    copies[key] = _copy(found, strides)
-                outputs[position] = copies.get(key, found)
-        return outputs
+_COMPILING: ContextVar[TracedStrides | None] = ContextVar("the strides of the graph that is compiled", default=None)
 
 
-def _differs(found: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    own = found.stride()
-    return own != strides and any(
-        size > 1 and one != other for size, one, other in zip(found.shape, own, strides, strict=True)
-    )
+def _graphs() -> Any:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    return CompiledFxGraph
 
 
-def _copy(found: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(found.shape, strides, dtype=found.dtype, device=found.device).copy_(found)
+def _with_strides(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+    def prepare_with_strides(compiled: Any) -> None:
+        prepare(compiled)
+        strides = _COMPILING.get()
+        if strides is not None:
+            strides.given_to(compiled)
+
+    return prepare_with_strides
 
 
-def _expected(inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[Strides, list[int]]:
-    """The positions of the outputs with unbacked symbols in their strides, by the function that computes these."""
+_keeping_strides = Patch("keeping strides in caches", _graphs, prepare_for_serialization=_with_strides)
+
+
+def _expected(inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[str, list[int]]:
+    """The positions of the outputs with unbacked symbols in their strides, by the source of a function that computes
+    these of inputs' sizes and outputs."""
     sources = dict(_sources(outputs, "outputs[{}]", ".shape")) | dict(_sources(inputs, "sizes[{}]", ""))
     positions: dict[tuple[Any, ...], list[int]] = {}
     for position, output in enumerate(outputs):
@@ -133,10 +149,8 @@ def _symbols(strides: Iterable[Any]) -> set[Any]:
     return {found for stride in strides for found in getattr(stride, "free_symbols", ())}
 
 
-def _computed(strides: tuple[Any, ...], sources: dict[Any, str]) -> Strides:
+def _computed(strides: tuple[Any, ...], sources: dict[Any, str]) -> str:
     names = sorted(_symbols(strides), key=str)
     given = ", ".join(sources[name] for name in names)
     results = ", ".join(map(PythonPrinter().doprint, strides))
-    source = f"lambda sizes, outputs: (lambda {', '.join(map(str, names))}: ({results},))({given})"
-    computed: Strides = eval(source, {"math": math})
-    return computed
+    return f"lambda sizes, outputs: (lambda {', '.join(map(str, names))}: ({results},))({given})"

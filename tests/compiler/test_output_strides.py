@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from tests.support import assert_same, compiled, slices_to_the_longest
 
@@ -87,3 +88,23 @@ def test_a_view_near_a_convolution_is_compiled_once() -> None:
     counters.clear()
     assert_same(program, [(values(n, 2), images, weight) for n in (12, 16, 24, 40)], "inductor", tolerance=1e-5)
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@slices_to_the_longest
+def test_a_graph_from_the_cache_has_them_as_well() -> None:
+    """Before, AOTAutograd kept no such graph, and each process partitioned it and compiled its gradients anew."""
+
+    def program(x: Tensor, lengths: Tensor) -> Tensor:
+        n = lengths.max().item()
+        return F.softmin(x[:, :n].transpose(1, 2), 2) * 3 if n > 1 else x.sum()
+
+    with fresh_cache():
+        for count in ("autograd_cache_saved", "autograd_cache_hit"):
+            torch._dynamo.reset()
+            counters.clear()
+            assert_same(program, BATCHES, "inductor", tolerance=1e-5)
+            assert counters["aot_autograd"][count] == counters["stats"]["unique_graphs"] > 0
+            step = compiled(program, "inductor")
+            for x, lengths in BATCHES:
+                assert step(x, lengths).is_contiguous()
+        assert counters["inductor"]["fxgraph_cache_miss"] == 0

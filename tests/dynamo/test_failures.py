@@ -19,7 +19,7 @@ import fxpasses.data
 import fxpasses.fastpack
 import fxpasses.inspect
 from fxpasses import registry
-from fxpasses.compiler import output_strides, partitioner
+from fxpasses.compiler import output_strides, partitioner, restrides
 from fxpasses.dynamo import (
     checks,
     guarding,
@@ -357,8 +357,8 @@ PIECES: dict[str, tuple[Any, str, str]] = {
     "what may fail": (number_errors, "_may_fail", "eager"),
     "strides of results": (output_strides, "_expected", "inductor"),
     "which results": (output_strides.TracedStrides, "given_to", "inductor"),
-    "strides that differ": (output_strides, "_differs", "inductor"),
-    "copies of results": (output_strides, "_copy", "inductor"),
+    "strides that differ": (restrides, "_differs", "inductor"),
+    "copies of results": (restrides, "_copy", "inductor"),
     "integers of floats": (fxpasses.compiler.backend, "_check_integers", "inductor"),
     "a second way": (fxpasses.compiler.backend, "recovering", "inductor"),
     "its assertions": (fxpasses.compiler.backend, "unasserted", "inductor"),
