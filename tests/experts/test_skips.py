@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpasses.inspect
 from fxpasses import fastpack_backend
@@ -23,7 +24,7 @@ from fxpasses.dynamo.attempt import Attempt
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.flags import Values
 from fxpasses.experts.group_experts import GroupExperts
-from tests.experts.skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State
+from tests.experts.skipping import CUT, EXPERTS, GROUPED, HIDDEN, TOKENS, Program, State, padded_hits
 from tests.experts.skipping_decoys import NOT_SPECULATED, OTHER_MASKS, TAKEN_BACK, looks_at_hits
 from tests.support import compiled, events
 
@@ -193,3 +194,18 @@ def test_proofs_hold_for_the_captured_graph(program: Program, monkeypatch: pytes
         record, _ = check(program, 2, strict=False)
     assert [graph.outcome for graph in record.graphs] == ["captured"]
     assert record.figures("group_experts")["loops_grouped"] == 1
+
+
+def test_fake_results_with_the_sizes_of_one_expert_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch computes what it keeps twice, and would find none of it again."""
+    inside = []
+    kept = FakeTensorMode._make_cache_entry
+
+    def make(mode: Any, state: Any, key: Any, operator: Any, *given: Any) -> Any:
+        inside.append(operator)
+        return kept(mode, state, key, operator, *given)
+
+    monkeypatch.setattr(FakeTensorMode, "_make_cache_entry", make)
+    FakeTensorMode.cache_clear()
+    check(padded_hits, 1)
+    assert inside and torch.ops.aten.mm.default not in inside  # the experts' own products, before they are grouped

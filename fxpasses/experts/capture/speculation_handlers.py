@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 
 from fxpasses.dynamo.births import BIRTHS, CHANGES, TAKES, born, stamp
 from fxpasses.dynamo.hints import BUILTIN, is_asked, take
@@ -114,6 +115,16 @@ def for_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     result = proceed(tx, inst)
     trace.state(Speculation).begin_round(tx, place)
     return result
+
+
+@handlers.at(method("torch._dynamo.utils", "run_node"), order=2)
+def run_node(trace: Trace, proceed: Proceed, tracer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Inside a branch, sizes are those of one expert: fake results with them are not looked up, as nothing else has
+    them. PyTorch would compute each of them twice, to keep it."""
+    if not trace.state(Speculation).open:
+        return NOT_HANDLED
+    with disable_fake_tensor_cache(tracer.fake_mode):
+        return proceed(tracer, *args, **kwargs)
 
 
 # Values that are known if all experts have tokens
