@@ -10,7 +10,7 @@ Public names: `fastpack_backend` (importing it enables two capture flags of Dyna
 
 from typing import TYPE_CHECKING, Any
 
-from fxpasses.errors import AssumptionError, MetadataError, OffloadError, PassError, RecordingError
+from fxpasses.errors import AssumptionError, MemoryBudgetError, MetadataError, OffloadError, PassError, RecordingError
 from fxpasses.integrations.autoload import autoload
 from fxpasses.version import __version__
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AssumptionError",
     "FastpackCallback",
+    "MemoryBudgetError",
     "MetadataError",
     "OffloadError",
     "PassError",

@@ -15,6 +15,10 @@ class PassError(RuntimeError):
     """A pass failed, or its result differs from its input. Raised only with `fastpack.strict`."""
 
 
+class MemoryBudgetError(RuntimeError):
+    """A training step is predicted to need more memory than `fastpack.memory` gives, however much is recomputed."""
+
+
 class RecordingError(RuntimeError):
     """A CUDA graph is recorded around a model that needs its batch on the host, which replays would not run."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -78,6 +79,32 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """How much memory a step may take: `fastpack.memory` is the budget, `fastpack.memory.<name>` the rest.
+
+    budget: "off"; bytes of the device that the model is on, as a whole number; or a share of them, such as "80%", on
+    the CPU of what the process may use. checkpoints: "keep" recomputes at least what the model's own checkpoints do;
+    "free" saves what they recompute where it fits.
+    """
+
+    budget: int | str = "off"
+    checkpoints: str = "keep"
+
+    @classmethod
+    def parse(cls, given: dict[str, Any]) -> Memory:
+        """Check values by key, without the prefix `fastpack.`; raises `ValueError`."""
+        values = {key.removeprefix("memory").removeprefix(".") or "budget": value for key, value in given.items()}
+        budget = values.get("budget", "off")
+        is_share = isinstance(budget, str) and re.fullmatch(r"(100|[1-9][0-9]?)%", budget)
+        if not (budget == "off" or is_share or (type(budget) is int and budget > 0)):
+            takes = 'a whole number of bytes from 1, a share of the device from "1%" to "100%", or "off"'
+            raise ValueError(f"{PREFIX}memory is {budget!r}; it takes {takes}")
+        if values.get("checkpoints", "keep") not in ("keep", "free"):
+            raise ValueError(f"{PREFIX}memory.checkpoints is {values['checkpoints']!r}; choices: keep, free")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
 class Options:
     """The backend's options, as given in `torch.compile(..., options={"fastpack.<name>": value})`.
 
@@ -98,6 +125,7 @@ class Options:
     uncompiled if the model is in training mode, or if its frame has 4 graphs, so that it does not use up Dynamo's
     graphs; "compiled" treats it like any other call. start: "eager" runs the first steps uncompiled, while another
     process compiles them; "compiled" waits for the compiler.
+    memory: see `Memory`.
     offload: see `Offload`. verify: run each pass's input and output on the example inputs and compare (slow; for
     debugging). strict: raise if a pass fails, instead of continuing with its input. mode: `torch.compile`'s, for
     Inductor; an option because `torch.compile` does not take `mode` and `options` together. inductor: every option
@@ -117,6 +145,7 @@ class Options:
     fold: str = "auto"
     generation: str = "eager"
     start: str = "compiled"
+    memory: Memory = Memory()
     offload: Offload = Offload()
     verify: bool = False
     strict: bool = False
@@ -148,6 +177,7 @@ class Options:
         own = {key: given.pop(key) for key in list(given) if str(key).startswith(PREFIX)}
         known = [PREFIX + option.name for option in fields(cls) if option.name != "inductor"]
         known += [f"{PREFIX}offload.{option.name}" for option in fields(Offload) if option.name != "tier"]
+        known += [f"{PREFIX}memory.{option.name}" for option in fields(Memory) if option.name != "budget"]
         for key in own:
             if key not in known:
                 raise ValueError(f"unknown option {key!r}; choices: {', '.join(known)}{_nearest(key, known)}")
@@ -155,6 +185,9 @@ class Options:
         offload = {key: values.pop(key) for key in list(values) if key.split(".")[0] == "offload"}
         if offload:
             values["offload"] = Offload.parse(offload)
+        memory = {key: values.pop(key) for key in list(values) if key.split(".")[0] == "memory"}
+        if memory:
+            values["memory"] = Memory.parse(memory)
         for name in ("verify", "strict"):
             if name in values and not isinstance(values[name], bool):
                 raise ValueError(f"{PREFIX}{name} is {values[name]!r}; it takes True or False")
@@ -168,6 +201,14 @@ class Options:
         if "mode" in values and values["mode"] not in MODES:
             mode = values["mode"]
             raise ValueError(f"mode is {mode!r}; choices: {', '.join(MODES)}{_nearest(mode, MODES)}")
+        if values.get("memory", Memory()).budget != "off":
+            if values.get("lowering") == "eager":
+                raise ValueError(
+                    f'{PREFIX}memory is {values["memory"].budget!r}, but {PREFIX}lowering is "eager", which has no '
+                    'backward graph; use "aot_eager" or "inductor"'
+                )
+            if values.get("fold", "auto") == "auto":
+                values["fold"] = "on"  # what a layer saves is decided for one layer
         options = cls(**values, inductor=given)
         if options.offload.tier != "off" and options.lowering == "eager":
             raise ValueError(

@@ -25,14 +25,14 @@ MAY_NAME = {
     },
     "_functorch": {
         "collectives/partitioner.py", "compiler/forked_compiler.py", "compiler/lowering.py",
-        "compiler/lowering_backward.py", "compiler/overwritten_inputs.py", "compiler/partitioner.py",
-        "graph/effects.py", "inspect/dry_run.py", "inspect/minimise.py", "inspect/partition.py",
-        "integrations/inductor_hooks.py", "loss/lazy_tensor.py",
+        "compiler/lowering_backward.py", "compiler/memory_partitioner.py", "compiler/overwritten_inputs.py",
+        "compiler/partitioner.py", "graph/effects.py", "inspect/dry_run.py", "inspect/minimise.py",
+        "inspect/partition.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py", "memory/recompute.py",
     },
     "_inductor": {
         "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/cache_files.py",
         "compiler/forked_compiler.py", "compiler/kernel_files.py", "compiler/lowering.py",
-        "compiler/lowering_backward.py",
+        "compiler/lowering_backward.py", "compiler/memory_partitioner.py",
         "compiler/output_strides.py", "compiler/overwritten_inputs.py", "compiler/partitioner.py",
         "compiler/restrided_graph.py",
         "compiler/slice_offsets.py", "compiler/stride_order.py", "compiler/vector_tests.py", "inspect/capturability.py",

@@ -27,6 +27,7 @@ from fxpasses.collectives.as_written import uncompiled
 from fxpasses.compiler import eager_start, progress
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.eager_frame import eager_frame
+from fxpasses.compiler.fitting import fitted
 from fxpasses.compiler.lowering import lower
 from fxpasses.compiler.lowering_prologues import lower_prologue
 from fxpasses.compiler.lowering_recovery import recovering, unasserted
@@ -47,12 +48,14 @@ from fxpasses.dynamo.dynamo_names import asks_for_another_trace
 from fxpasses.dynamo.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.trace import Trace
+from fxpasses.errors import MemoryBudgetError
 from fxpasses.fold.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.bodies import nodes_in
 from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
 from fxpasses.loss import lazy_outputs
+from fxpasses.memory.step import Step
 from fxpasses.metadata.program import Program
 from fxpasses.metadata.runtime.prologue import Prologue, with_prologue
 from fxpasses.options import Options
@@ -198,7 +201,9 @@ def _rewritten(
     return result, rows
 
 
-_RETRACED: tuple[type[Exception], ...] = (*asks_for_another_trace(), Rejected)
+# What no lower level may take for a defect, and what Dynamo, or the program, gets.
+_MEANT: tuple[type[Exception], ...] = (*asks_for_another_trace(), MemoryBudgetError)
+_RETRACED: tuple[type[Exception], ...] = (*_MEANT, Rejected)
 
 
 def _compile(
@@ -258,7 +263,7 @@ def _try_to_lower(
         try:
             with hints:
                 return building_anew(restored_if_it_fails()(lambda: _lower(attempt, gm, settings, trace, on_report)))
-        except asks_for_another_trace():
+        except _MEANT:
             raise
         except Exception as error:
             if trace.failure is not None:  # the frame is traced again, with a warning of its own
@@ -304,11 +309,11 @@ def _lower_with_prologue(
     on_report: OnReport,
 ) -> Callable[..., Any]:
     if result.program is None:
-        return _lower_main(result, settings, "", on_report)
+        return _lower_main(result, settings, "", code, on_report)
     compiled = _compile_prologue(result.program, settings, on_report)
     sources = input_sources(gm)
     prologue = Prologue(result.program, sources, compiled=compiled)
-    main = _lower_main(result, settings, prologue.key, on_report)
+    main = _lower_main(result, settings, prologue.key, code, on_report)
     fakes = result.example_inputs[len(sources) :]
     raising = functools.partial(_run_in_eager_mode, code, captured) if spans_ranks() else None
     return with_prologue(main, prologue, captured, fakes, raising, settings.strict)
@@ -320,12 +325,21 @@ def _run_in_eager_mode(code: CodeType | None, captured: Callable[..., Any], *inp
     return captured(*inputs) if program is None else program()
 
 
-def _lower_main(result: Result, settings: Options, salt: str, on_report: OnReport) -> Callable[..., Any]:
+def _lower_main(
+    result: Result, settings: Options, salt: str, code: CodeType | None, on_report: OnReport
+) -> Callable[..., Any]:
+    compile = functools.partial(_lower_pieces, result, settings, salt, on_report)
+    return fitted(settings.memory, result.example_inputs, code, compile)
+
+
+def _lower_pieces(
+    result: Result, settings: Options, salt: str, on_report: OnReport, step: Step | None
+) -> Callable[..., Any]:
     def lower_piece(piece: GraphModule, example_inputs: Sequence[Any], place: Place = WHOLE) -> Callable[..., Any]:
-        return lower(piece, example_inputs, settings, salt, on_report, place)
+        return lower(piece, example_inputs, settings, salt, on_report, place, step)
 
     if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets each layer's gradients when it is done
-        return lower_segments(result.gm, result.example_inputs, lower_piece)
+        return lower_segments(result.gm, result.example_inputs, lower_piece, step)
     if settings.lowering == "eager":  # DDP gets its gradients one by one anyway
         return lower_piece(result.gm, result.example_inputs)
     return ddp_buckets.compile_in_buckets(lower_piece, result.gm, result.example_inputs, on_report)

@@ -62,7 +62,8 @@ def compiled(
             child = Child(lambda: compile(settings, lambda report: None))
     if child is None:
         return compile(settings, on_report)
-    lowering = "aot_eager" if settings.offloads else "eager"  # activations move between AOTAutograd's graphs
+    # Activations move between AOTAutograd's graphs, and are computed again there.
+    lowering = "aot_eager" if settings.offloads or settings.memory.budget != "off" else "eager"
     try:
         run, outcome = compile(replace(settings, lowering=lowering, inductor={}, mode=None), on_report)
     except BaseException:
@@ -105,7 +106,7 @@ class Frame:
         if graph in self.compiled or len(self.compiled) + len(self.children) >= _MOST:
             return False
         why = refusal()
-        if _is_repeated():
+        if is_repeated():
             why = "a checkpoint runs it twice, which has to be the same code"
         elif cache_entries.has_others(self.code):
             why = "another backend has graphs of it, and graphs that Dynamo forgets beside those count for its limit"
@@ -145,7 +146,7 @@ class Frame:
             children = list(self.children.values())
             if not children or not all([child.is_over() for child in children]):
                 return
-            if _is_repeated() or cache_entries.may_not_recompile():
+            if is_repeated() or cache_entries.may_not_recompile():
                 return
             self.compiled |= self.children.keys()
             entries, self.children, self.entries = self.entries, {}, set()
@@ -166,7 +167,7 @@ class Frame:
 _frames: dict[int, Frame] = {}  # by the identity of their code, which they keep
 
 
-def _is_repeated() -> bool:
+def is_repeated() -> bool:
     """Whether the running call is that of a checkpoint, or backward's, which repeats it."""
     if torch._C._current_graph_task_id() != -1:
         return True

@@ -25,6 +25,7 @@ from fxpasses.experts.runtime import grouped_decompositions
 from fxpasses.fold.outlining import WHOLE, Place
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.regions import Region
+from fxpasses.memory.step import Step
 from fxpasses.options import Options
 from fxpasses.report import OnReport, Report, in_each
 from fxpasses.version import code_digest
@@ -32,6 +33,7 @@ from fxpasses.version import code_digest
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+    from fxpasses.compiler.memory_partitioner import MemoryPartitioner
     from fxpasses.compiler.partitioner import Partitioner
 
 Compiled = Callable[..., Any]
@@ -44,24 +46,28 @@ def lower(
     salt: str,
     on_report: OnReport = lambda report: None,
     place: Place = WHOLE,
+    step: Step | None = None,
 ) -> Compiled:
     """Compile `gm`.
 
     salt: distinguishes, in caches, programs with the same graph whose inputs have different known properties.
     on_report: called with the reports of passes on the partitioned graphs, after compilation. place: that of `gm` in
-    its step.
+    its step. step: if it has to fit into a number of bytes.
     """
     if options.lowering == "eager":
         return uncompiled(gm)
     hits = _cache_hits()
     with (
         containing_backward(options.strict) as containment,
-        _partitioners(gm, example_inputs, options, place) as (partition, partitioner),
+        _partitioners(gm, example_inputs, options, place, step) as (partition, partitioner, memory),
     ):
         if options.lowering == "aot_eager":
             compiled = _aot_eager(gm, example_inputs, partition)
         else:
-            compiled = inductor(gm, example_inputs, options, salt, partition, containment.compile_inner)
+            with contextlib.nullcontext() if step is None else _planned_anew():
+                compiled = inductor(gm, example_inputs, options, salt, partition, containment.compile_inner)
+    for report in memory.reports if memory is not None else ():
+        on_report(report)
     if partitioner is not None and partitioner.options is not None:
         for report in partitioner.reports:
             on_report(in_each(report, place.calls) if place.calls > 1 else report)
@@ -84,20 +90,27 @@ def _cache_hits() -> int:
 
 @contextlib.contextmanager
 def _partitioners(
-    gm: GraphModule, examples: Sequence[Any], options: Options, place: Place
-) -> Iterator[tuple[CustomPartitionerFn | None, Partitioner | None]]:
-    """The partitioner of the joint graph (None: PyTorch's own), and the one that offloads, if any.
+    gm: GraphModule, examples: Sequence[Any], options: Options, place: Place, step: Step | None
+) -> Iterator[tuple[CustomPartitionerFn | None, Partitioner | None, MemoryPartitioner | None]]:
+    """The partitioner of the joint graph (None: PyTorch's own), the one that offloads and the one that plans, if any.
 
-    Partitioners nest: the one that orders and offloads, the one that keeps collectives, the user's or PyTorch's.
+    Partitioners nest: the one that orders and offloads, the one that keeps collectives, the user's, the one that plans,
+    or PyTorch's.
     """
     inner = _users_partitioner(options)
+    memory = None
+    if step is not None and inner is None:
+        from fxpasses.compiler.memory_partitioner import MemoryPartitioner
+        from fxpasses.offload.inputs import activations
+
+        inner = memory = MemoryPartitioner(options, step, place, activations(examples))
     if writes_in_place(gm):
         inner = SavingPartitioner(inner)
     if spans_ranks():
         inner = _keeping_collectives(gm, inner)
     offloads = options.offloads
     if not offloads and not may_save_objects(gm):
-        yield inner, None
+        yield inner, None, memory
         return
     from fxpasses.compiler.partitioner import Partitioner
     from fxpasses.offload.inputs import activations
@@ -108,7 +121,14 @@ def _partitioners(
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
         moved = options.offload if offloads else None
         outer = Partitioner(moved, options.strict, activations(examples), inner, place)
-        yield outer, outer
+        yield outer, outer, memory
+
+
+def _planned_anew() -> contextlib.AbstractContextManager[None]:
+    """Without AOTAutograd's cache, which keeps partitions: what fits depends on the process's memory."""
+    functorch: Any = torch._functorch.config
+    patched: contextlib.AbstractContextManager[None] = functorch.patch(enable_autograd_cache=False)
+    return patched
 
 
 def _users_partitioner(options: Options) -> CustomPartitionerFn | None:

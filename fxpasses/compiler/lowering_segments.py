@@ -18,6 +18,7 @@ has a context of its own, with the guards of the frame.
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,15 +31,19 @@ from fxpasses.compiler import progress
 from fxpasses.fold.outlining import Place, call_layer, outline
 from fxpasses.fold.segments import attribute, is_reference, segment
 from fxpasses.graph.modes import modes
+from fxpasses.memory.step import Step
 
 Compiled = Callable[..., Any]
 Lower = Callable[[GraphModule, Sequence[Any], Place], Compiled]
 
 
-def lower_segments(gm: GraphModule, example_inputs: Sequence[Any], lower: Lower) -> Compiled:
-    """Compile a graph that `fold_layers` has rewritten with `lower`, piece by piece."""
+def lower_segments(gm: GraphModule, example_inputs: Sequence[Any], lower: Lower, step: Step | None = None) -> Compiled:
+    """Compile a graph that `fold_layers` has rewritten with `lower`, piece by piece.
+
+    step: is told the pieces, if it has to fit; then those that run once are compiled first.
+    """
     examples = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
-    return _Assembly(gm, examples, lower).run()
+    return _Assembly(gm, examples, lower).run(step)
 
 
 class _Assembly:
@@ -49,9 +54,10 @@ class _Assembly:
         self.pieces: dict[str, Any] = {}  # also the constants of the graph
         self.values: dict[Node, Any] = {}
         self.compiled: dict[Any, str] = {}  # by body, or by the form of a rest
-        self.waiting: list[Callable[[], None]] = []  # compilations
+        self.waiting: list[tuple[Place, Callable[[], None]]] = []  # compilations
+        self.calls: list[str] = []  # the pieces, in forward's order
 
-    def run(self) -> Compiled:
+    def run(self, step: Step | None) -> Compiled:
         rest: list[Node] = []
         results: set[Node] = set()
         for node in self.gm.graph.nodes:
@@ -73,7 +79,10 @@ class _Assembly:
                 self._rest(rest, last=True)
                 self.graph.output(map_arg(node.args[0], self.values.__getitem__))
         progress.expect(len(self.waiting))
-        for compile in self.waiting:
+        if step is not None:
+            step.pieces = [(name, len(list(same))) for name, same in itertools.groupby(self.calls)]
+            self.waiting.sort(key=lambda each: each[0].calls > 1)
+        for _, compile in self.waiting:
             compile()
             progress.piece_is_done()
         # `forward` calls the pieces as attributes; they are not modules, so that no hook of the program sees them.
@@ -89,7 +98,7 @@ class _Assembly:
         body: GraphModule = getattr(self.gm, str(reference.target))
         if body not in self.compiled:
             self.compiled[body] = self._piece(
-                body, operands, str(reference.target), Place(len(reference.users), last=False)
+                body, operands, Place(len(reference.users), last=False, name=str(reference.target))
             )
         self.values[call] = self._call(self.compiled[body], operands)
 
@@ -102,22 +111,23 @@ class _Assembly:
         if key not in self.compiled:
             name = f"rest_{len(self.compiled)}"
             piece = outline(self.gm, nodes, found.operands, found.live_outs, self.modes[nodes[0]], name)
-            self.compiled[key] = self._piece(piece, found.operands, name, Place(1, last))
+            self.compiled[key] = self._piece(piece, found.operands, Place(1, last, name))
         results = self._call(self.compiled[key], found.operands)
         for position, node in enumerate(found.live_outs):
             self.values[node] = self.graph.call_function(operator.getitem, (results, position))
 
-    def _piece(self, piece: GraphModule, operands: Sequence[Node], name: str, place: Place) -> str:
+    def _piece(self, piece: GraphModule, operands: Sequence[Node], place: Place) -> str:
         examples = [self.examples.get(node, node.meta.get("example_value")) for node in operands]
-        self.waiting.append(lambda: self._compile(piece, examples, name, place))
-        return name
+        self.waiting.append((place, lambda: self._compile(piece, examples, place)))
+        return place.name
 
-    def _compile(self, piece: GraphModule, examples: list[Any], name: str, place: Place) -> None:
+    def _compile(self, piece: GraphModule, examples: list[Any], place: Place) -> None:
         context: Any = copy.copy(TracingContext.try_get())
         if context is not None:
             context.fw_metadata = None
         with tracing(context):
-            self.pieces[name] = self.lower(piece, examples, place)
+            self.pieces[place.name] = self.lower(piece, examples, place)
 
     def _call(self, name: str, operands: Sequence[Node]) -> Node:
+        self.calls.append(name)
         return self.graph.call_module(name, tuple(self.values[node] for node in operands))

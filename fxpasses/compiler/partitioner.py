@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class Partitioner(CustomPartitionerFn):
         inner = self.inner.uuid() if self.inner is not None else ""
         if inner is None:
             return None
-        options = repr(self.options), *astuple(self.place)
+        options = repr(self.options), self.place.calls, self.place.last
         return ("fxpasses", code_digest(), *options, tuple(sorted(self.activations)), inner)
 
 

@@ -26,10 +26,11 @@ CHECKED = ("2.11", "2.13", "2.15")
 @dataclass(frozen=True)
 class Place:
     """A graph's place in its step. calls: how often a step runs it, if it is a piece of a graph; 0 if it is whole.
-    last: whether no other piece runs after it, so that backward begins with it."""
+    last: whether no other piece runs after it, so that backward begins with it. name: of the piece, within its step."""
 
     calls: int = 0
     last: bool = True
+    name: str = ""
 
 
 WHOLE = Place()

@@ -1,0 +1,98 @@
+"""Partitions joint graphs so that the step fits into the bytes that the user gives (`fastpack.memory`).
+
+The pieces that a step runs once are partitioned first, as PyTorch does it; what they need is not up to choice. Layers
+follow: of PyTorch's partitions, from all saved to nearly all recomputed, the first takes least time, and the first that
+fits is taken. A layer that runs n times is partitioned once, and saves n times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule
+
+from fxpasses.base.containment import contained
+from fxpasses.base.units import size
+from fxpasses.fold.outlining import Place
+from fxpasses.memory.footprint import Footprint, footprint_of
+from fxpasses.memory.recompute import RATIOS, least_recomputing, partitions
+from fxpasses.memory.step import Step
+from fxpasses.offload.candidates import moved_bytes
+from fxpasses.offload.inputs import movable
+from fxpasses.offload.saved import Partition, groups
+from fxpasses.options import Options
+from fxpasses.report import Report
+from fxpasses.version import code_digest
+
+NAME = "memory"
+
+
+Graphs = tuple[GraphModule, GraphModule]
+
+
+class MemoryPartitioner(CustomPartitionerFn):
+    """Partitions one piece of a step.
+
+    step: what is known of the others. activations: see `Partitioner`. reports: on each partition that was chosen.
+    """
+
+    def __init__(self, options: Options, step: Step, place: Place, activations: frozenset[int] = frozenset()) -> None:
+        self.options, self.step, self.place, self.activations = options, step, place, activations
+        self.fused = options.lowering == "inductor"
+        self.reports: list[Report] = []
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Graphs:
+        outputs = kwargs["num_fwd_outputs"]
+        inputs = movable(gm, self.activations, outputs)
+
+        def footprint(found: Graphs) -> Footprint:
+            partition = Partition(*found, outputs, inputs)
+            return footprint_of(partition, self.fused, _moved(partition, self.options))
+
+        def partition(joint: GraphModule) -> Graphs:
+            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+        with contained("planning memory", "The graph is partitioned without a budget.", self.options.strict):
+            undo = self.options.memory.checkpoints == "free" and self.place.calls != 1
+            return self._plan(partitions(gm, partition, undo), footprint)
+        return partition(gm)
+
+    def _plan(self, at: Callable[[float], Graphs], footprint: Callable[[Graphs], Footprint]) -> Graphs:
+        name = self.place.name
+        if self.place.calls == 1:
+            found = at(1.0)
+            self.step.footprints[name] = footprint(found)
+            return found
+        ratio, found, _ = least_recomputing(
+            at, lambda tried: self.step.peak(**{name: footprint(tried)}), self.step.budget
+        )
+        self.step.footprints[name] = footprint(found)
+        self.step.may_shrink |= ratio > RATIOS[-1]
+        self._report(ratio, footprint(found))
+        return found
+
+    def _report(self, ratio: float, footprint: Footprint) -> None:
+        peak = self.step.peak()
+        saved = size(footprint.saved)
+        less = f"{saved} are saved for backward in each call, and the rest is computed again" if ratio < 1 else ""
+        report = Report(NAME, changed=ratio < 1, summary=less)
+        report.figures = {"peak_bytes": peak, "bytes_saved": footprint.saved, "sizes_unknown": footprint.unknown}
+        fits = "fits into" if peak <= self.step.budget else "does not fit into"
+        report.changes.append(f"the predicted peak of {size(peak)} {fits} {size(self.step.budget)}")
+        self.reports.append(report)
+
+    def uuid(self) -> Any:
+        """The key in Inductor's cache, whose graphs are those that this has made."""
+        return "fxpasses", code_digest(), NAME
+
+
+def _moved(partition: Partition, options: Options) -> frozenset[str]:
+    """The names of the saved tensors that `offload_activations` will move, but for the few that it keeps."""
+    if not options.offloads:
+        return frozenset()
+    found, _ = groups(partition, options.offload.tier)
+    large = [group for group in found if (moved_bytes(group.lead) or 0) >= options.offload.min_bytes]
+    return frozenset(node.name for group in large for node in group.saved)

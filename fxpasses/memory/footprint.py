@@ -1,0 +1,267 @@
+"""What a forward and a backward graph need in memory, predicted from when the tensors of their nodes live.
+
+    a = x @ w          16 bytes, lives until b is made        a  |--|
+    b = relu(a)        16 bytes, saved for backward           b     |------------->
+    y = b @ v          16 bytes, returned                     y        |---------->
+
+A compiler that fuses does not make a tensor that is computed element by element and only read by operators that it
+fuses with; such a tensor's operands live on until its readers have run. And a result of a fused operator takes the
+place of an operand of the same size that only this operator reads. Operators that read one tensor become one kernel if
+nothing that some need comes of what others make: all of their results are there at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import Graph, Node
+
+from fxpasses.graph.aliases import AliasSets, storages_of
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.symbols import bytes_of, in_batch
+from fxpasses.offload.saved import Partition
+
+# Reductions, and other operators that read their operands in the loop that makes their result.
+_FUSED = frozenset(
+    {"_to_copy", "amax", "amin", "any", "argmax", "argmin", "cat", "constant_pad_nd", "convert_element_type", "copy_",
+     "max", "mean", "min", "prod", "slice_scatter", "select_scatter", "sum", "var", "var_mean"}
+)  # fmt: skip
+_COMPUTED = frozenset({"_to_copy", "arange", "convert_element_type", "full", "full_like", "iota", "new_full",
+                       "new_zeros", "ones_like", "scalar_tensor", "zeros", "zeros_like"})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a piece of a step needs besides its inputs.
+
+    saved: of what forward leaves for backward. forward: the peak while forward runs. backward: the peak while backward
+    runs, with what was saved. gradients: of the parameters' gradients that backward leaves. unknown: the number of
+    tensors whose size only the batch determines, which count nothing.
+    """
+
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+    gradients: int = 0
+    unknown: int = 0
+
+
+def footprint_of(partition: Partition, fused: bool, moved: Collection[str] = ()) -> Footprint:
+    """The footprint of a partitioned graph at the sizes of the batch that it is compiled for.
+
+    fused: whether a compiler will fuse operators; else each node makes its tensors. moved: saved tensors that wait for
+    backward elsewhere, by name.
+    """
+    forward = _Lives(partition.forward.graph, fused, moved)
+    inputs = forward.graph.find_nodes(op="placeholder")
+    owned = forward.on([node for node in inputs if node.name not in partition.inputs])
+    staying = [node for node in partition.saved() if node.name not in moved]
+    kept = forward.on(staying) - owned
+    backward = _Lives(partition.backward.graph, fused)
+    arguments = backward.graph.find_nodes(op="placeholder")
+    names = {node.name for node in partition.saved()} | {node.name for node in inputs}
+    saved = {node.name for node in staying if forward.memory.of(node) & kept}
+    lent = [node for node in arguments if node.name in saved or node.name not in names]  # the others are gradients
+    returning = [node for node in arguments if node.name in moved]
+    results = list(backward.graph.output_node().args[0])  # type: ignore[arg-type]
+    gradients = [
+        result
+        for result, primal in zip(results, inputs, strict=False)
+        if isinstance(result, Node) and primal.name not in partition.inputs
+    ]
+    return Footprint(
+        saved=sum(forward.bytes[number] for number in kept),
+        forward=forward.peak(owned),
+        backward=backward.peak(
+            backward.on(arguments) - backward.on(lent) - backward.on(returning),
+            backward.on(returning),
+            held=backward.on([node for node in lent if node.name not in saved]),
+        ),
+        gradients=sum(backward.bytes[number] for number in backward.on(gradients)),
+        unknown=forward.unknown + backward.unknown,
+    )
+
+
+@dataclass
+class _Kernel:
+    """Fused operators. begin: the position at which it runs; first: that of the first node that reads a result."""
+
+    begin: int
+    first: int
+    reads: set[int] = field(default_factory=set)
+    results: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Lives:
+    """The memory of a graph's nodes, by `AliasSets`' numbers, and from which node to which it lives."""
+
+    graph: Graph
+    fused: bool
+    leaving: Collection[str] = ()  # results that are moved away after their last use
+    memory: AliasSets = field(init=False)
+    bytes: dict[int, int] = field(default_factory=dict)
+    begins: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    unknown: int = 0
+
+    def __post_init__(self) -> None:
+        nodes = list(self.graph.nodes)
+        self.memory = AliasSets(nodes)
+        self._positions = {node: number for number, node in enumerate(nodes)}
+        self._inlined: set[int] = set()
+        self._first: dict[int, int] = {}  # by tensor: the position of the first node that reads it
+        self._known_readers: dict[int, set[Node]] = {}
+        self._known_reads: dict[Node, set[int]] = {}
+        for number, sharing in sorted(self.memory.owners.items(), key=lambda item: -self._positions[item[1][0]]):
+            self.begins[number] = self._positions[sharing[0]]
+            self.bytes[number] = self._size(number, sharing)
+            users = [
+                user
+                for node in sharing
+                for user in node.users
+                if user not in sharing and not (user.op == "output" and node.name in self.leaving)
+            ]
+            if self._is_inlined(sharing, users):
+                self._inlined.add(number)
+            last = max((self._positions[node] for node in sharing), default=0)
+            self.ends[number] = max([last, *map(self._read_until, users)])
+            self._first[number] = min(map(self._read_from, users), default=len(nodes))
+        if self.fused:
+            self._join_kernels()
+
+    def _size(self, number: int, sharing: Sequence[Node]) -> int:
+        sizes = [_bytes(leaf) for node in sharing for leaf in _leaves(node) if self._is_at(node, leaf, number)]
+        self.unknown += not any(size is not None for size in sizes) and bool(sizes)
+        return max((size for size in sizes if size is not None), default=0)
+
+    def _is_at(self, node: Node, leaf: torch.Tensor, number: int) -> bool:
+        return len(self.memory.of(node)) == 1 or number in map(self.memory.number, storages_of(leaf))
+
+    def _is_inlined(self, sharing: Sequence[Node], users: Iterable[Node]) -> bool:
+        if not self.fused or not _is_computed(sharing[0]):
+            return False
+        return all(_fuses(user) for user in users)
+
+    def _read_until(self, user: Node) -> int:
+        """The position of the last node that runs a user's loop, which is in its readers' loops if it is inlined."""
+        inlined = self._inlined.intersection(self.memory.of(user)) if _leaves(user) else ()
+        return max([self._positions[user], *(self.ends[number] for number in inlined)])
+
+    def _read_from(self, user: Node) -> int:
+        """The position of the first node that runs a user's loop."""
+        inlined = self._inlined.intersection(self.memory.of(user)) if _leaves(user) else ()
+        return min([self._first[number] for number in inlined], default=self._positions[user])
+
+    def _join_kernels(self) -> None:
+        """Have the results of one kernel begin together."""
+        kernels: list[_Kernel] = []
+        for number in sorted(self.begins, key=self.begins.__getitem__):
+            node = self.memory.owners[number][0]
+            if number in self._inlined or not _fuses(node):
+                continue
+            read = self._reads(node)
+            ready = max((self.begins[each] for each in read), default=0) + 1
+            large = {each for each in read if self.bytes[each] == self.bytes[number]}
+            for kernel in reversed(kernels):
+                begin = max(kernel.begin, ready)
+                if kernel.reads & large and begin <= min(kernel.first, self._first[number]):
+                    break
+            else:
+                kernels.append(kernel := _Kernel(begin := self.begins[number], self._first[number]))
+            kernel.begin, kernel.first = begin, min(kernel.first, self._first[number])
+            kernel.reads |= large
+            kernel.results.append(number)
+            for result in kernel.results:
+                self.begins[result] = begin
+        for kernel in kernels:
+            nodes = {self.memory.owners[number][0] for number in kernel.results}
+            for number in kernel.reads:
+                if self._readers(number) <= nodes:
+                    self.ends[number] = kernel.begin
+
+    def _reads(self, node: Node) -> set[int]:
+        """The tensors in memory that a node's loop reads."""
+        if node not in self._known_reads:
+            found = self._known_reads[node] = set()
+            for number in self.on(node.all_input_nodes):
+                found |= self._reads(self.memory.owners[number][0]) if number in self._inlined else {number}
+        return self._known_reads[node]
+
+    def on(self, nodes: Iterable[Node]) -> set[int]:
+        """The memory of nodes."""
+        return {number for node in nodes for number in self.memory.of(node)}
+
+    def peak(self, owned: set[int], returning: Collection[int] = (), held: Collection[int] = ()) -> int:
+        """The most bytes that live at a time, besides inputs that others own.
+
+        Inputs that are `returning` live from their first use on; `held` ones, which the caller has, to the end.
+        """
+        change = [0] * (len(self._positions) + 1)
+        for number, size in self.bytes.items():
+            if number in self._inlined or number in owned:
+                continue
+            begin = self._first[number] if number in returning else self.begins[number]
+            change[begin] += size
+            change[len(self._positions) if number in held else self.ends[number] + 1] -= size
+            if self._takes_place(number, size, owned):
+                change[begin] -= size
+                change[begin + 1] += size
+        return max(itertools.accumulate(change))
+
+    def _takes_place(self, number: int, size: int, held: set[int]) -> bool:
+        """Whether a fused result is written to the memory of an operand of this size that nothing else reads.
+
+        One with several readers is often read by one kernel for all of them, which writes all results elsewhere.
+        """
+        node = self.memory.owners[number][0]
+        if not self.fused or not _fuses(node):
+            return False
+        operands = {n for operand in node.all_input_nodes for n in self.memory.of(operand)} - held - self._inlined
+        return any(
+            self.bytes[n] == size and self.ends[n] == self.begins[number] and len(self._readers(n)) == 1
+            for n in operands
+        )
+
+    def _readers(self, number: int) -> set[Node]:
+        """The nodes whose loops read a tensor, those of inlined ones left out."""
+        if number not in self._known_readers:
+            sharing = self.memory.owners[number]
+            found = self._known_readers[number] = set()
+            for user in {user for node in sharing for user in node.users if user not in sharing}:
+                inlined = self._inlined.intersection(self.memory.of(user)) if _leaves(user) else ()
+                found |= {node for each in inlined for node in self._readers(each)} or {user}
+        return self._known_readers[number]
+
+
+def _leaves(node: Node) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(leaf: torch.Tensor) -> int | None:
+    """The size of a tensor's memory; None if it is not known while the graph is compiled."""
+    try:
+        size = leaf.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
+        return bytes_of(leaf)
+    found = size if isinstance(size, int) else in_batch(size)
+    return None if found is None else int(found)
+
+
+def _has(node: Node, tag: str) -> bool:
+    return getattr(torch.Tag, tag, None) in getattr(node.target, "tags", ())
+
+
+def _is_computed(node: Node) -> bool:
+    """Whether a node's result is a function of the position, and of operands at it."""
+    return node.op == "call_function" and (_has(node, "pointwise") or operator_of(node) in _COMPUTED)
+
+
+def _fuses(node: Node) -> bool:
+    return node.op == "call_function" and (
+        _has(node, "pointwise") or _has(node, "reduction") or operator_of(node) in _FUSED | _COMPUTED
+    )
