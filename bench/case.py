@@ -28,6 +28,7 @@ CASES = (
     "lora_experts",
     "offload",
     "offload_sweep",
+    "memory",
     "cuda_graphs",
     "all_together",
     "pass_time",

@@ -18,7 +18,7 @@ import fxpasses.inspect
 from fxpasses.compiler import fitting, memory_partitioner
 from fxpasses.memory import limits
 from fxpasses.memory.step import Step
-from tests.memory.measured import peak_of
+from bench.counting import allocated_bytes as peak_of
 from tests.support import compiled, thorough
 
 ROWS, WIDTH, LAYERS = 256, 32, 6
