@@ -115,12 +115,12 @@ CASE = Case(
     x="budget",
     expected=(
         "A step fits into half of eager mode's memory with little or no recomputation, since a compiler saves less to "
-        "begin with; checkpoints on all layers recompute everything, whatever there is room for. The less there is, the "
-        "more layers recompute, up to the time of a forward."
+        "begin with; checkpoints on all layers recompute everything, whatever there is room for. The less there is, "
+        "the more layers recompute, up to the time of a forward."
     ),
     notes=(
-        "The budget is a share of what eager mode's step allocates beyond what is held between steps; eager mode itself, "
-        "which the ratios refer to, runs without one. A contender whose step allocates more fails: it has run out of "
-        "memory. PyTorch's setting is tried from 0.8 down to 0.05, and the first that fits is taken."
+        "The budget is a share of what eager mode's step allocates beyond what is held between steps. Eager mode has "
+        "none. A contender whose step allocates more fails: it has run out of memory. "
+        "PyTorch's setting is tried from 0.8 down to 0.05, and the first that fits is taken."
     ),
 )

@@ -309,11 +309,11 @@ def _lower_with_prologue(
     on_report: OnReport,
 ) -> Callable[..., Any]:
     if result.program is None:
-        return _lower_main(result, settings, "", code, on_report)
+        return _lower_main(result, gm, settings, "", code, on_report)
     compiled = _compile_prologue(result.program, settings, on_report)
     sources = input_sources(gm)
     prologue = Prologue(result.program, sources, compiled=compiled)
-    main = _lower_main(result, settings, prologue.key, code, on_report)
+    main = _lower_main(result, gm, settings, prologue.key, code, on_report)
     fakes = result.example_inputs[len(sources) :]
     raising = functools.partial(_run_in_eager_mode, code, captured) if spans_ranks() else None
     return with_prologue(main, prologue, captured, fakes, raising, settings.strict)
@@ -326,10 +326,10 @@ def _run_in_eager_mode(code: CodeType | None, captured: Callable[..., Any], *inp
 
 
 def _lower_main(
-    result: Result, settings: Options, salt: str, code: CodeType | None, on_report: OnReport
+    result: Result, gm: GraphModule, settings: Options, salt: str, code: CodeType | None, on_report: OnReport
 ) -> Callable[..., Any]:
     compile = functools.partial(_lower_pieces, result, settings, salt, on_report)
-    return fitted(settings.memory, result.example_inputs, code, compile)
+    return fitted(settings.memory, gm, result.example_inputs, code, compile)
 
 
 def _lower_pieces(

@@ -67,7 +67,7 @@ class MemoryPartitioner(CustomPartitionerFn):
             self.step.footprints[name] = footprint(found)
             return found
         ratio, found, _ = least_recomputing(
-            at, lambda tried: self.step.peak(**{name: footprint(tried)}), self.step.budget
+            at, lambda tried: self.step.peak_for(self.step.headroom, **{name: footprint(tried)}), self.step.budget
         )
         self.step.footprints[name] = footprint(found)
         self.step.may_shrink |= ratio > RATIOS[-1]

@@ -20,14 +20,15 @@ class Step:
     """A step and what is known of its pieces.
 
     budget: the bytes that the process may use on the device. before: those that it uses before the step.
-    has_gradients: whether gradients are among these, and backward adds to them. pieces: the names of the pieces in
-    forward's order, each with the number of its calls. footprints: of the pieces that are partitioned. may_shrink:
-    whether a piece could save less.
+    has_gradients: whether gradients are among these, and backward adds to them. headroom: how many times larger the
+    batch may become for which the step is planned. pieces: the names of the pieces in forward's order, each with the
+    number of its calls. footprints: of the pieces that are partitioned. may_shrink: whether a piece could save less.
     """
 
     budget: int
     before: int
     has_gradients: bool = False
+    headroom: float = 1.0
     pieces: Sequence[tuple[str, int]] = (("", 1),)
     footprints: dict[str, Footprint] = field(default_factory=dict)
     may_shrink: bool = False
@@ -38,6 +39,12 @@ class Step:
         Other layers without a footprint are taken to be like the largest that has one; other pieces need nothing.
         """
         return self.before + peak(self._calls({**self.footprints, **also}), self.has_gradients)
+
+    def peak_for(self, larger: float, **also: Footprint) -> int:
+        """`peak` for a batch that is so many times as large."""
+        gradients = sum(call.gradients for call in self._calls({**self.footprints, **also}))
+        fixed = self.before + (0 if self.has_gradients else gradients)
+        return round(fixed + larger * max(0, self.peak(**also) - fixed))
 
     def _calls(self, known: dict[str, Footprint]) -> list[Footprint]:
         layers = [known[name] for name, count in self.pieces if count > 1 and name in known]

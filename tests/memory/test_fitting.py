@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpasses
 import fxpasses.inspect
+from bench.counting import allocated_bytes as peak_of
 from fxpasses.compiler import fitting, memory_partitioner
 from fxpasses.memory import limits
 from fxpasses.memory.step import Step
-from bench.counting import allocated_bytes as peak_of
 from tests.support import compiled, thorough
 
 ROWS, WIDTH, LAYERS = 256, 32, 6
@@ -134,10 +134,26 @@ def test_an_optimizer_that_gets_its_state_is_planned_for(in_use: list[int], caps
     in_use[0] = most // 3
     found += [step(program, model, x) for _ in range(3)]
     assert len(PLANS) == 2 and PLANS[-1].before == most // 3 and PLANS[-1].peak() <= most
-    assert capsys.readouterr().err.count("Model.forward is planned again at its next call") == 1
+    assert capsys.readouterr().err.count("Model.forward is planned again: ") == 1
     for each in found:
         torch.testing.assert_close(each, expected, rtol=0, atol=0)
     assert peak_of(lambda: step(program, model, x)) <= most - most // 3
+
+
+def test_a_larger_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before it runs, and with room for one that is larger still."""
+    _, most = added(Model, PLENTY)
+    torch._dynamo.reset()
+    PLANS.clear()
+    model = Model()
+    program = compiled(model, "aot_eager", memory=most, dynamic=True)
+    for rows, is_planned in ((ROWS, True), (ROWS // 2, False), (3 * ROWS // 2, True), (2 * ROWS, False), (40, False)):
+        x, before = batch(rows), len(PLANS)
+        expected = step(model, model, x)
+        torch.testing.assert_close(step(program, model, x), expected, rtol=1e-5, atol=1e-5)
+        assert (len(PLANS) > before) is is_planned
+        assert peak_of(lambda: step(program, model, x)) <= most  # noqa: B023
+    assert "Model.forward is planned again: the batch is larger" in capsys.readouterr().err
 
 
 def test_gradients_that_are_added_to_are_there_from_the_start(in_use: list[int]) -> None:
