@@ -133,7 +133,7 @@ def test_an_optimizer_that_gets_its_state_is_planned_for(in_use: list[int], caps
     assert PLANS[-1].peak() == pytest.approx(most, rel=0.01)
     in_use[0] = most // 3
     found += [step(program, model, x) for _ in range(3)]
-    assert len(PLANS) == 2 and PLANS[-1].before == most // 3 and PLANS[-1].peak() <= most
+    assert len(PLANS) == 2 and most // 3 <= PLANS[-1].before <= 0.4 * most and PLANS[-1].peak() <= most
     assert capsys.readouterr().err.count("Model.forward is planned again: ") == 1
     for each in found:
         torch.testing.assert_close(each, expected, rtol=0, atol=0)
