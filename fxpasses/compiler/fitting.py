@@ -9,7 +9,9 @@ if it does not, and a smaller step is possible, the frame is compiled and planne
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -29,7 +31,7 @@ from fxpasses.errors import MemoryBudgetError
 from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.provenance import input_sources
 from fxpasses.memory import limits
-from fxpasses.memory.step import Step
+from fxpasses.memory.step import Outlook, Step
 from fxpasses.options import Memory
 
 Compiled = Callable[..., Any]
@@ -50,7 +52,7 @@ def fitted(
 ) -> Compiled:
     """What `compile` returns for a step with this budget, or for none. gm: the graph that Dynamo captured.
 
-    Raises `MemoryBudgetError` if it does not fit, and the frame has no graph yet; later there is a warning.
+    Raises `MemoryBudgetError` if it does not fit; there is a warning instead if a step of the model did fit.
     """
     if options.budget == "off":
         return compile(None)
@@ -58,10 +60,11 @@ def fitted(
         warn_once(("memory", "ranks"), "fastpack.memory does not plan for several ranks. The step has no budget.")
         return compile(None)
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    has_gradients = any(tensor.is_leaf and tensor.grad is not None for tensor in tensors)
-    step = Step(_bytes(options.budget, device), limits.in_use(device), has_gradients)
-    outgrown = _outgrown.pop(code, "") if code else ""
+    program = code, id(leaves[0]) if leaves else 0
+    outgrown = _outgrown.pop(program, "")
+    step = Step(_bytes(options.budget, device), limits.in_use(device), any(leaf.grad is not None for leaf in leaves))
     if outgrown == _LARGER:
         step.headroom = _HEADROOM
     elif outgrown and device.type == "cpu":
@@ -69,24 +72,32 @@ def fitted(
     run = compile(step)
     if not step.footprints:  # nothing was partitioned: the graph has no backward
         return run
+    over = step.peak() - step.budget
+    if over > 0 and step.may_shrink:  # the first kind of layers was planned before the others were known
+        step = replace(step, target=step.budget - over, footprints={}, may_shrink=False)
+        run = compile(step)
     if step.peak() > _TOLERANCE * step.budget:
         text = (
             f"fastpack.memory is {size(step.budget)}, and a step of this batch is predicted to take "
-            f"{size(step.peak())}, with as much computed again as can be: {size(step.before)} are in use before it, "
-            f"and {step.needs()}. Give it more, a smaller batch, or fastpack.offload"
+            f"{size(step.peak())}: {size(step.before)} are in use before it, and {step.needs()}. Give it more, a "
+            "smaller batch, or fastpack.offload"
         )
-        if not outgrown and (code is None or not cache_entries.has_any(code)):
+        if not outgrown and not any(known() is leaves[0] for known in _planned if leaves):
             raise MemoryBudgetError(text)
-        warn_once(("memory", "does not fit", code), text)
-    elif code is not None:
-        if outgrown:
-            progress.say(f"{getattr(code, 'co_qualname', code.co_name)} is planned again: {outgrown}")
-        return _guarded(run, step, gm, device, code)
-    return run
+        warn_once(("memory", "does not fit", program, step.budget), text)
+        return run
+    _planned.extend(map(weakref.ref, leaves[:1]))
+    if code is None or step.peak() > step.budget:
+        return run
+    if outgrown:
+        progress.say(f"{getattr(code, 'co_qualname', code.co_name)} is planned again: {outgrown}")
+    return _guarded(run, step, gm, _StillFits(step.outlook(), device, program, leaves))
 
 
 _LARGER = "the batch is larger"
-_outgrown: dict[CodeType, str] = {}  # frames that do not fit any more, with why
+_Program = tuple[CodeType | None, int]  # a frame's code, and the identity of a model's first parameter
+_outgrown: dict[_Program, str] = {}  # those that do not fit any more, with why
+_planned: list[weakref.ref[torch.Tensor]] = []  # the first parameters of models that fit once
 
 
 def _bytes(budget: int | str, device: torch.device) -> int:
@@ -98,7 +109,7 @@ def _bytes(budget: int | str, device: torch.device) -> int:
     return available * int(budget.removesuffix("%")) // 100
 
 
-def _guarded(run: Compiled, step: Step, gm: GraphModule, device: torch.device, code: CodeType) -> Compiled:
+def _guarded(run: Compiled, step: Step, gm: GraphModule, fits: _StillFits) -> Compiled:
     """Called while Dynamo compiles a graph: guard it by whether its step still fits, once it has run."""
     compilation = current_compilation()
     if not (step.may_shrink and can_guard()) or compilation is None or compilation.frame_compile_id >= _MOST_PLANS:
@@ -106,8 +117,7 @@ def _guarded(run: Compiled, step: Step, gm: GraphModule, device: torch.device, c
     inputs = gm.graph.find_nodes(op="placeholder")
     named = [(node, name) for node, name in zip(inputs, input_sources(gm), strict=True) if name]
     sources = [name for node, name in named if _has_symbols(node.meta.get("example_value"))]
-    fits = _StillFits(step, device, code)
-    check = Check(fits, None, code, "how much memory a step takes")
+    check = Check(fits, None, fits.program[0], "how much memory a step takes")
     guard_compiled_graph(check, sources or [name for _, name in named[:1]], f"a step takes {size(step.budget)} or less")
 
     @functools.wraps(run)
@@ -125,12 +135,17 @@ def _has_symbols(example: Any) -> bool:
 class _StillFits:
     """Whether the step of a graph fits, with what is in use now, for a batch. The first is that of the plan."""
 
-    def __init__(self, step: Step, device: torch.device, code: CodeType) -> None:
-        self._step, self._device, self._code = step, device, code
+    def __init__(
+        self, outlook: Outlook, device: torch.device, program: _Program, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self.program = program
         self.has_run = False  # before, what a compiler needs for a while is in use
+        self._outlook, self._device = outlook, device
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._planned = 1  # elements of the batch
         self._looks = 0
-        self._grown = 0
+        self._in_use = outlook.before
+        self._has_gradients = False
 
     def __call__(self, *batch: Any) -> bool:
         elements = sum(value.numel() for value in batch if isinstance(value, torch.Tensor))
@@ -139,12 +154,14 @@ class _StillFits:
             return True
         if self._looks < _LOOKS:
             self._looks += 1
-            self._grown = limits.in_use(self._device) - self._step.before
+            self._in_use = limits.in_use(self._device)
+            self._has_gradients = any(p is not None and p.grad is not None for p in (ref() for ref in self._parameters))
         larger = elements / self._planned
-        if self._step.peak_for(larger) + self._grown <= self._step.budget:
+        if self._outlook.fits(self._in_use, larger, self._has_gradients):
             return True
         if is_repeated() or cache_entries.may_not_recompile():
             return True
-        is_larger = self._step.peak_for(1.0) + self._grown <= self._step.budget
-        _outgrown[self._code] = _LARGER if is_larger else f"{size(self._grown)} more are in use"
+        is_larger = self._outlook.fits(self._in_use, 1.0, self._has_gradients)
+        more = f"{size(max(0, self._in_use - self._outlook.before))} more are in use"
+        _outgrown[self.program] = _LARGER if is_larger else more
         return False

@@ -23,6 +23,7 @@ from fxpasses.compiler.saved_order import may_save_objects
 from fxpasses.compiler.vector_tests import testing_one
 from fxpasses.experts.runtime import grouped_decompositions
 from fxpasses.fold.outlining import WHOLE, Place
+from fxpasses.graph.bodies import has_nested_regions
 from fxpasses.graph.collectives import check_waits, communicates, spans_ranks
 from fxpasses.graph.regions import Region
 from fxpasses.memory.step import Step
@@ -99,7 +100,7 @@ def _partitioners(
     """
     inner = _users_partitioner(options)
     memory = None
-    if step is not None and inner is None:
+    if step is not None and inner is None and not has_nested_regions(gm):
         from fxpasses.compiler.memory_partitioner import MemoryPartitioner
         from fxpasses.offload.inputs import activations
 

@@ -18,7 +18,6 @@ has a context of its own, with the guards of the frame.
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from fxpasses.compiler import progress
 from fxpasses.fold.outlining import Place, call_layer, outline
 from fxpasses.fold.segments import attribute, is_reference, segment
 from fxpasses.graph.modes import modes
-from fxpasses.memory.step import Step
+from fxpasses.memory.step import Call, Step
 
 Compiled = Callable[..., Any]
 Lower = Callable[[GraphModule, Sequence[Any], Place], Compiled]
@@ -55,7 +54,8 @@ class _Assembly:
         self.values: dict[Node, Any] = {}
         self.compiled: dict[Any, str] = {}  # by body, or by the form of a rest
         self.waiting: list[tuple[Place, Callable[[], None]]] = []  # compilations
-        self.calls: list[str] = []  # the pieces, in forward's order
+        self.calls: list[Call] = []  # in forward's order
+        self.returned: frozenset[str] = frozenset()
 
     def run(self, step: Step | None) -> Compiled:
         rest: list[Node] = []
@@ -77,10 +77,11 @@ class _Assembly:
                 rest.append(node)
             elif node.op == "output":
                 self._rest(rest, last=True)
+                self.returned = frozenset(operand.name for operand in node.all_input_nodes)
                 self.graph.output(map_arg(node.args[0], self.values.__getitem__))
         progress.expect(len(self.waiting))
         if step is not None:
-            step.pieces = [(name, len(list(same))) for name, same in itertools.groupby(self.calls)]
+            step.calls, step.returned = self.calls, self.returned
             self.waiting.sort(key=lambda each: each[0].calls > 1)
         for _, compile in self.waiting:
             compile()
@@ -100,7 +101,10 @@ class _Assembly:
             self.compiled[body] = self._piece(
                 body, operands, Place(len(reference.users), last=False, name=str(reference.target))
             )
-        self.values[call] = self._call(self.compiled[body], operands)
+        users = {user.args[1]: user.name for user in call.users}
+        count = len(call.meta["example_value"])
+        results = [users.get(position, f"{call.name} {position}") for position in range(count)]
+        self.values[call] = self._call(self.compiled[body], operands, results, is_layer=True)
 
     def _rest(self, nodes: list[Node], last: bool = False) -> None:
         if not nodes:
@@ -112,7 +116,7 @@ class _Assembly:
             name = f"rest_{len(self.compiled)}"
             piece = outline(self.gm, nodes, found.operands, found.live_outs, self.modes[nodes[0]], name)
             self.compiled[key] = self._piece(piece, found.operands, Place(1, last, name))
-        results = self._call(self.compiled[key], found.operands)
+        results = self._call(self.compiled[key], found.operands, [node.name for node in found.live_outs])
         for position, node in enumerate(found.live_outs):
             self.values[node] = self.graph.call_function(operator.getitem, (results, position))
 
@@ -128,6 +132,6 @@ class _Assembly:
         with tracing(context):
             self.pieces[place.name] = self.lower(piece, examples, place)
 
-    def _call(self, name: str, operands: Sequence[Node]) -> Node:
-        self.calls.append(name)
+    def _call(self, name: str, operands: Sequence[Node], results: Sequence[str], is_layer: bool = False) -> Node:
+        self.calls.append(Call(name, tuple(node.name for node in operands), tuple(results), is_layer))
         return self.graph.call_module(name, tuple(self.values[node] for node in operands))

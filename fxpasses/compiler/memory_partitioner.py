@@ -21,7 +21,7 @@ from fxpasses.memory.footprint import Footprint, footprint_of
 from fxpasses.memory.recompute import RATIOS, least_recomputing, partitions
 from fxpasses.memory.step import Step
 from fxpasses.offload.candidates import moved_bytes
-from fxpasses.offload.inputs import movable
+from fxpasses.offload.inputs import movable, operands_of, results_of
 from fxpasses.offload.saved import Partition, groups
 from fxpasses.options import Options
 from fxpasses.report import Report
@@ -48,9 +48,11 @@ class MemoryPartitioner(CustomPartitionerFn):
         outputs = kwargs["num_fwd_outputs"]
         inputs = movable(gm, self.activations, outputs)
 
+        positions = operands_of(gm), results_of(gm, outputs)
+
         def footprint(found: Graphs) -> Footprint:
             partition = Partition(*found, outputs, inputs)
-            return footprint_of(partition, self.fused, _moved(partition, self.options))
+            return footprint_of(partition, self.fused, _moved(partition, self.options), positions)
 
         def partition(joint: GraphModule) -> Graphs:
             return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
@@ -60,14 +62,14 @@ class MemoryPartitioner(CustomPartitionerFn):
             return self._plan(partitions(gm, partition, undo), footprint)
         return partition(gm)
 
-    def _plan(self, at: Callable[[float], Graphs], footprint: Callable[[Graphs], Footprint]) -> Graphs:
+    def _plan(self, at: Callable[[float], Graphs | None], footprint: Callable[[Graphs], Footprint]) -> Graphs:
         name = self.place.name
         if self.place.calls == 1:
-            found = at(1.0)
+            found: Any = at(1.0)
             self.step.footprints[name] = footprint(found)
             return found
-        ratio, found, _ = least_recomputing(
-            at, lambda tried: self.step.peak_for(self.step.headroom, **{name: footprint(tried)}), self.step.budget
+        ratio, found = least_recomputing(
+            at, lambda tried: self.step.peak({name: footprint(tried)}, self.step.headroom), self.step.target
         )
         self.step.footprints[name] = footprint(found)
         self.step.may_shrink |= ratio > RATIOS[-1]

@@ -24,11 +24,6 @@ def may_not_recompile() -> bool:
     return bool(torch._dynamo.config.error_on_recompile) or stance != "default"
 
 
-def has_any(code: CodeType) -> bool:
-    """Whether a frame has graphs."""
-    return bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
-
-
 def has_others(code: CodeType) -> bool:
     """Whether another backend has compiled graphs of a frame."""
     from fxpasses.dynamo.retracing import is_fastpack

@@ -12,8 +12,9 @@ nothing that some need comes of what others make: all of their results are there
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,61 +29,101 @@ from fxpasses.offload.saved import Partition
 # Reductions, and other operators that read their operands in the loop that makes their result.
 _FUSED = frozenset(
     {"_to_copy", "amax", "amin", "any", "argmax", "argmin", "cat", "constant_pad_nd", "convert_element_type", "copy_",
-     "max", "mean", "min", "prod", "slice_scatter", "select_scatter", "sum", "var", "var_mean"}
+     "gather", "max", "mean", "min", "prod", "slice_scatter", "select_scatter", "sum", "var", "var_mean"}
 )  # fmt: skip
 _COMPUTED = frozenset({"_to_copy", "arange", "convert_element_type", "full", "full_like", "iota", "new_full",
                        "new_zeros", "ones_like", "scalar_tensor", "zeros", "zeros_like"})  # fmt: skip
 
 
+Shared = tuple[frozenset[int], frozenset[int]]
+Positions = tuple[Mapping[str, int | None], Sequence[int | None]]
+
+
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a piece of a step needs besides its inputs.
+    """Bytes that a piece of a step needs besides its operands.
 
-    saved: of what forward leaves for backward. forward: the peak while forward runs. backward: the peak while backward
-    runs, with what was saved. gradients: of the parameters' gradients that backward leaves. unknown: the number of
-    tensors whose size only the batch determines, which count nothing.
+    kept: of what forward leaves for backward, but for operands and results. forward: the peak while forward runs, its
+    results included. results: of each result; 0 for views of others. views: results that are views of operands, by
+    position. saved_operands, saved_results: positions of those that backward needs. gradients: of the operands that
+    get one, by position. saved: bytes of all that backward needs of what autograd computes. unknown: the number of
+    tensors whose size only the batch determines, which count nothing. backward: see `backward_beside`.
     """
 
-    saved: int = 0
+    kept: int = 0
     forward: int = 0
-    backward: int = 0
-    gradients: int = 0
+    results: tuple[int, ...] = ()
+    views: Mapping[int, int] = field(default_factory=dict)
+    saved_operands: frozenset[int] = frozenset()
+    saved_results: frozenset[int] = frozenset()
+    gradients: Mapping[int, int] = field(default_factory=dict)
+    saved: int = 0
     unknown: int = 0
+    backward: Callable[[Shared], int] = lambda shared: 0
+
+    def backward_beside(self, operands: frozenset[int], results: frozenset[int]) -> int:
+        """The peak while backward runs: what was kept, the gradients that it gets, and all that it makes, besides these
+        operands and results, which others need as well and count."""
+        return self.backward((operands & self.saved_operands, results & self.saved_results))
 
 
-def footprint_of(partition: Partition, fused: bool, moved: Collection[str] = ()) -> Footprint:
+def footprint_of(
+    partition: Partition, fused: bool, moved: Collection[str] = (), positions: Positions | None = None
+) -> Footprint:
     """The footprint of a partitioned graph at the sizes of the batch that it is compiled for.
 
     fused: whether a compiler will fuse operators; else each node makes its tensors. moved: saved tensors that wait for
-    backward elsewhere, by name.
+    backward elsewhere, by name. positions: for each input of forward, which operand it is, and for each output, which
+    result; None for neither. By default they are in order.
     """
     forward = _Lives(partition.forward.graph, fused, moved)
-    inputs = forward.graph.find_nodes(op="placeholder")
-    owned = forward.on([node for node in inputs if node.name not in partition.inputs])
-    staying = [node for node in partition.saved() if node.name not in moved]
-    kept = forward.on(staying) - owned
     backward = _Lives(partition.backward.graph, fused)
+    inputs = forward.graph.find_nodes(op="placeholder")
+    operands, order = positions or ({node.name: at for at, node in enumerate(inputs)}, range(partition.outputs))
+    places = {node: operands.get(node.name) for node in inputs}
+    at = {number: place for node, place in places.items() if place is not None for number in forward.memory.of(node)}
+    given = forward.on(inputs)
+    results: dict[int, int] = {}  # by memory: the first result there
+    views: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for place, node in zip(order, partition.returned, strict=False):
+        if place is not None and isinstance(node, Node):
+            own = forward.memory.of(node)
+            for number in own & at.keys():
+                views[place] = at[number]
+            sizes[place] = sum(forward.bytes[number] for number in own - given if number not in results)
+            results |= {number: place for number in own - given if number not in results}
+    staying = [node for node in partition.saved() if node.name not in moved]
+    saved = forward.on(staying)
     arguments = backward.graph.find_nodes(op="placeholder")
     names = {node.name for node in partition.saved()} | {node.name for node in inputs}
-    saved = {node.name for node in staying if forward.memory.of(node) & kept}
-    lent = [node for node in arguments if node.name in saved or node.name not in names]  # the others are gradients
-    returning = [node for node in arguments if node.name in moved]
-    results = list(backward.graph.output_node().args[0])  # type: ignore[arg-type]
-    gradients = [
-        result
-        for result, primal in zip(results, inputs, strict=False)
-        if isinstance(result, Node) and primal.name not in partition.inputs
-    ]
+    held = backward.on([node for node in arguments if node.name not in names])  # gradients, which the caller has
+    returning = backward.on([node for node in arguments if node.name in moved])
+
+    def beside(shared: Shared) -> int:
+        others = {n for n in given if at.get(n) is None or at[n] in shared[0]}
+        others |= {number for number, place in results.items() if place in shared[1]}
+        theirs = [node for node in arguments if forward_named.get(node.name, frozenset()) & others]
+        kept = [node for node in arguments if forward_named.get(node.name, frozenset()) & (given | results.keys())]
+        return backward.peak(backward.on(theirs) - returning, returning, held, backward.on(kept))
+
+    forward_named = {node.name: forward.memory.of(node) for node in staying}
+    outcomes = list(backward.graph.output_node().args[0])  # type: ignore[arg-type]
     return Footprint(
-        saved=sum(forward.bytes[number] for number in kept),
-        forward=forward.peak(owned),
-        backward=backward.peak(
-            backward.on(arguments) - backward.on(lent) - backward.on(returning),
-            backward.on(returning),
-            held=backward.on([node for node in lent if node.name not in saved]),
-        ),
-        gradients=sum(backward.bytes[number] for number in backward.on(gradients)),
+        kept=sum(forward.bytes[number] for number in saved - given - results.keys()),
+        forward=forward.peak(given),
+        results=tuple(sizes.get(place, 0) for place in range(max(sizes, default=-1) + 1)),
+        views=views,
+        saved_operands=frozenset(at[number] for number in saved & given if number in at),
+        saved_results=frozenset(results[number] for number in saved & results.keys()),
+        gradients={
+            place: sum(backward.bytes[number] for number in backward.memory.of(outcome))
+            for outcome, place in zip(outcomes, places.values(), strict=False)
+            if isinstance(outcome, Node) and place is not None
+        },
+        saved=sum(forward.bytes[n] for n in saved - forward.on([i for i in inputs if i.name not in partition.inputs])),
         unknown=forward.unknown + backward.unknown,
+        backward=functools.lru_cache(beside),
     )
 
 
@@ -131,6 +172,10 @@ class _Lives:
             last = max((self._positions[node] for node in sharing), default=0)
             self.ends[number] = max([last, *map(self._read_until, users)])
             self._first[number] = min(map(self._read_from, users), default=len(nodes))
+        for node in nodes:  # operands before what reads them, so that nothing is deep
+            self._reads(node)
+        for number in self.ends:  # readers before what they read
+            self._readers(number)
         if self.fused:
             self._join_kernels()
 
@@ -196,10 +241,17 @@ class _Lives:
         """The memory of nodes."""
         return {number for node in nodes for number in self.memory.of(node)}
 
-    def peak(self, owned: set[int], returning: Collection[int] = (), held: Collection[int] = ()) -> int:
+    def peak(
+        self,
+        owned: Collection[int],
+        returning: Collection[int] = (),
+        held: Collection[int] = (),
+        kept: Collection[int] = (),
+    ) -> int:
         """The most bytes that live at a time, besides inputs that others own.
 
-        Inputs that are `returning` live from their first use on; `held` ones, which the caller has, to the end.
+        Inputs that are `returning` live from their first use on; `held` ones, which the caller has, to the end. No
+        result takes the place of those, nor of `kept` ones, which others may read.
         """
         change = [0] * (len(self._positions) + 1)
         for number, size in self.bytes.items():
@@ -208,12 +260,12 @@ class _Lives:
             begin = self._first[number] if number in returning else self.begins[number]
             change[begin] += size
             change[len(self._positions) if number in held else self.ends[number] + 1] -= size
-            if self._takes_place(number, size, owned):
+            if self._takes_place(number, size, {*owned, *held, *kept}):
                 change[begin] -= size
                 change[begin + 1] += size
         return max(itertools.accumulate(change))
 
-    def _takes_place(self, number: int, size: int, held: set[int]) -> bool:
+    def _takes_place(self, number: int, size: int, others: set[int]) -> bool:
         """Whether a fused result is written to the memory of an operand of this size that nothing else reads.
 
         One with several readers is often read by one kernel for all of them, which writes all results elsewhere.
@@ -221,10 +273,9 @@ class _Lives:
         node = self.memory.owners[number][0]
         if not self.fused or not _fuses(node):
             return False
-        operands = {n for operand in node.all_input_nodes for n in self.memory.of(operand)} - held - self._inlined
         return any(
             self.bytes[n] == size and self.ends[n] == self.begins[number] and len(self._readers(n)) == 1
-            for n in operands
+            for n in self._reads(node) - others
         )
 
     def _readers(self, number: int) -> set[Node]:

@@ -5,7 +5,7 @@
                                and softmax need     recompute for its bytes
 
 Recomputed random numbers would be others, where Inductor does not draw them from a seed that is saved; so the results
-of operators that draw them are saved, as are those of operators whose effects nobody may repeat.
+of operators that draw them are saved, as are those of operators whose effects nobody may repeat, or nobody knows.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `min_cut_rematerialization_partition` and its setting
 `activation_memory_budget`, which may save inputs alone at 0, whatever a node says; and `node.meta["recompute"]`.
@@ -13,6 +13,8 @@ Private names, checked on torch 2.11, 2.13 and 2.15: `min_cut_rematerialization_
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpasses.graph.copying import copy_graph_module
 
+log = logging.getLogger(__name__)
+
 Partition = tuple[GraphModule, GraphModule]
 # From the most that is saved to the least.
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01)
@@ -31,10 +35,10 @@ _FORCED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 def partitions(
     joint: GraphModule, partition: Callable[[GraphModule], Partition], undo_checkpoints: bool
-) -> Callable[[float], Partition]:
-    """A function that partitions a copy of `joint` at one of the `RATIOS`."""
+) -> Callable[[float], Partition | None]:
+    """A function that partitions a copy of `joint` at one of the `RATIOS`; None where PyTorch cannot."""
 
-    def at(ratio: float) -> Partition:
+    def at(ratio: float) -> Partition | None:
         gm = copy_graph_module(joint)
         for node in gm.graph.nodes:
             if undo_checkpoints and node.meta.get("recompute") in _FORCED:
@@ -43,24 +47,30 @@ def partitions(
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         settings: Any = torch._functorch.config
         with settings.patch(activation_memory_budget=ratio):
-            return partition(gm)
+            try:
+                return partition(gm)
+            except Exception as error:
+                if ratio == RATIOS[0]:
+                    raise
+                log.debug("no partition at %s", ratio, exc_info=error)
+                return None
 
     return at
 
 
 def least_recomputing(
     at: Callable[[float], Any], peak_of: Callable[[Any], int], most: int, ratios: Sequence[float] = RATIOS
-) -> tuple[float, Any, int]:
-    """The largest ratio whose partition has a peak of at most `most` bytes, with the partition and its peak.
+) -> tuple[float, Any]:
+    """The largest ratio whose partition has a peak of at most `most` bytes, with the partition.
 
     If there is none, the ratio with the lowest peak. The peak is taken to fall with the ratio, so that few are tried.
     """
-    tried: dict[int, tuple[Any, int]] = {}
+    tried: dict[int, tuple[Any, float]] = {}
 
     def fits(place: int) -> bool:
         if place not in tried:
             found = at(ratios[place])
-            tried[place] = found, peak_of(found)
+            tried[place] = found, math.inf if found is None else peak_of(found)
         return tried[place][1] <= most
 
     low, high = 0, len(ratios) - 1
@@ -72,12 +82,23 @@ def least_recomputing(
         any([fits(place) for place in range(high)])  # recomputed at one time, tensors may need more than saved ones
     fitting = [place for place, (_, peak) in tried.items() if peak <= most]
     best = min(fitting) if fitting else min(tried, key=lambda place: tried[place][1])
-    return ratios[best], *tried[best]
+    return ratios[best], tried[best][0]
 
 
 def _happens_once(node: Node) -> bool:
-    """Whether running a node again may give another result, or repeat an effect."""
-    tags: Any = getattr(node.target, "tags", ())
-    seeded = torch.Tag.nondeterministic_seeded in tags
-    schema = getattr(node.target, "_schema", None)
-    return seeded or bool(schema is not None and schema.is_mutable)
+    """Whether running a node again may give another result, or repeat an effect.
+
+    At ratios below 1, PyTorch runs anything again that is not tagged as random: bodies of higher-order operators, and
+    operators of other libraries, whose schemas do not say what they do.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    known = target.namespace in ("aten", "prims", "fxpasses") and target._schema.name not in _RUN_PROGRAMS
+    return not known or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+
+
+# Operators of ours that call functions of the program.
+_RUN_PROGRAMS = frozenset({"fxpasses::host_function", "fxpasses::loop_over_parts", "fxpasses::part_function"})

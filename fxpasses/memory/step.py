@@ -3,16 +3,31 @@
     forward    rest_0   layer_0  layer_0  layer_0   rest_1
     backward   rest_0   layer_0  layer_0  layer_0   rest_1      (from right to left)
 
-What a call of forward saves lives until its backward, and the gradients of its parameters from there on.
+What a call of forward saves for itself lives until its backward. What it returns lives until the last call that reads
+it, and if calls save it, until the backward of the first of them; it is there once, however many save it. A parameter's
+gradient lives from the backward of the last call that takes the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from fxpasses.base.units import size
 from fxpasses.memory.footprint import Footprint
+
+NONE: Mapping[str, Footprint] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a piece, with the names of the values that it takes and returns. is_layer: whether others are alike."""
+
+    piece: str
+    operands: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    is_layer: bool = False
 
 
 @dataclass
@@ -21,56 +36,160 @@ class Step:
 
     budget: the bytes that the process may use on the device. before: those that it uses before the step.
     has_gradients: whether gradients are among these, and backward adds to them. headroom: how many times larger the
-    batch may become for which the step is planned. pieces: the names of the pieces in forward's order, each with the
-    number of its calls. footprints: of the pieces that are partitioned. may_shrink: whether a piece could save less.
+    batch may become for which the step is planned. calls: in forward's order. returned: the values that the program
+    returns. footprints: of the pieces that are partitioned. may_shrink: whether a piece could save less.
     """
 
     budget: int
     before: int
     has_gradients: bool = False
     headroom: float = 1.0
-    pieces: Sequence[tuple[str, int]] = (("", 1),)
+    calls: Sequence[Call] = (Call(""),)
+    returned: frozenset[str] = frozenset()
     footprints: dict[str, Footprint] = field(default_factory=dict)
     may_shrink: bool = False
+    target: int = 0
 
-    def peak(self, **also: Footprint) -> int:
-        """The process's predicted peak. also: footprints of pieces that are not noted.
+    def __post_init__(self) -> None:
+        self.target = self.target or self.budget
 
-        Other layers without a footprint are taken to be like the largest that has one; other pieces need nothing.
+    def peak(self, also: Mapping[str, Footprint] = NONE, larger: float = 1.0, has_gradients: bool | None = None) -> int:
+        """The process's predicted peak. also: footprints of pieces not yet noted. larger: how many times the batch.
+
+        Layers without a footprint are taken to be like the largest that has one; other pieces need nothing.
         """
-        return self.before + peak(self._calls({**self.footprints, **also}), self.has_gradients)
+        there = self.has_gradients if has_gradients is None else has_gradients
+        known = {**self.footprints, **also}
+        calls = self._with_footprints(known)
+        found = peak(calls, self.returned, there)
+        if larger == 1:
+            return self.before + found
+        fixed = 0 if there else min(found, gradients(calls))
+        return round(self.before + fixed + larger * (found - fixed))
 
-    def peak_for(self, larger: float, **also: Footprint) -> int:
-        """`peak` for a batch that is so many times as large."""
-        gradients = sum(call.gradients for call in self._calls({**self.footprints, **also}))
-        fixed = self.before + (0 if self.has_gradients else gradients)
-        return round(fixed + larger * max(0, self.peak(**also) - fixed))
+    def _with_footprints(self, known: Mapping[str, Footprint]) -> list[tuple[Call, Footprint]]:
+        layers = [known[call.piece] for call in self.calls if call.is_layer and call.piece in known]
+        like = max(layers, key=lambda found: found.kept, default=Footprint())
+        return [(call, known.get(call.piece, like if call.is_layer else Footprint())) for call in self.calls]
 
-    def _calls(self, known: dict[str, Footprint]) -> list[Footprint]:
-        layers = [known[name] for name, count in self.pieces if count > 1 and name in known]
-        like = max(layers, key=lambda found: found.saved, default=Footprint())
-        return [
-            known.get(name, like if count > 1 else Footprint()) for name, count in self.pieces for _ in range(count)
-        ]
+    def outlook(self) -> Outlook:
+        """What is to be remembered of a plan."""
+        peaks = {there: self.peak(has_gradients=there) - self.before for there in (False, True)}
+        found = gradients(self._with_footprints(self.footprints))
+        return Outlook(self.budget, self.before, peaks[self.has_gradients], peaks[True], found)
 
     def needs(self) -> str:
         """What the peak is made of, in words."""
-        calls = self._calls(self.footprints)
-        saved, gradients = sum(call.saved for call in calls), sum(call.gradients for call in calls)
-        return f"{size(saved)} are saved for backward, {size(gradients)} are gradients"
+        calls = self._with_footprints(self.footprints)
+        kept = sum(footprint.kept for _, footprint in calls)
+        return f"layers keep {size(kept)} for backward, and gradients take {size(gradients(calls))}"
 
 
-def peak(calls: Sequence[Footprint], has_gradients: bool = False) -> int:
+@dataclass(frozen=True)
+class Outlook:
+    """A plan in numbers. added: the bytes that the step was predicted to add; added_to_gradients: those where gradients
+    are there already. budget, before: see `Step`. gradients: bytes."""
+
+    budget: int
+    before: int
+    added: int
+    added_to_gradients: int
+    gradients: int
+
+    def fits(self, in_use: int, larger: float, has_gradients: bool) -> bool:
+        """Whether a step fits beside what is in use, for a batch that is so many times as large."""
+        if has_gradients:
+            return in_use + larger * self.added_to_gradients <= self.budget
+        fixed = min(self.gradients, self.added)
+        return in_use + fixed + larger * (self.added - fixed) <= self.budget
+
+
+Calls = Sequence[tuple[Call, Footprint]]
+
+
+def gradients(calls: Calls) -> int:
+    return sum(_gradients(calls).values())
+
+
+def _gradients(calls: Calls) -> dict[str, int]:
+    """The bytes of the gradients of values that no call returns, by name: one for all calls that take the value."""
+    found: dict[str, int] = {}
+    made = {name for call, _ in calls for name in call.results}
+    for call, footprint in calls:
+        for at, of in footprint.gradients.items():
+            name = call.operands[at] if at < len(call.operands) else f"{call.piece} {at}"
+            if name not in made:
+                found[name] = max(of, found.get(name, 0))
+    return found
+
+
+@dataclass
+class _Value:
+    """What a call returns. made: the call's number; used: the last call that reads it; held: those whose backward
+    needs it."""
+
+    bytes: int
+    made: int
+    used: int
+    is_returned: bool = False
+    held: set[int] = field(default_factory=set)
+
+
+def peak(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: bool = False) -> int:
     """The most bytes that a step adds, whose forward makes these calls, and whose backward makes them in reverse.
 
     has_gradients: whether gradients are added to ones that are there already.
     """
-    live = most = 0
-    for call in calls:
-        most = max(most, live + call.forward)
-        live += call.saved
-    for call in reversed(calls):
-        live -= call.saved
-        most = max(most, live + call.backward)
-        live += 0 if has_gradients else call.gradients
+    values, named = _values(calls, returned)
+    most = kept = 0
+    for number, (_, footprint) in enumerate(calls):
+        there = (v for v in values.values() if v.made < number and (v.used >= number or v.held or v.is_returned))
+        most = max(most, kept + sum(value.bytes for value in there) + footprint.forward)
+        kept += footprint.kept
+    left: dict[str, int] = {}
+    all_gradients = {} if has_gradients else _gradients(calls)
+    for number, (call, footprint) in reversed([*enumerate(calls)]):
+        kept -= footprint.kept
+        others = {n for n, value in values.items() if value.is_returned or min(value.held, default=number) < number}
+        live = sum(values[name].bytes for name in others)
+        live += sum(value.bytes for value in values.values() if value.made < number < value.used)  # its gradient waits
+        own = footprint.backward_beside(
+            frozenset(
+                at
+                for at in footprint.saved_operands
+                if at >= len(call.operands) or (name := named(call.operands[at])) not in values or name in others
+            ),
+            frozenset(at for at in footprint.saved_results if not call.results or named(call.results[at]) in others),
+        )
+        most = max(most, kept + live + sum(left.values()) + own)
+        mine = call.operands or [f"{call.piece} {at}" for at in footprint.gradients]
+        left |= {name: all_gradients[name] for name in mine if name in all_gradients}
     return most
+
+
+def _values(calls: Calls, returned: frozenset[str]) -> tuple[dict[str, _Value], Callable[[str], str]]:
+    """What the calls return, by name; and the name of what something is a view of, or its own."""
+    found: dict[str, _Value] = {}
+    views: dict[str, str] = {}
+
+    def named(name: str) -> str:
+        return views.get(name, name)
+
+    for number, (call, footprint) in enumerate(calls):
+        results = call.results or [f"{call.piece} {at}" for at in range(len(footprint.results))]
+        for at, name in enumerate(results):
+            of = footprint.views.get(at)
+            if of is not None:
+                views[name] = named(call.operands[of]) if of < len(call.operands) else ""
+            elif at < len(footprint.results):
+                found[name] = _Value(footprint.results[at], number, number, is_returned=not call.results)
+            if (known := found.get(named(name))) is not None:
+                known.is_returned |= name in returned
+                if at in footprint.saved_results:
+                    known.held.add(number)
+        for at, name in enumerate(call.operands):
+            if (known := found.get(named(name))) is not None:
+                known.used = number
+                if at in footprint.saved_operands:
+                    known.held.add(number)
+    return found, named

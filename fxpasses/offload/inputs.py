@@ -45,6 +45,17 @@ def movable(joint: GraphModule, positions: Iterable[int], outputs: int) -> froze
     return frozenset(node.name for node in placeholders if _position(node.meta.get("desc")) in wanted)
 
 
+def operands_of(joint: GraphModule) -> dict[str, int | None]:
+    """For each input of a joint graph, by name, the position of the captured graph's input; None for others."""
+    return {node.name: _position(node.meta.get("desc")) for node in joint.graph.find_nodes(op="placeholder")}
+
+
+def results_of(joint: GraphModule, outputs: int) -> list[int | None]:
+    """For each output of a joint graph's forward, the position of the captured graph's result; None for others."""
+    described = joint.graph.output_node().meta.get("desc") or [None] * outputs
+    return [each.idx if type(each).__name__ == "PlainAOTOutput" else None for each in described[:outputs]]
+
+
 def _position(described: Any) -> int | None:
     """The position of the described input of the captured graph, or of the subclass, such as DTensor, that holds it."""
     while hasattr(described, "attr") and hasattr(described, "base"):

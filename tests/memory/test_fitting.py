@@ -301,6 +301,6 @@ def test_random_programs(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(found[-1], found[0], rtol=0, atol=0)
             peak = peak_of(lambda: step(program, model, x))  # noqa: B023
             predicted = PLANS[-1].peak()
-            # What two pieces save counts for both: in these small programs that shows.
-            assert 0.98 * peak <= predicted <= 1.3 * peak, (seed, budget, predicted, peak)
+            # Gradients of a sum's operands are one tensor, and count twice.
+            assert 0.98 * peak <= predicted <= 1.2 * peak, (seed, budget, predicted, peak)
             most = most or predicted
