@@ -86,6 +86,10 @@ class MemoryPartitioner(CustomPartitionerFn):
         report.changes.append(f"the predicted peak of {size(peak)} {fits} {size(self.step.budget)}")
         self.reports.append(report)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Inductor pickles its settings for the keys of its cache; what is planned is in the graphs."""
+        return {"uuid": self.uuid()}
+
     def uuid(self) -> Any:
         """The key in Inductor's cache, whose graphs are those that this has made."""
         return "fxpasses", code_digest(), NAME

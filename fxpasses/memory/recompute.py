@@ -48,7 +48,8 @@ def partitions(
         settings: Any = torch._functorch.config
         with settings.patch(activation_memory_budget=ratio):
             try:
-                return partition(gm)
+                found = partition(gm)
+                return found if all(map(_is_savable, found[0].graph.output_node().all_input_nodes)) else None
             except Exception as error:
                 if ratio == RATIOS[0]:
                     raise
@@ -83,6 +84,12 @@ def least_recomputing(
     fitting = [place for place, (_, peak) in tried.items() if peak <= most]
     best = min(fitting) if fitting else min(tried, key=lambda place: tried[place][1])
     return ratios[best], tried[best][0]
+
+
+def _is_savable(node: Node) -> bool:
+    """Whether a result of forward is no tuple. PyTorch saves an operator with several results whole, where it is all
+    that has to be saved."""
+    return not isinstance(node.meta.get("val"), (list, tuple))
 
 
 def _happens_once(node: Node) -> bool:

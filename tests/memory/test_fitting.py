@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import warnings
 from collections.abc import Callable
@@ -17,8 +18,11 @@ import fxpasses
 import fxpasses.inspect
 from bench.counting import allocated_bytes as peak_of
 from fxpasses.compiler import fitting, memory_partitioner
+from fxpasses.fold.outlining import WHOLE
 from fxpasses.memory import limits
+from fxpasses.memory.footprint import Footprint, footprint_of
 from fxpasses.memory.step import Step
+from fxpasses.options import Options
 from tests.support import compiled, thorough
 
 ROWS, WIDTH, LAYERS = 256, 32, 6
@@ -213,6 +217,109 @@ def test_what_is_dropped_in_forward_is_dropped_in_backward(lowering: str) -> Non
     assert tried
 
 
+@torch.library.custom_op("fxpasses_tests::unknown_noise", mutates_args=())
+def unknown_noise(x: Tensor) -> Tensor:
+    """Nothing in its schema says that it is random."""
+    return torch.rand_like(x)
+
+
+@unknown_noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def of_cond(x: Tensor) -> Tensor:
+    return torch.cond(x.shape[0] > 0, lambda y: F.dropout(y, 0.5), lambda y: y.clone(), (x,))
+
+
+@pytest.mark.parametrize("noise", [torch.rand_like, unknown_noise, F.dropout, of_cond])
+def test_what_is_random_or_unknown_runs_once(noise: Callable[[Tensor], Tensor]) -> None:
+    """Before, operators without PyTorch's tag, and bodies of higher-order ones, ran again, with other numbers."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                y = layer(x).tanh()
+                x = (y * noise(y.detach())).sin() * y
+            return x.square().sum()
+
+    expected, _ = added(Noisy, PLENTY)
+    most = PLANS[-1].peak()
+    for share in (0.8, 0.6):
+        try:
+            found, _ = added(Noisy, round(share * most))
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            assert "MemoryBudgetError" in str(error) and share < 0.8
+            break
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_long_chains_of_fused_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a RecursionError from some 500 on."""
+    found = []
+
+    def fused(partition: Any, _: bool, *given: Any) -> Any:
+        found.append(footprint_of(partition, True, *given))
+        return found[-1]
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.ones(8)) for _ in range(700))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for weight in self.weights:
+                x = x * weight
+            return x.sum()
+
+    monkeypatch.setattr(memory_partitioner, "footprint_of", fused)
+    model = Chain()
+    compiled(model, "aot_eager", memory=PLENTY, fold="off")(torch.ones(4, 8)).backward()
+    assert found and found[-1].forward > 0
+
+
+def test_a_budget_that_cannot_be_is_refused_for_each_model() -> None:
+    """Before, a graph of another model of the class, or of inference, made it a warning."""
+    _, most = added(Model, PLENTY)
+    torch._dynamo.reset()
+    step(compiled(Model(), "aot_eager", memory=most), Model(), batch())
+    model = Model()
+    program = compiled(model, "aot_eager", memory=most // 10)
+    with torch.no_grad():
+        program(batch())
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="MemoryBudgetError"):
+            program(batch())
+
+
+def test_logits_that_the_program_returns_are_there_in_backward() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 64 * WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.head(x.sin())
+            return logits.logsumexp(-1).sum(), logits
+
+    model, x = Head(), batch()
+    program = compiled(model, "aot_eager", memory=PLENTY)
+
+    def run() -> None:
+        loss, logits = program(x)
+        loss.backward()
+        model.zero_grad()
+        del logits
+
+    run()
+    assert peak_of(run) == pytest.approx(PLANS[-1].peak(), rel=0.03)
+
+
 def test_a_planner_that_fails_leaves_the_graph_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> Any:
         raise ZeroDivisionError("a defect")
@@ -225,6 +332,13 @@ def test_a_planner_that_fails_leaves_the_graph_as_it_is(monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match="planning memory failed .ZeroDivisionError: a defect.*without a budget"):
         found = step(program, model, batch())
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_plan_is_no_part_of_a_key() -> None:
+    """Inductor pickles its settings, and keeps nothing that it cannot pickle."""
+    one = Step(1, 2, footprints={"a": Footprint(backward=lambda shared: 0)})
+    partitioner = memory_partitioner.MemoryPartitioner(Options.parse({"fastpack.memory": 1}), one, WHOLE)
+    assert pickle.dumps(partitioner)
 
 
 def test_inference_has_no_plan() -> None:
