@@ -30,6 +30,8 @@ from fxpasses.version import code_digest
 
 _REFUSED = {entry.name: entry.not_in_inductor for entry in registry.PASSES if entry.not_in_inductor}
 _WITHOUT_EFFECT = {
+    "memory": "it plans layers that are compiled once",
+    "memory.checkpoints": "it plans layers that are compiled once",
     **{option: entry.not_in_inductor for entry in registry.PASSES if entry.not_in_inductor for option in entry.options},
     "capture": "no hook sees Dynamo's trace; set torch._dynamo.config.capture_scalar_outputs and "
     "capture_dynamic_output_shape_ops yourself",
