@@ -82,11 +82,11 @@ def fitted(
             f"{size(step.peak())}: {size(step.before)} are in use before it, and {step.needs()}. Give it more, a "
             "smaller batch, or fastpack.offload"
         )
-        if not outgrown and not any(known() is leaves[0] for known in _planned if leaves):
+        if not outgrown and not any(leaves and of() is leaves[0] and known == step.budget for of, known in _planned):
             raise MemoryBudgetError(text)
         warn_once(("memory", "does not fit", program, step.budget), text)
         return run
-    _planned.extend(map(weakref.ref, leaves[:1]))
+    _planned.extend((weakref.ref(leaf), step.budget) for leaf in leaves[:1])
     if code is None or step.peak() > step.budget:
         return run
     if outgrown:
@@ -97,7 +97,7 @@ def fitted(
 _LARGER = "the batch is larger"
 _Program = tuple[CodeType | None, int]  # a frame's code, and the identity of a model's first parameter
 _outgrown: dict[_Program, str] = {}  # those that do not fit any more, with why
-_planned: list[weakref.ref[torch.Tensor]] = []  # the first parameters of models that fit once
+_planned: list[tuple[weakref.ref[torch.Tensor], int]] = []  # the first parameters of models that fit a budget
 
 
 def _bytes(budget: int | str, device: torch.device) -> int:

@@ -284,11 +284,12 @@ def test_long_chains_of_fused_operators(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_budget_that_cannot_be_is_refused_for_each_model() -> None:
-    """Before, a graph of another model of the class, or of inference, made it a warning."""
+    """Before, a graph of another model of the class, of another budget, or of inference, made it a warning."""
     _, most = added(Model, PLENTY)
     torch._dynamo.reset()
-    step(compiled(Model(), "aot_eager", memory=most), Model(), batch())
     model = Model()
+    step(compiled(model, "aot_eager", memory=most), model, batch())
+    torch._dynamo.reset()
     program = compiled(model, "aot_eager", memory=most // 10)
     with torch.no_grad():
         program(batch())
