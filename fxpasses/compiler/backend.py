@@ -329,7 +329,7 @@ def _lower_main(
     result: Result, gm: GraphModule, settings: Options, salt: str, code: CodeType | None, on_report: OnReport
 ) -> Callable[..., Any]:
     compile = functools.partial(_lower_pieces, result, settings, salt, on_report)
-    return fitted(settings.memory, gm, result.example_inputs, code, compile)
+    return fitted(settings.memory, gm, result.example_inputs, code, compile, settings.strict)
 
 
 def _lower_pieces(

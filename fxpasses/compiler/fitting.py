@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from fxpasses.base.containment import contained
 from fxpasses.base.once import warn_once
 from fxpasses.base.units import size
 from fxpasses.compiler import progress
@@ -49,6 +50,7 @@ def fitted(
     example_inputs: Sequence[Any],
     code: CodeType | None,
     compile: Callable[[Step | None], Compiled],
+    strict: bool = False,
 ) -> Compiled:
     """What `compile` returns for a step with this budget, or for none. gm: the graph that Dynamo captured.
 
@@ -64,7 +66,12 @@ def fitted(
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     program = code, id(leaves[0]) if leaves else 0
     outgrown = _outgrown.pop(program, "")
-    step = Step(_bytes(options.budget, device), limits.in_use(device), any(leaf.grad is not None for leaf in leaves))
+    before = None
+    with contained("asking for the memory in use", "The step has no budget.", strict):
+        before = limits.in_use(device)
+    if before is None:
+        return compile(None)
+    step = Step(_bytes(options.budget, device), before, any(leaf.grad is not None for leaf in leaves))
     if outgrown == _LARGER:
         step.headroom = _HEADROOM
     elif outgrown and device.type == "cpu":
@@ -72,7 +79,11 @@ def fitted(
     run = compile(step)
     if not step.footprints:  # nothing was partitioned: the graph has no backward
         return run
-    over = step.peak() - step.budget
+    over = None
+    with contained("planning memory", "The step has no budget.", strict):
+        over = step.peak() - step.budget
+    if over is None:
+        return run
     if over > 0 and step.may_shrink:  # the first kind of layers was planned before the others were known
         step = replace(step, target=step.budget - over, footprints={}, may_shrink=False)
         run = compile(step)
@@ -86,6 +97,7 @@ def fitted(
             raise MemoryBudgetError(text)
         warn_once(("memory", "does not fit", program, step.budget), text)
         return run
+    _planned[:] = [each for each in _planned if each[0]() is not None]
     _planned.extend((weakref.ref(leaf), step.budget) for leaf in leaves[:1])
     if code is None or step.peak() > step.budget:
         return run

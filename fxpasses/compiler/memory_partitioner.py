@@ -68,12 +68,16 @@ class MemoryPartitioner(CustomPartitionerFn):
             found: Any = at(1.0)
             self.step.footprints[name] = footprint(found)
             return found
-        ratio, found = least_recomputing(
-            at, lambda tried: self.step.peak({name: footprint(tried)}, self.step.headroom), self.step.target
-        )
-        self.step.footprints[name] = footprint(found)
+        known: dict[int, Footprint] = {}  # by the identity of a partition
+
+        def peak(tried: Graphs) -> int:
+            known[id(tried)] = footprint(tried)
+            return self.step.peak({name: known[id(tried)]}, self.step.headroom)
+
+        ratio, found = least_recomputing(at, peak, self.step.target)
+        self.step.footprints[name] = known[id(found)]
         self.step.may_shrink |= ratio > RATIOS[-1]
-        self._report(ratio, footprint(found))
+        self._report(ratio, known[id(found)])
         return found
 
     def _report(self, ratio: float, footprint: Footprint) -> None:

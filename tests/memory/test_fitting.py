@@ -335,6 +335,26 @@ def test_a_planner_that_fails_leaves_the_graph_as_it_is(monkeypatch: pytest.Monk
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("piece", ["fxpasses.memory.step.peak", "fxpasses.memory.limits.in_use"])
+def test_a_step_that_cannot_be_planned_has_no_budget(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one warning. Before, its graph ran uncompiled."""
+
+    def fails(*given: Any) -> Any:
+        raise ZeroDivisionError(f"a defect in {piece}")
+
+    expected, _ = added(Model, PLENTY)
+    torch._dynamo.reset()
+    monkeypatch.setattr(piece, fails)
+    model = Model()
+    program = compiled(model, "aot_eager", memory=1000, strict=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = step(program, model, batch())
+    texts = [str(each.message) for each in said if str(each.message).startswith("fxpasses: ")]
+    assert len(texts) == 1 and f"a defect in {piece}" in texts[0] and "budget" in texts[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_a_plan_is_no_part_of_a_key() -> None:
     """Inductor pickles its settings, and keeps nothing that it cannot pickle."""
     one = Step(1, 2, footprints={"a": Footprint(backward=lambda shared: 0)})
