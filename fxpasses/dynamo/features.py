@@ -7,6 +7,9 @@ A module has `handlers` (`dynamo/interceptions.py`) and, where the feature needs
     check(trace, gm, rewritten)     # raises `FeatureRejected` for a graph that must not be used
     is_following(trace)             # whether it follows each instruction, so that none may be skipped
     changed(trace)                  # called when Python's state has changed in a way that the trace does not record
+    may_replace(trace, operands)    # whether it would trace a layer alike with other operands, by those that it had
+    can_be_copied(trace, branches, nodes, results)  # whether copies of these do what a layer's trace has done
+    copied(trace, branches, copies, symbols)    # called with the copies of nodes, and of the symbols of sizes
 
 `check` is called with None in place of graphs that are not known yet. A feature keeps its knowledge of one trace in a
 class of its own, which `Trace.state` instantiates on first use.

@@ -4,29 +4,37 @@
     h_3 = linear(h_2, w_1);  h_4 = gelu(h_3)          the same nodes, for `layers[1]`
 
 Each copy runs on its operands' fake tensors, as it would if Dynamo had traced it: views share memory, writes count, and
-operators put their questions about sizes. What it returns must be as the original's result, in all but its memory.
+operators put their questions about sizes. What they have made must in the end be as the originals were when their layer
+was traced, in all but its memory.
 
-A checkpoint has a body, a graph of its own, which is copied with it.
+A checkpoint has a body, a graph of its own, which is copied with it. A size that is known only at run time has a symbol
+of its own in each copy (`dynamo/made_sizes.py`). Where the nodes switch gradients or autocast, so do the copies.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch._dynamo.utils.get_fake_value`, `set_example_value` and
-`_disable_saved_tensors_hooks_during_tracing`; `wrap_fx_proxy`; of Dynamo's tracer, `create_node` and `proxy`;
-of `OutputGraph`, `current_tracer`, `nn_modules` and `install_subgraph`.
+`_disable_saved_tensors_hooks_during_tracing`; `wrap_fx_proxy`; of Dynamo's tracer, `create_node`, `proxy` and
+`track_produced_symints`; of `OutputGraph`, `current_tracer`, `nn_modules` and `install_subgraph`; in a node's `meta`,
+`unbacked_bindings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch._dynamo import utils
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from fxpasses.dynamo.equal_guards import storage_size
+from fxpasses.dynamo.made_sizes import renamed
 from fxpasses.graph.symbols import expression, is_symbolic
 
 
@@ -58,28 +66,67 @@ def can_copy(output: Any, node: Node) -> bool:
         users = list(node.users)
         is_body = isinstance(body, GraphModule) and len(users) == 1 and users[0].args[:1] == (node,)
         return is_body and users[0].target is _CHECKPOINT and all(can_copy(output, inner) for inner in body.graph.nodes)
+    if node.op == "call_function" and node.target in _MODES:
+        return True
+    if node.op == "call_function" and node.target in _WITHOUT_VALUES:
+        return True
     is_call = node.op in ("call_function", "call_method") and "example_value" in node.meta
     return is_call and (node.target is _CHECKPOINT or not isinstance(node.target, HigherOrderOperator))
 
 
-class Copying:
-    """replaced: for each original operand, what the copies take in its place.
+def forms_of(nodes: Iterable[Node]) -> dict[Node, Any]:
+    return {node: form_of(node.meta["example_value"]) for node in nodes if "example_value" in node.meta}
 
-    describe: is given the `meta` of each copy, which is that of its original, to correct it.
+
+def inner_nodes(output: Any, nodes: Iterable[Node]) -> Iterator[Node]:
+    """The nodes of the bodies of checkpoints."""
+    for node in nodes:
+        if node.op == "get_attr":
+            inner = list(output.nn_modules[node.target].graph.nodes)
+            yield from inner
+            yield from inner_nodes(output, inner)
+
+
+class Copying:
+    """replaced: for each original operand, what the copies take in its place. forms: of the nodes' values, the bodies'
+    included, after the last of the nodes.
+
+    describe: is given the `meta` of each copy, which is that of its original, to correct it. copies: by original node.
+    symbols: of sizes that are known only at run time, by those of the originals.
     """
 
-    def __init__(self, tx: Any, replaced: Mapping[Node, Node], describe: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        tx: Any,
+        replaced: Mapping[Node, Node],
+        forms: Mapping[Node, Any],
+        describe: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._forms = forms
         self.tx, self._output, self._describe = tx, tx.output, describe
         self._replaced = dict(replaced)
+        self.copies: dict[Node, Node] = {}
+        self.symbols: dict[Any, Any] = {}
         self._made: list[Node] = []
         self._bodies: list[str] = []
+        self._had_gradients = torch.is_grad_enabled()
+        self._entered: dict[Node, Any] = {}  # regions of autocast
 
-    def copy(self, nodes: Iterable[Node], wrapped: Collection[Node]) -> dict[Node, Any]:
+    def copy(self, nodes: Iterable[Node], wrapped: Collection[Node], makes_sizes: bool) -> dict[Node, Any]:
         """Copy nodes; returns Dynamo's variables for the copies of those in `wrapped`.
+
+        makes_sizes: whether the originals have made sizes that are known only at run time. As no other copy has these,
+        fake results are not looked up: PyTorch would compute each of them twice, to keep it.
 
         Raises `Different`, and whatever an operator raises.
         """
-        found = {}
+        with disable_fake_tensor_cache(self._output.fake_mode) if makes_sizes else nullcontext():
+            self._copy(nodes)
+        self._check()
+        tracer = self._output.current_tracer
+        return {node: self._variable(tracer, self.copies[node]) for node in wrapped}
+
+    def _copy(self, nodes: Iterable[Node]) -> None:
         tracer = self._output.current_tracer
         for node in nodes:
             target = self._body(node) if node.op == "get_attr" else node.target
@@ -88,19 +135,24 @@ class Copying:
             self._replaced[node] = copy
             self._made.append(copy)
             self._note(node, copy)
-            if node in wrapped:
-                found[node] = wrap_fx_proxy(self.tx, tracer.proxy(copy))
-                _check(node, copy)
-            elif node.op != "get_attr":
+            if node.op != "get_attr":
                 self._run(node, copy)
-        return found
+
+    def _variable(self, tracer: Any, copy: Node) -> Any:
+        """Dynamo's variable for a copy, made after the writes to it."""
+        value = copy.meta.pop("example_value")  # which is to be given, or in the node, and not both
+        return wrap_fx_proxy(self.tx, tracer.proxy(copy), example_value=value)
 
     def undo(self, erase: Callable[[list[Node]], None]) -> None:
+        for entered in reversed(self._entered.values()):
+            _exit_autocast(entered)
+        torch._C._set_grad_enabled(self._had_gradients)
         erase(self._made)
         for name in self._bodies:
             del self._output.nn_modules[name]
 
     def _note(self, node: Node, copy: Node) -> None:
+        self.copies[node] = copy
         kept = {key: value for key, value in node.meta.items() if key not in _OWN}
         copy.meta = {**kept, **{key: value for key, value in copy.meta.items() if key in _OWN}}
         if "source_fn_stack" in kept:
@@ -111,6 +163,13 @@ class Copying:
     def _run(self, node: Node, copy: Node) -> None:
         """Give a copy its example, a fake tensor or several."""
         copy.meta.pop("example_value", None)
+        if node.target in _MODES:
+            self._switch(copy)
+            return
+        if "example_value" not in node.meta:
+            if node.target is operator.setitem:
+                utils.get_fake_value(copy, self.tx, allow_non_graph_fake=True)
+            return
         if node.target is _CHECKPOINT:
             (reference, *_) = copy.all_input_nodes
             (results,) = self._output.nn_modules[reference.target].graph.output_node().args
@@ -119,7 +178,33 @@ class Copying:
             with utils._disable_saved_tensors_hooks_during_tracing():
                 value = utils.get_fake_value(copy, self.tx, allow_non_graph_fake=True)
         utils.set_example_value(copy, value)
-        _check(node, copy)
+        self._learn(node, copy)
+        tracer = self._output.current_tracer
+        if self.symbols and isinstance(value, _SIZED) and copy.graph is tracer.graph:
+            tracer.track_produced_symints(value, tracer.proxy(copy))  # for bodies that read the size later
+
+    def _switch(self, copy: Node) -> None:
+        if copy.target is torch._C._set_grad_enabled:
+            torch._C._set_grad_enabled(*copy.args)
+        elif copy.target is _enter_autocast:
+            self._entered[copy] = _enter_autocast(*copy.args)
+        else:
+            _exit_autocast(self._entered.pop(copy.args[0]))  # type: ignore[arg-type]
+
+    def _learn(self, node: Node, copy: Node) -> None:
+        """Note the sizes that a copy makes."""
+        bound, made = (each.meta.get("unbacked_bindings") or {} for each in (node, copy))
+        if [*bound.values()] != [*made.values()]:
+            raise Different(f"{copy.name} makes other sizes than {node.name}")
+        self.symbols.update(zip(bound, made, strict=True))
+
+    def _check(self) -> None:
+        if self._entered or torch.is_grad_enabled() is not self._had_gradients:
+            raise Different("the copies end in another mode")
+        for node, form in self._forms.items():
+            copy = self.copies[node]
+            if form_of(copy.meta["example_value"]) != renamed(form, self.symbols):
+                raise Different(f"{copy.name} is not as {node.name}")
 
     def _body(self, node: Node) -> str:
         """The name of a copy of a checkpoint's body, for the copied operands of the checkpoint."""
@@ -141,9 +226,7 @@ class Copying:
                 copy.target = self._body(inner)
             self._replaced = outer
             self._note(inner, copy)
-            if inner.op == "placeholder":
-                _check(inner, copy)
-            elif inner.op not in ("get_attr", "output"):
+            if inner.op not in ("placeholder", "get_attr", "output"):
                 self._run(inner, copy)
         made = GraphModule(self._output.nn_modules, graph)
         made.meta = dict(body.meta)
@@ -152,9 +235,7 @@ class Copying:
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_MODES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
+_WITHOUT_VALUES = (operator.setitem, operator.getitem)  # `x[i] = y`; the elements of `x.tolist()`
+_SIZED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _OWN = frozenset({"example_value", "creation_timestamp", "unbacked_bindings"})  # of each node
-
-
-def _check(node: Node, copy: Node) -> None:
-    if form_of(copy.meta["example_value"]) != form_of(node.meta["example_value"]):
-        raise Different(f"{copy.name} is not as {node.name}")

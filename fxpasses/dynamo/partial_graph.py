@@ -75,6 +75,11 @@ class PartialGraph:
         self.walk_on()
         return isinstance(self.walk.values.get(node), (Scalar, Tensor))
 
+    def is_number(self, found: Any) -> bool:
+        """Whether a value of metadata defines a symbol."""
+        self.walk_on()
+        return found in self.walk.numbers
+
     def extra(self, found: Any) -> Extra:
         """The value that defines a symbol; raises `NotKnown`."""
         self.walk_on()

@@ -275,6 +275,10 @@ class Trace:
             return None
         return None if value is sympy.nan else value  # sympy does not compare NaN
 
+    def is_metadata(self, symbol: Any) -> bool:
+        """Whether the batch alone determines a symbol."""
+        return self.graph is None or self.graph.is_number(symbol)
+
     def answer(self, symbol: Any) -> Any:
         """The value of a symbol with which the batch answers a question, or None: that of a part is the first one's."""
         if self.part is not None and not self.operators and self._answering and not self._is_refused():

@@ -70,6 +70,13 @@ def marks(node: Node) -> list[tuple[int, str]]:
     return node.meta.get(BRANCHES, [])
 
 
+def set_marks(node: Node, found: list[tuple[int, str]]) -> None:
+    """Replace the marks of a node, which may be a copy with another's."""
+    node.meta.pop(BRANCHES, None)
+    if found:
+        node.meta[BRANCHES] = found
+
+
 def sets_gradients(node: Node) -> bool:
     """Whether a node begins or ends `with torch.no_grad():`, as Dynamo writes it."""
     return node.op == "call_function" and node.target is torch._C._set_grad_enabled and len(node.args) == 1

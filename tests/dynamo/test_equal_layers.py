@@ -199,6 +199,22 @@ class Returning(Layer):
         return super().forward(x), None, x
 
 
+class Switching(Layer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            scale = self.scale * x.mean()
+        return super().forward(x) * scale
+
+
+class Casting(Layer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.up(x)
+            with torch.autocast("cpu", enabled=False):
+                y = y.float() * 2
+        return x + self.down(y)
+
+
 def with_tuples(model: Model, layer: nn.Module, place: int, x: Tensor, mask: Tensor | None) -> Tensor:
     y, _, x = layer(x)
     return y + x
@@ -258,6 +274,8 @@ COPIED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "checkpoints around": (lambda: Model([Layer() for _ in range(N)], checkpointing), N - 1),
     "checkpoints twice": (lambda: Model([Checkpointed() for _ in range(N)], checkpointing), N - 1),
     "tied": (lambda: Model(tied()), N - 1),
+    "gradients off inside": (lambda: Model([Switching() for _ in range(N)]), N - 1),
+    "autocast inside": (lambda: Model([Casting() for _ in range(N)]), N - 1),
     "two kinds": (lambda: Model([Layer() if i % 2 else WithDropout() for i in range(2 * N)]), 2 * N - 2),
 }
 
@@ -315,13 +333,6 @@ class ReadingOwner(Layer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(x) * self.owner[0].level
-
-
-class Switching(Layer):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        with torch.no_grad():
-            scale = self.scale * x.mean()
-        return super().forward(x) * scale
 
 
 STEP = {"n": 1}
@@ -400,7 +411,6 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "an attribute that changes": (owned, 0),
     "other sizes": (lambda: Model([Layer() for _ in range(N)], growing), N - 3),
     "other modes": (lambda: Model([Layer() for _ in range(N)], partly_frozen), 0),
-    "modes inside": (lambda: Model([Switching() for _ in range(N)]), 0),
 }  # fmt: skip
 
 

@@ -12,23 +12,25 @@ second would be that of the first, but for the tensors that they own. It would, 
 - the process's modes, which are compared.
 
 A layer is not copied, and its likes are traced, if it changes an object that is older than itself, reads one that the
-trace has changed, draws Python's random numbers, returns anything but tensors, makes sizes that are known only at run
-time, has hooks, or contains an operator of higher order other than a checkpoint that writes nothing. Nor is one copied
-inside a branch or a loop that another feature follows.
+trace has changed, draws Python's random numbers, returns anything but tensors, makes sizes that depend on the batch's
+numbers, has hooks, or contains an operator of higher order other than a checkpoint that writes nothing. Nor is one
+copied inside a branch or a loop that another feature follows.
+
+A mixture's layer makes sizes that depend on activations, how many tokens an expert has, and branches for experts with
+tokens (`experts/branches.py`): a copy has sizes and branches of its own, which a pass has to prove as it does others.
 
 The graph, its guards and its inputs are those that Dynamo would have made (`dynamo/node_copies.py`): no pass can tell.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides those of the handlers' sites: `VariableBuilder`,
 `wrap_fx_proxy`; of `OutputGraph`, `current_tracer`, `guards`, `guard_on_key_order`, `random_calls`,
-`side_effects.tensor_hooks` and `save_for_backward`; of translators, `num_calls`, `block_stack` and `parent`; the keys
-and paths of `nn_module_stack`.
+`side_effects.tensor_hooks` and `save_for_backward`; of translators, `num_calls`, `block_stack` and `parent`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +72,10 @@ from fxpasses.dynamo.identities import (
     is_object,
 )
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
+from fxpasses.dynamo.made_sizes import made_since, renamed
 from fxpasses.dynamo.module_calls import Call
-from fxpasses.dynamo.node_copies import Copying, Different, can_copy, form_of
+from fxpasses.dynamo.module_paths import Renaming
+from fxpasses.dynamo.node_copies import Copying, Different, can_copy, form_of, forms_of, inner_nodes
 from fxpasses.dynamo.rules import checkpoint_writes
 from fxpasses.dynamo.trace import Trace
 from fxpasses.graph.building import nodes_after
@@ -164,7 +168,8 @@ class _Traced:
 
     changes: how many objects that existed before had changed then. shared: sources of its objects that Dynamo knows
     under other sources, where their guards are. tensors: the inputs that it owns. calls: how often each of its modules
-    was called.
+    was called. forms: of the nodes' values in the end. sizes: the symbols that it made, and what was known of them.
+    branches: those that it speculated on, as numbers.
     """
 
     call: Call
@@ -176,6 +181,9 @@ class _Traced:
     nodes: list[Node]
     results: Any
     calls: dict[str, int]
+    forms: dict[Node, Any]
+    sizes: dict[Any, Any]
+    branches: range
 
 
 @dataclass(eq=False)
@@ -271,7 +279,8 @@ class Layers:
         """Have a layer traced, and keep what it did, unless another layer's trace may do otherwise."""
         tx, root, recording = call.tx, call.tx.output.current_tracer.graph._root, _Recording(now())
         start, noted, calls, guards = root.prev, self._noted(tx), dict(tx.num_calls), len(tx.output.guards)
-        modules = set(tx.output.nn_modules)
+        modules, sizes = set(tx.output.nn_modules), frozenset(tx.output.shape_env.var_to_range)
+        answers, branches = len(self._trace.answers), len(self._trace.branches)
         self._open.append(recording)
         try:
             result = trace_it()
@@ -302,15 +311,33 @@ class Layers:
             return result
         if bodies and checkpoint_writes.have_been_found(self._trace):
             return result
+        made, speculated = made_since(tx.output.shape_env, sizes), range(branches, len(self._trace.branches))
+        if (made or speculated) and (
+            len(self._trace.answers) > answers or not self._can_make_again(tx, nodes, results, made, speculated)
+        ):
+            return result
         read = Reader(tx.output)
         tensors = [(guard.source, _input(tx, guard.source, read)) for guard in asked if guard.kind in TENSORS]
         if not _are_all(tensors, nodes, call, move) or _has_numbers(tx, move):
             return result
         orders = [each for each in tx.output.guard_on_key_order if move.moves(each)]
         shared = [pair for pair in recording.met_before if move.moves(pair[0]) and not move.moves(pair[1])]
-        kept = _Traced(call, self._changes, asked, shared, orders, tensors, nodes, results, called)
+        forms = forms_of([*nodes, *inner_nodes(tx.output, nodes)])
+        kept = _Traced(
+            call, self._changes, asked, shared, orders, tensors, nodes, results, called, forms, made, speculated
+        )
         self._kept[call.kind].append(kept)
         return result
+
+    def _can_make_again(
+        self, tx: Any, nodes: list[Node], results: Any, sizes: Collection[Any], branches: range
+    ) -> bool:
+        """Whether copies of nodes make sizes like these, and copies of branches are all that speculation adds."""
+        every = [*nodes, *inner_nodes(tx.output, nodes)]
+        bound = [symbol for node in every for symbol in node.meta.get("unbacked_bindings") or ()]
+        if sorted(bound, key=str) != sorted(sizes, key=str) or any(self._trace.is_metadata(size) for size in sizes):
+            return False
+        return all(can(self._trace, branches, every, [*_leaves(results)]) for can in self._trace.hooks("can_be_copied"))
 
     def _naming(self, guards: Iterable[Any], name: str) -> Iterator[Any]:
         """The guards whose source has `name` in its own."""
@@ -333,13 +360,15 @@ class Layers:
     def _copy(self, traced: _Traced, call: Call, replaced: dict[Node, Node]) -> Any:
         tx, output = call.tx, call.tx.output
         move, read = Relocation(traced.call.module.source, call.module.source), Reader(output)
-        names = _Renaming(traced.call, call)
+        names = Renaming(traced.call, call)
         if any(names.path(name) in tx.num_calls for name in traced.calls) or _has_hooks(call.module.value):
             return None
         if not are_equal(traced.asked, [own for own, _ in traced.shared], self._changed, move, read):
             self._failures[call.kind] += not self._copied[call.kind]
             return None
-        noted = self._noted(tx)
+        if not all(may_replace(self._trace, replaced) for may_replace in self._trace.hooks("may_replace")):
+            return None
+        noted, sizes = self._noted(tx), frozenset(output.shape_env.var_to_range)
         nodes, tensors = output.current_tracer.graph.nodes, dict[Node, Node]()
         for source, node in traced.tensors:
             before = len(nodes)
@@ -352,16 +381,22 @@ class Layers:
             tensors[node] = found
         if len({*tensors.values(), *call.forms}) < len(set(tensors)) + len(call.forms):
             return None  # the traced one has more tensors
-        copying = Copying(tx, {**replaced, **tensors}, names.describe)
-        made = set(_leaves(traced.results)).intersection(traced.nodes)
+        copying = Copying(tx, {**replaced, **tensors}, traced.forms, names.describe)
+        returned = set(_leaves(traced.results)).intersection(traced.nodes)
         try:
-            variables = copying.copy(traced.nodes, made)
+            variables = copying.copy(traced.nodes, returned, bool(traced.sizes))
             if self._noted(tx) != noted or not call.is_unchanged():
                 raise Different("its operators have other effects")
+            known = made_since(output.shape_env, sizes)
+            if known != renamed(traced.sizes, copying.symbols) or any(self._trace.is_metadata(size) for size in known):
+                raise Different("it makes other sizes")
         except (Different, TorchDynamoException):
             copying.undo(self._trace.erase)
+            self._trace.sizes.forget({*made_since(output.shape_env, sizes)})
             self._failures[call.kind] += _MOST_FAILURES // 2  # takes as long as a trace
             return None
+        for copied in self._trace.hooks("copied") if traced.sizes or traced.branches else ():
+            copied(self._trace, traced.branches, copying.copies, copying.symbols)
         self._copied[call.kind] += 1
         for own, other in traced.shared:
             self.met_before(move(own), other)
@@ -381,8 +416,7 @@ class Layers:
         effects = output.side_effects
         found: list[Any] = [trace.definitions, trace.crowded, trace.warnings, trace.companions, trace.left, trace.loops]
         found += [trace.unrolled, trace.one_by_one, trace.carried, trace.called, trace.sizes_of_parts, trace.suspects]
-        found += [trace.branches, output.random_calls, effects.tensor_hooks, effects.save_for_backward]
-        found += [output.shape_env.var_to_range]
+        found += [output.random_calls, effects.tensor_hooks, effects.save_for_backward]
         return [*map(len, found), trace.has_communicated]
 
 
@@ -461,35 +495,3 @@ def _rebuilt(results: Any, variables: Mapping[Node, Any]) -> Any:
     if isinstance(results, tuple):
         return TupleVariable([_rebuilt(item, variables) for item in results])
     return ConstantVariable.create(None) if results is None else variables[results]
-
-
-class _Renaming:
-    """The names of one module's parts as another's, in what nodes say of the modules that they are in."""
-
-    def __init__(self, old: Call, new: Call) -> None:
-        ones, others = (dict(call.module.value.named_modules(remove_duplicate=False)) for call in (old, new))
-        self._keys = {str(id(one)): str(id(others[name])) for name, one in ones.items() if name in others}
-        self._old, self._new = (_path(call.module) for call in (old, new))
-        self._around, self._now_around = old.stack, new.stack
-
-    def path(self, name: str) -> str:
-        is_own = name == self._old or name.startswith(self._old + ".")
-        return self._new + name.removeprefix(self._old) if is_own else name
-
-    def describe(self, meta: dict[str, Any]) -> None:
-        stack = meta.get("nn_module_stack", {})
-        inside = {key: value for key, value in stack.items() if key not in self._around}
-        renamed = {self._key(key): (self.path(value[0]), *value[1:]) for key, value in inside.items()}
-        if stack or self._now_around:
-            meta["nn_module_stack"] = {**self._now_around, **renamed}
-
-    def _key(self, key: str) -> str:
-        identity, at, count = key.partition("@")
-        return self._keys.get(identity, identity) + at + count
-
-
-def _path(module: Any) -> str:
-    """As in `nn_module_stack`: `L['self'].layers.0`."""
-    return re.sub(
-        r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", module.get_nn_module_stack_source().name
-    )

@@ -92,6 +92,10 @@ class AssumedValues:
         proxy = getattr(variable, "proxy", None)
         return self._value(proxy.node) if self._known and proxy is not None else None
 
+    def known(self, node: Node) -> torch.Tensor | None:
+        """The assumed value of a node, or None."""
+        return self._value(node) if self._known else None
+
     def _value(self, node: Node) -> torch.Tensor | None:
         if node not in self._known:
             self._known[node] = self._evaluated(node, self._value)

@@ -35,8 +35,9 @@ A pass must discharge every branch, else the trace is taken back (`dynamo/retrac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -48,8 +49,9 @@ from torch.fx import Node
 from fxpasses.dynamo.births import now
 from fxpasses.dynamo.dynamo_names import user_line
 from fxpasses.dynamo.failures import Unprovable
+from fxpasses.dynamo.made_sizes import renamed
 from fxpasses.dynamo.unproved import function_of
-from fxpasses.experts.branches import AFTER, BEFORE, CONDITION, INSIDE, SpeculatedBranch, mark
+from fxpasses.experts.branches import AFTER, BEFORE, CONDITION, INSIDE, SpeculatedBranch, mark, marks, set_marks
 from fxpasses.experts.capture.assumed_values import (
     AssumedValues,
     counted_mask,
@@ -58,7 +60,8 @@ from fxpasses.experts.capture.assumed_values import (
     list_of_hits,
 )
 from fxpasses.experts.capture.liveness import follow, live_at
-from fxpasses.experts.routing import Routing
+from fxpasses.experts.routing import Routing, writes_integers
+from fxpasses.experts.routing_facts import Nothing
 from fxpasses.graph.building import nodes_after
 from fxpasses.graph.symbols import is_unbacked
 
@@ -246,6 +249,39 @@ class Speculation:
         """
         for opened in self.open:
             opened.spoiled |= born < opened.born
+
+    # Copies of layers (`dynamo/rules/equal_layers.py`)
+
+    def may_replace(self, operands: Mapping[Node, Node]) -> bool:
+        """Whether nothing is known of operands, or of what replaces them, that may shape a trace."""
+        return all(old is new or (self._is_plain(old) and self._is_plain(new)) for old, new in operands.items())
+
+    def _is_plain(self, node: Node) -> bool:
+        return isinstance(self.values.routing.of(node), Nothing) and self.values.known(node) is None
+
+    def can_copy(self, branches: range, nodes: Collection[Node], results: Collection[Node]) -> bool:
+        """Whether the marks of `branches` are on `nodes` alone, and nothing is assumed of the values of `results`."""
+        if not all(self.branches[number].ended and self.branches[number].function for number in branches):
+            return False
+        if any(map(writes_integers, nodes)) or any(self.values.known(node) is not None for node in results):
+            return False
+        own = set(nodes)
+        others = {node for graph in {node.graph for node in nodes} for node in graph.nodes} - own
+        return not any(number in branches for node in others for number, _ in marks(node))
+
+    def copy(self, branches: range, copies: Mapping[Node, Node], symbols: Mapping[Any, Any]) -> None:
+        """Add copies of branches, which have to be proved as well, and their marks on copies of nodes."""
+        first = len(self.branches)
+        for number in branches:
+            branch = self.branches[number]
+            made = replace(branch, number=len(self.branches), symbol=renamed(branch.symbol, symbols))
+            made.empty = renamed(branch.empty, symbols)
+            self.branches.append(made)
+            if number in self.discharged:
+                self.discharged.add(made.number)
+        for old, new in copies.items():
+            own = [(number - branches.start + first, role) for number, role in marks(old) if number in branches]
+            set_marks(new, own)
 
     def _noted(self, output: Any) -> tuple[Any, ...]:
         """Effects that no variable holds: random numbers, hooks, answers of the batch."""

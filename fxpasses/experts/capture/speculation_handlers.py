@@ -7,6 +7,7 @@ Private names, checked on torch 2.11, 2.13 and 2.15, besides those of the handle
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+from torch.fx import Node
 
 from fxpasses.dynamo.births import BIRTHS, CHANGES, TAKES, born, stamp
 from fxpasses.dynamo.hints import BUILTIN, is_asked, take
@@ -43,6 +45,18 @@ def is_following(trace: Trace) -> bool:
 
 def changed(trace: Trace) -> None:
     trace.state(Speculation).changed()
+
+
+def may_replace(trace: Trace, operands: Mapping[Node, Node]) -> bool:
+    return trace.state(Speculation).may_replace(operands)
+
+
+def can_be_copied(trace: Trace, branches: range, nodes: Collection[Node], results: Collection[Node]) -> bool:
+    return trace.state(Speculation).can_copy(branches, nodes, results)
+
+
+def copied(trace: Trace, branches: range, copies: Mapping[Node, Node], symbols: Mapping[Any, Any]) -> None:
+    trace.state(Speculation).copy(branches, copies, symbols)
 
 
 @handlers.at(method(TRANSLATOR, "step"), order=2)
