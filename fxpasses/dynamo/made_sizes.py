@@ -11,25 +11,44 @@ Private names, checked on torch 2.11, 2.13 and 2.15: of the shape environment, `
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 
 
-def made_since(shape_env: Any, known: frozenset[Any]) -> dict[Any, Any]:
-    """What is known of the symbols that are not in `known`, in the order in which they were made."""
-    return {found: _known(shape_env, found) for found in shape_env.var_to_range if found not in known}
+@dataclass(frozen=True)
+class Known:
+    """What is known of a symbol: its range, whether it is a size, what equals it, and what is asserted of it."""
+
+    range: Any
+    is_size: bool
+    replacement: Any
+    asserted: frozenset[Any]
+
+    @property
+    def most(self) -> int | None:
+        return int(self.range.upper) if self.range.upper.is_Integer else None
+
+    def renamed(self, copies: Mapping[Any, Any]) -> Known:
+        """What is then to be known of the symbol's copy."""
+        asserted = frozenset(renamed(each, copies) for each in self.asserted)
+        return replace(self, replacement=renamed(self.replacement, copies), asserted=asserted)
 
 
-def _known(shape_env: Any, found: Any) -> Any:
+def made_since(shape_env: Any, before: frozenset[Any]) -> dict[Any, Known]:
+    """What is known of the symbols that are not in `before`, in the order in which they were made."""
+    return {found: _known(shape_env, found) for found in shape_env.var_to_range if found not in before}
+
+
+def _known(shape_env: Any, found: Any) -> Known:
     asserted = frozenset(each.expr for each in shape_env.deferred_runtime_asserts.get(found, ()))
-    return shape_env.var_to_range[found], found in shape_env.size_like, shape_env.replacements.get(found), asserted
+    replacement = shape_env.replacements.get(found)
+    return Known(shape_env.var_to_range[found], found in shape_env.size_like, replacement, asserted)
 
 
 def renamed(value: Any, copies: Mapping[Any, Any]) -> Any:
-    """An expression, or containers of them and of other things, with copies in place of symbols."""
-    if isinstance(value, dict):
-        return {renamed(key, copies): renamed(item, copies) for key, item in value.items()}
-    if isinstance(value, (tuple, frozenset)):
-        return type(value)(renamed(item, copies) for item in value)
+    """An expression, or tuples of them and of other things, with copies in place of symbols."""
+    if isinstance(value, tuple):
+        return tuple(renamed(item, copies) for item in value)
     return value.xreplace(copies) if isinstance(value, sympy.Basic) else value

@@ -4,7 +4,8 @@
     h_3 = linear(h_2, w_1);  h_4 = gelu(h_3)          the same nodes, for `layers[1]`
 
 Each copy runs on its operands' fake tensors, as it would if Dynamo had traced it: views share memory, writes count, and
-operators put their questions about sizes. What they have made must in the end be as the originals were when their layer
+operators put their questions about sizes. Where that would only tell what is known from the original, the result is
+made without (`dynamo/fresh_results.py`). What they have made must in the end be as the originals were when their layer
 was traced, in all but its memory.
 
 A checkpoint has a body, a graph of its own, which is copied with it. A size that is known only at run time has a symbol
@@ -19,8 +20,9 @@ Private names, checked on torch 2.11, 2.13 and 2.15: `torch._dynamo.utils.get_fa
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +36,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from fxpasses.dynamo.equal_guards import storage_size
-from fxpasses.dynamo.made_sizes import renamed
+from fxpasses.dynamo.fresh_results import FreshResults, fresh_in
+from fxpasses.dynamo.made_sizes import Known, renamed
 from fxpasses.graph.symbols import expression, is_symbolic
 
 
@@ -74,10 +77,6 @@ def can_copy(output: Any, node: Node) -> bool:
     return is_call and (node.target is _CHECKPOINT or not isinstance(node.target, HigherOrderOperator))
 
 
-def forms_of(nodes: Iterable[Node]) -> dict[Node, Any]:
-    return {node: form_of(node.meta["example_value"]) for node in nodes if "example_value" in node.meta}
-
-
 def inner_nodes(output: Any, nodes: Iterable[Node]) -> Iterator[Node]:
     """The nodes of the bodies of checkpoints."""
     for node in nodes:
@@ -87,9 +86,30 @@ def inner_nodes(output: Any, nodes: Iterable[Node]) -> Iterator[Node]:
             yield from inner_nodes(output, inner)
 
 
+@dataclass(frozen=True)
+class Original:
+    """Nodes to copy, as they were when the last of them had been written.
+
+    forms: of the nodes' values, and of those in bodies. sizes: the symbols that they have made, and what was known of
+    them. fresh: the nodes whose copies need not run.
+    """
+
+    nodes: Sequence[Node]
+    forms: Mapping[Node, Any]
+    sizes: Mapping[Any, Known]
+    fresh: frozenset[Node]
+
+    @staticmethod
+    def of(output: Any, nodes: Sequence[Node], sizes: Mapping[Any, Known]) -> Original:
+        every = [*nodes, *inner_nodes(output, nodes)]
+        forms = {node: form_of(node.meta["example_value"]) for node in every if "example_value" in node.meta}
+        results = FreshResults(output, sizes, {})
+        made = {node: form_of(results.like(node.meta["example_value"])) for node in fresh_in(every, sizes)}
+        return Original(nodes, forms, sizes, frozenset(node for node, form in made.items() if form == forms[node]))
+
+
 class Copying:
-    """replaced: for each original operand, what the copies take in its place. forms: of the nodes' values, the bodies'
-    included, after the last of the nodes.
+    """replaced: for each original operand, what the copies take in its place.
 
     describe: is given the `meta` of each copy, which is that of its original, to correct it. copies: by original node.
     symbols: of sizes that are known only at run time, by those of the originals.
@@ -98,37 +118,38 @@ class Copying:
     def __init__(
         self,
         tx: Any,
+        original: Original,
         replaced: Mapping[Node, Node],
-        forms: Mapping[Node, Any],
         describe: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._forms = forms
+        self._original = original
         self.tx, self._output, self._describe = tx, tx.output, describe
         self._replaced = dict(replaced)
         self.copies: dict[Node, Node] = {}
         self.symbols: dict[Any, Any] = {}
+        self._fresh = FreshResults(self._output, original.sizes, self.symbols)
         self._made: list[Node] = []
         self._bodies: list[str] = []
         self._had_gradients = torch.is_grad_enabled()
         self._entered: dict[Node, Any] = {}  # regions of autocast
 
-    def copy(self, nodes: Iterable[Node], wrapped: Collection[Node], makes_sizes: bool) -> dict[Node, Any]:
-        """Copy nodes; returns Dynamo's variables for the copies of those in `wrapped`.
+    def copy(self, wrapped: Collection[Node]) -> dict[Node, Any]:
+        """Copy the nodes; returns Dynamo's variables for the copies of those in `wrapped`.
 
-        makes_sizes: whether the originals have made sizes that are known only at run time. As no other copy has these,
-        fake results are not looked up: PyTorch would compute each of them twice, to keep it.
+        If they make sizes that are known only at run time, no other copy has these, and fake results are not looked up:
+        PyTorch would compute each of them twice, to keep it.
 
         Raises `Different`, and whatever an operator raises.
         """
-        with disable_fake_tensor_cache(self._output.fake_mode) if makes_sizes else nullcontext():
-            self._copy(nodes)
+        with disable_fake_tensor_cache(self._output.fake_mode) if self._original.sizes else nullcontext():
+            self._copy()
         self._check()
         tracer = self._output.current_tracer
         return {node: self._variable(tracer, self.copies[node]) for node in wrapped}
 
-    def _copy(self, nodes: Iterable[Node]) -> None:
+    def _copy(self) -> None:
         tracer = self._output.current_tracer
-        for node in nodes:
+        for node in self._original.nodes:
             target = self._body(node) if node.op == "get_attr" else node.target
             args, kwargs = map_arg((node.args, node.kwargs), lambda operand: self._replaced.get(operand, operand))
             copy = tracer.create_node(node.op, target, args, kwargs, node.name, node.type)
@@ -142,6 +163,10 @@ class Copying:
         """Dynamo's variable for a copy, made after the writes to it."""
         value = copy.meta.pop("example_value")  # which is to be given, or in the node, and not both
         return wrap_fx_proxy(self.tx, tracer.proxy(copy), example_value=value)
+
+    def expected(self) -> dict[Any, Known]:
+        """What is to be known of the symbols that the copies have made."""
+        return {renamed(old, self.symbols): of.renamed(self.symbols) for old, of in self._original.sizes.items()}
 
     def undo(self, erase: Callable[[list[Node]], None]) -> None:
         for entered in reversed(self._entered.values()):
@@ -170,7 +195,12 @@ class Copying:
             if node.target is operator.setitem:
                 utils.get_fake_value(copy, self.tx, allow_non_graph_fake=True)
             return
-        if node.target is _CHECKPOINT:
+        if node in self._original.fresh:
+            value = self._fresh.of(node)
+        elif _is_item(node):
+            operand, place = copy.args
+            value = operand.meta["example_value"][place]  # type: ignore[union-attr]
+        elif node.target is _CHECKPOINT:
             (reference, *_) = copy.all_input_nodes
             (results,) = self._output.nn_modules[reference.target].graph.output_node().args
             value = map_arg(results, lambda result: result.meta["example_value"])
@@ -201,7 +231,7 @@ class Copying:
     def _check(self) -> None:
         if self._entered or torch.is_grad_enabled() is not self._had_gradients:
             raise Different("the copies end in another mode")
-        for node, form in self._forms.items():
+        for node, form in self._original.forms.items():
             copy = self.copies[node]
             if form_of(copy.meta["example_value"]) != renamed(form, self.symbols):
                 raise Different(f"{copy.name} is not as {node.name}")
@@ -232,6 +262,13 @@ class Copying:
         made.meta = dict(body.meta)
         self._bodies.append(self._output.install_subgraph("wrap_body", made))
         return self._bodies[-1]
+
+
+def _is_item(node: Node) -> bool:
+    """Whether a node takes one of an operator's results."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return False
+    return isinstance(node.args[0].meta.get("example_value"), (tuple, list)) and type(node.args[1]) is int
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint

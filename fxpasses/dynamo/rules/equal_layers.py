@@ -72,10 +72,10 @@ from fxpasses.dynamo.identities import (
     is_object,
 )
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
-from fxpasses.dynamo.made_sizes import made_since, renamed
+from fxpasses.dynamo.made_sizes import made_since
 from fxpasses.dynamo.module_calls import Call
 from fxpasses.dynamo.module_paths import Renaming
-from fxpasses.dynamo.node_copies import Copying, Different, can_copy, form_of, forms_of, inner_nodes
+from fxpasses.dynamo.node_copies import Copying, Different, Original, can_copy, form_of, inner_nodes
 from fxpasses.dynamo.rules import checkpoint_writes
 from fxpasses.dynamo.trace import Trace
 from fxpasses.graph.building import nodes_after
@@ -168,8 +168,7 @@ class _Traced:
 
     changes: how many objects that existed before had changed then. shared: sources of its objects that Dynamo knows
     under other sources, where their guards are. tensors: the inputs that it owns. calls: how often each of its modules
-    was called. forms: of the nodes' values in the end. sizes: the symbols that it made, and what was known of them.
-    branches: those that it speculated on, as numbers.
+    was called. branches: those that it speculated on, as numbers.
     """
 
     call: Call
@@ -178,11 +177,9 @@ class _Traced:
     shared: list[tuple[Any, Any]]
     key_orders: list[Any]
     tensors: list[tuple[Any, Any]]
-    nodes: list[Node]
+    original: Original
     results: Any
     calls: dict[str, int]
-    forms: dict[Node, Any]
-    sizes: dict[Any, Any]
     branches: range
 
 
@@ -322,10 +319,8 @@ class Layers:
             return result
         orders = [each for each in tx.output.guard_on_key_order if move.moves(each)]
         shared = [pair for pair in recording.met_before if move.moves(pair[0]) and not move.moves(pair[1])]
-        forms = forms_of([*nodes, *inner_nodes(tx.output, nodes)])
-        kept = _Traced(
-            call, self._changes, asked, shared, orders, tensors, nodes, results, called, forms, made, speculated
-        )
+        original = Original.of(tx.output, nodes, made)
+        kept = _Traced(call, self._changes, asked, shared, orders, tensors, original, results, called, speculated)
         self._kept[call.kind].append(kept)
         return result
 
@@ -381,26 +376,26 @@ class Layers:
             tensors[node] = found
         if len({*tensors.values(), *call.forms}) < len(set(tensors)) + len(call.forms):
             return None  # the traced one has more tensors
-        copying = Copying(tx, {**replaced, **tensors}, traced.forms, names.describe)
-        returned = set(_leaves(traced.results)).intersection(traced.nodes)
+        copying = Copying(tx, traced.original, {**replaced, **tensors}, names.describe)
+        returned = set(_leaves(traced.results)).intersection(traced.original.nodes)
         try:
-            variables = copying.copy(traced.nodes, returned, bool(traced.sizes))
+            variables = copying.copy(returned)
             if self._noted(tx) != noted or not call.is_unchanged():
                 raise Different("its operators have other effects")
             known = made_since(output.shape_env, sizes)
-            if known != renamed(traced.sizes, copying.symbols) or any(self._trace.is_metadata(size) for size in known):
+            if known != copying.expected() or any(self._trace.is_metadata(size) for size in known):
                 raise Different("it makes other sizes")
         except (Different, TorchDynamoException):
             copying.undo(self._trace.erase)
             self._trace.sizes.forget({*made_since(output.shape_env, sizes)})
             self._failures[call.kind] += _MOST_FAILURES // 2  # takes as long as a trace
             return None
-        for copied in self._trace.hooks("copied") if traced.sizes or traced.branches else ():
+        for copied in self._trace.hooks("copied") if traced.original.sizes or traced.branches else ():
             copied(self._trace, traced.branches, copying.copies, copying.symbols)
         self._copied[call.kind] += 1
         for own, other in traced.shared:
             self.met_before(move(own), other)
-        self._has_bodies |= any(node.op == "get_attr" for node in traced.nodes)
+        self._has_bodies |= any(node.op == "get_attr" for node in traced.original.nodes)
         for guard in traced.asked:
             if guard.kind not in TENSORS:
                 output.guards.add(guard.moved(move), collect_debug_stack=False)
