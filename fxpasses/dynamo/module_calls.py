@@ -28,7 +28,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx import Node, traceback
 
 from fxpasses.dynamo.equal_guards import is_same_constant
-from fxpasses.dynamo.node_copies import form_of
+from fxpasses.dynamo.node_copies import answered_by, form_of
 from fxpasses.graph.symbols import expression
 from fxpasses.metadata.runtime.prologue import autocast_state
 
@@ -90,7 +90,8 @@ def _argument(effects: Any, value: Any) -> Argument:
     content: Any = None
     node = value.as_proxy().node if kind in _IN_GRAPH else None
     if kind is TensorVariable:
-        content = form_of(value.as_proxy().node.meta["example_value"]), value.class_type
+        example = value.as_proxy().node.meta["example_value"]
+        content = form_of(example), answered_by(example), value.class_type
         if effects.has_pending_mutation(value):
             raise NotImplementedError  # the program has given it an attribute
     elif kind is SymNodeVariable:
@@ -184,3 +185,31 @@ def _state(tx: Any) -> Any:
     modes = [_Block(mode) for mode in functions.mode_stack], functions.torch_function_subclass_enabled
     notes = repr(traceback.current_meta.get("custom"))
     return places, modes, notes, gradients, autocast_state(), torch.is_autocast_cache_enabled(), settings
+
+
+UNKNOWN: Any = object()
+
+
+def nodes_of(result: Any) -> Any:
+    """Of a call's result: the node of a tensor, or a tuple of nodes and None; `UNKNOWN` for any other."""
+    if type(result) is TupleVariable:
+        items = tuple(map(nodes_of, result.items))
+        return UNKNOWN if UNKNOWN in items else items
+    if type(result) is TensorVariable:
+        return result.as_proxy().node
+    return None if type(result) is ConstantVariable and result.value is None else UNKNOWN
+
+
+def leaves(results: Any) -> Iterator[Node]:
+    if isinstance(results, tuple):
+        for item in results:
+            yield from leaves(item)
+    elif results is not None:
+        yield results
+
+
+def rebuilt(results: Any, variables: Mapping[Node, Any]) -> Any:
+    """A layer's result, of the variables of nodes."""
+    if isinstance(results, tuple):
+        return TupleVariable([rebuilt(item, variables) for item in results])
+    return ConstantVariable.create(None) if results is None else variables[results]

@@ -14,7 +14,7 @@ of its own in each copy (`dynamo/made_sizes.py`). Where the nodes switch gradien
 Private names, checked on torch 2.11, 2.13 and 2.15: `torch._dynamo.utils.get_fake_value`, `set_example_value` and
 `_disable_saved_tensors_hooks_during_tracing`; `wrap_fx_proxy`; of Dynamo's tracer, `create_node`, `proxy` and
 `track_produced_symints`; of `OutputGraph`, `current_tracer`, `nn_modules` and `install_subgraph`; in a node's `meta`,
-`unbacked_bindings`.
+`unbacked_bindings`; of fake tensors, `nonzero_memo` and its likes.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ def _form(value: Any) -> Any:
         flags = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference()
         return type(value), len(value.shape), sizes, value.dtype, value.device, value.layout, flags
     return type(value), expression(value) if is_symbolic(value) else repr(value)
+
+
+def answered_by(value: Any) -> Any:
+    """Of a fake tensor, which sizes and numbers have been made of its contents, and are not made again."""
+    return tuple(getattr(value, name, None) is not None for name in _MEMOS)
 
 
 def can_copy(output: Any, node: Node) -> bool:
@@ -272,6 +277,7 @@ def _is_item(node: Node) -> bool:
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_MEMOS = ("nonzero_memo", "item_memo", "unique_memo", "unique_consecutive_memo")
 _MODES = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 _WITHOUT_VALUES = (operator.setitem, operator.getitem)  # `x[i] = y`; the elements of `x.tolist()`
 _SIZED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -434,6 +434,17 @@ def test_parameters_that_are_constants_are_traced(traces: Traces) -> None:
     assert traces.copies == 0
 
 
+def test_a_number_of_each_layer_that_changes_in_each_step(traces: Traces) -> None:
+    """It becomes an input of the graph after the first change, as it does where each layer is traced."""
+    model = Model([Layer() for _ in range(N)])
+    run = compiled(model)
+    for level in (0.5, 0.4, 0.3, 0.2):
+        for layer in model.layers:
+            layer.scale = level
+        torch.testing.assert_close(gradients_of(run), gradients_of(model), rtol=0, atol=0)
+    assert len(traces.seen) == 2
+
+
 def test_a_layer_that_changes_later_is_compiled_again() -> None:
     model: Any = Model([Layer() for _ in range(N)])
     program = compiled(model)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,6 @@ from torch._dynamo.source import LocalSource
 from torch._dynamo.variables import (
     ConstantVariable,
     LazyVariableTracker,
-    TupleVariable,
     UnspecializedBuiltinNNModuleVariable,
     UnspecializedNNModuleVariable,
 )
@@ -73,7 +72,7 @@ from fxpasses.dynamo.identities import (
 )
 from fxpasses.dynamo.interceptions import NOT_HANDLED, Handlers, Proceed, method
 from fxpasses.dynamo.made_sizes import made_since
-from fxpasses.dynamo.module_calls import Call
+from fxpasses.dynamo.module_calls import UNKNOWN, Call, leaves, nodes_of, rebuilt
 from fxpasses.dynamo.module_paths import Renaming
 from fxpasses.dynamo.node_copies import Copying, Different, Original, can_copy, form_of, inner_nodes
 from fxpasses.dynamo.rules import checkpoint_writes
@@ -288,10 +287,10 @@ class Layers:
             return result
         called = {name: count for name, count in tx.num_calls.items() if count != calls.get(name, 0)}
         nodes = [node for node in reversed(list(nodes_after(start, root))) if node.op != "placeholder"]
-        results = _nodes_of(result)
-        if start._erased or any(name in calls for name in called) or results is _UNKNOWN:
+        results = nodes_of(result)
+        if start._erased or any(name in calls for name in called) or results is UNKNOWN:
             return result
-        if not {*_leaves(results)} <= {*nodes, *call.forms}:
+        if not {*leaves(results)} <= {*nodes, *call.forms}:
             return result
         every = list(tx.output.guards)
         if _has_hooks(call.module.value) or any(map(_is_ours, every[guards:])) or not call.is_unchanged():
@@ -332,7 +331,7 @@ class Layers:
         bound = [symbol for node in every for symbol in node.meta.get("unbacked_bindings") or ()]
         if sorted(bound, key=str) != sorted(sizes, key=str) or any(self._trace.is_metadata(size) for size in sizes):
             return False
-        return all(can(self._trace, branches, every, [*_leaves(results)]) for can in self._trace.hooks("can_be_copied"))
+        return all(can(self._trace, branches, every, [*leaves(results)]) for can in self._trace.hooks("can_be_copied"))
 
     def _naming(self, guards: Iterable[Any], name: str) -> Iterator[Any]:
         """The guards whose source has `name` in its own."""
@@ -363,6 +362,8 @@ class Layers:
             return None
         if not all(may_replace(self._trace, replaced) for may_replace in self._trace.hooks("may_replace")):
             return None
+        if not all(_is_constant(tx, move(guard.source), read) for guard in traced.asked):
+            return None
         noted, sizes = self._noted(tx), frozenset(output.shape_env.var_to_range)
         nodes, tensors = output.current_tracer.graph.nodes, dict[Node, Node]()
         for source, node in traced.tensors:
@@ -377,7 +378,7 @@ class Layers:
         if len({*tensors.values(), *call.forms}) < len(set(tensors)) + len(call.forms):
             return None  # the traced one has more tensors
         copying = Copying(tx, traced.original, {**replaced, **tensors}, names.describe)
-        returned = set(_leaves(traced.results)).intersection(traced.original.nodes)
+        returned = set(leaves(traced.results)).intersection(traced.original.nodes)
         try:
             variables = copying.copy(returned)
             if self._noted(tx) != noted or not call.is_unchanged():
@@ -386,8 +387,9 @@ class Layers:
             if known != copying.expected() or any(self._trace.is_metadata(size) for size in known):
                 raise Different("it makes other sizes")
         except (Different, TorchDynamoException):
+            if made_since(output.shape_env, sizes):  # which operands from outside may remember
+                raise FeatureRejected(Feature.LAYERS, "a copy of a layer makes other sizes") from None
             copying.undo(self._trace.erase)
-            self._trace.sizes.forget({*made_since(output.shape_env, sizes)})
             self._failures[call.kind] += _MOST_FAILURES // 2  # takes as long as a trace
             return None
         for copied in self._trace.hooks("copied") if traced.original.sizes or traced.branches else ():
@@ -403,7 +405,7 @@ class Layers:
         tx.num_calls.update({names.path(name): count for name, count in traced.calls.items()})
         given = call.variables()
         passed = {node: given[other] for node, other in replaced.items() if other in given}
-        return _rebuilt(traced.results, {**passed, **variables})
+        return rebuilt(traced.results, {**passed, **variables})
 
     def _noted(self, tx: Any) -> Any:
         """The effects of tracing that no graph holds."""
@@ -429,10 +431,14 @@ def _bodies(output: Any, nodes: Iterable[Node]) -> Iterator[str]:
             yield from _bodies(output, output.nn_modules[node.target].graph.nodes)
 
 
+def _built(tx: Any, source: Any, value: Any) -> Any:
+    found = VariableBuilder(tx, source)(value)
+    return found.realize() if isinstance(found, LazyVariableTracker) else found
+
+
 def _input(tx: Any, source: Any, read: Reader) -> Node | None:
     """The graph's input for a tensor, which Dynamo makes if there is none; None if it takes it otherwise."""
-    found = VariableBuilder(tx, source)(read(source))
-    found = found.realize() if isinstance(found, LazyVariableTracker) else found
+    found = _built(tx, source, read(source))
     node = found.as_proxy().node if type(found) is TensorVariable else None
     return node if node is not None and node.op == "placeholder" else None
 
@@ -443,6 +449,12 @@ def _are_all(tensors: list[tuple[Any, Node | None]], nodes: list[Node], call: Ca
     used = {operand for node in nodes for operand in node.all_input_nodes if operand.op == "placeholder"}
     own = {node for node in used - call.forms.keys() if move.moves(_source(node))}
     return None not in inputs and own <= inputs and inputs.isdisjoint(call.forms)
+
+
+def _is_constant(tx: Any, source: Any, read: Reader) -> bool:
+    """Whether Dynamo takes what it reads there for a constant. It notes each float, to see whether it changes."""
+    value = read(source)
+    return type(value) is not float or type(_built(tx, source, value)) is ConstantVariable
 
 
 def _source(placeholder: Node) -> Any:
@@ -462,31 +474,3 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 def _is_ours(guard: Any) -> bool:
     """Whether a guard is this package's own, which may be on anything."""
     return bool(guard.create_fn_name().startswith("FXPASSES"))
-
-
-_UNKNOWN: Any = object()
-
-
-def _nodes_of(result: Any) -> Any:
-    """The node of a tensor, or a tuple of nodes and None; `_UNKNOWN` for any other result of a layer."""
-    if type(result) is TupleVariable:
-        items = tuple(map(_nodes_of, result.items))
-        return _UNKNOWN if _UNKNOWN in items else items
-    if type(result) is TensorVariable:
-        return result.as_proxy().node
-    return None if type(result) is ConstantVariable and result.value is None else _UNKNOWN
-
-
-def _leaves(results: Any) -> Iterator[Node]:
-    if isinstance(results, tuple):
-        for item in results:
-            yield from _leaves(item)
-    elif results is not None:
-        yield results
-
-
-def _rebuilt(results: Any, variables: Mapping[Node, Any]) -> Any:
-    """A layer's result, of the variables of nodes."""
-    if isinstance(results, tuple):
-        return TupleVariable([_rebuilt(item, variables) for item in results])
-    return ConstantVariable.create(None) if results is None else variables[results]
