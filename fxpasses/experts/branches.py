@@ -11,6 +11,7 @@ to branches by number, in their `meta`, which copies of a graph keep.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,21 +86,31 @@ def sets_gradients(node: Node) -> bool:
 class Marked:
     """The nodes of a graph that have a role in a branch, that write integers, or that switch gradients on or off.
 
-    gradients: whether gradients are on where the graph begins; None if not known.
+    branches: by number. gradients: whether gradients are on where the graph begins; None if not known.
     """
 
-    def __init__(self, graph: Graph, gradients: bool | None = None) -> None:
-        self.gradients = gradients
-        self.position = {node: position for position, node in enumerate(graph.nodes)}
-        self.writing_integers = [node for node in graph.nodes if any(map(is_integer, written_operands(node)))]
-        self.setting_gradients = [node for node in graph.nodes if sets_gradients(node)]
+    def __init__(self, graph: Graph, branches: Mapping[int, SpeculatedBranch], gradients: bool | None) -> None:
+        self.branches, self.gradients = branches, gradients
+        self._graph = graph
+        self._seen: dict[Node, bool] = {}  # whether a node is of one of the two kinds
         self._nodes: defaultdict[tuple[int, str], list[Node]] = defaultdict(list)
-        for node in graph.nodes:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """To be called after a change of the graph."""
+        self.position = {node: position for position, node in enumerate(self._graph.nodes)}
+        for node in self.position:
+            if node in self._seen:
+                continue
+            self._seen[node] = sets_gradients(node) or any(map(is_integer, written_operands(node)))
             for key in marks(node):
                 self._nodes[key].append(node)
+        special = [node for node in self.position if self._seen[node]]
+        self.setting_gradients = [node for node in special if sets_gradients(node)]
+        self.writing_integers = [node for node in special if not sets_gradients(node)]
 
     def all(self, number: int, role: str) -> list[Node]:
-        return self._nodes.get((number, role), [])
+        return [node for node in self._nodes.get((number, role), ()) if node in self.position]
 
     def first(self, number: int, role: str) -> Node | None:
-        return next(iter(self.all(number, role)), None)
+        return min(self.all(number, role), key=self.position.__getitem__, default=None)

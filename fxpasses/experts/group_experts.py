@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 
 from fxpasses.experts.anti_unification import Unifier
-from fxpasses.experts.branches import SpeculatedBranch
+from fxpasses.experts.branches import Marked
 from fxpasses.experts.grouping import Grouping
 from fxpasses.experts.loops import Loop, Merge, find_loops
 from fxpasses.experts.obligations import erase_answers, prove_idle, prove_numbers
@@ -61,15 +61,18 @@ class GroupExperts:
         for region in Region(gm).walk():
             erase_answers(region.gm.graph)
             memory = context.aliases(region.gm.graph, region.autocast)
+            # Dynamo calls a backend in the mode in which the graph begins.
+            gradients = torch.is_grad_enabled() if region.parent is None else None
+            marked = Marked(region.gm.graph, branches, gradients)
             left: list[tuple[Loop, Refusal]] = []
             changes: list[str] = []
-            for loop, found in self._loops_of(region, memory, context, branches) if level != "slices" else ():
+            for loop, found in self._loops_of(region, memory, marked, context) if level != "slices" else ():
                 if isinstance(found, Refusal):
                     left.append((loop, found))
                 else:
                     changes += found
             counts["loops_grouped"] += len(changes)
-            prove_idle(region.gm.graph, branches, context.fake_mode, context.discharged)
+            prove_idle(marked, context.fake_mode, context.discharged)
             if level != "grouped":
                 memory.refresh()
                 sliced, refusals = slice_queries(region.gm.graph, memory, context, left, _NOT_GROUPED[level])
@@ -91,7 +94,11 @@ class GroupExperts:
         return report
 
     def _loops_of(
-        self, region: Region, memory: AliasAnalysis, context: Context, branches: dict[int, SpeculatedBranch]
+        self,
+        region: Region,
+        memory: AliasAnalysis,
+        marked: Marked,
+        context: Context,
     ) -> Iterator[tuple[Loop, list[str] | Refusal]]:
         """Each loop, with its changes or refusal. A loop may extend another's sum, so a new search follows each."""
         tried: set[tuple[Node, ...]] = set()
@@ -102,18 +109,23 @@ class GroupExperts:
             tried.add(loop.ends)
             if context.may_change(loop.ends[0]):
                 memory.refresh()
-                yield loop, self._group(region, loop, memory, context, branches)
+                yield loop, self._group(region, loop, memory, marked, context)
             else:
                 yield loop, Refused(Reason.LEFT_OUT).of(loop.ends[0])
 
     def _group(
-        self, region: Region, loop: Loop, memory: AliasAnalysis, context: Context, branches: dict[int, SpeculatedBranch]
+        self,
+        region: Region,
+        loop: Loop,
+        memory: AliasAnalysis,
+        marked: Marked,
+        context: Context,
     ) -> list[str] | Refusal:
         """Group a loop as a whole; or else each of its rounds, if it is a nested loop (over slots, for example); or
         else each of its families, if some experts run another program than the others."""
 
         def groupings(loops: list[Loop]) -> list[Grouping]:
-            return [Grouping(region, inner, memory, context.fake_mode, branches) for inner in loops]
+            return [Grouping(region, inner, memory, marked, context.fake_mode) for inner in loops]
 
         refusal = None
         for rounds in loop.rounds():

@@ -14,7 +14,7 @@ from fxpasses.experts.anti_unification import Template, Unifier, members
 from fxpasses.experts.assertions import Sizes
 from fxpasses.experts.batched_values import example_of, is_tensor, parts_of
 from fxpasses.experts.batching_rules import lift
-from fxpasses.experts.branches import SpeculatedBranch
+from fxpasses.experts.branches import Marked
 from fxpasses.experts.describe import describe_loop, describe_routing
 from fxpasses.experts.legality import Legality, needs_gradient, without_gradient
 from fxpasses.experts.lifting import Lifting
@@ -42,7 +42,12 @@ class Grouping:
     """A loop whose branches have a common template and which may be moved; lifting may still refuse it."""
 
     def __init__(
-        self, region: Region, loop: Loop, memory: AliasAnalysis, fake_mode: Any, branches: dict[int, SpeculatedBranch]
+        self,
+        region: Region,
+        loop: Loop,
+        memory: AliasAnalysis,
+        marked: Marked,
+        fake_mode: Any,
     ) -> None:
         """Raises `NotProved` if the branches are not one program, or the loop may not be moved."""
         self.graph, self.loop, self.memory, self.positions = region.gm.graph, loop, memory, memory.positions
@@ -69,8 +74,7 @@ class Grouping:
         self.legality = Legality(self.graph, loop, memory, templates, rows, [*cuts, *spans], self._sizes(parts))
         ends = {*loop.ends, *(part for merge in loop.merges for part in merge.parts)}
         own, selected = self.legality.inside | ends, self.selection or self.cut
-        gradients = torch.is_grad_enabled() if region.parent is None else None  # Dynamo calls a backend in this mode
-        self.proof = prove(self.graph, branches, loop, own, self.routing, selected, fake_mode, gradients)
+        self.proof = prove(marked, loop, own, self.routing, selected, fake_mode)
 
     def _is_own(self, node: Node) -> bool:
         """In a loop of one branch: whether a node is the branch's own, a mask or a tensor that holds its rows."""

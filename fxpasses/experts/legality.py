@@ -6,6 +6,7 @@ all of them are complete.
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections.abc import Sequence
 
@@ -181,28 +182,60 @@ class Legality:
         known: if given, nodes may also lead to numbers that follow from the number of all rows; these are added to it.
         """
         found: set[Node] = set()
-        for node in reversed(self.graph.nodes):
-            if node.op not in ("call_function", "call_method") or node in rows:
-                continue
-            if node.target is torch.ops.aten._assert_scalar.default or node.target is torch._check:
-                if any(self._follows(n, rows) for n in node.all_input_nodes) and self.sizes.imply(node):
-                    found.add(node)
-            elif node.users and all(user in found for user in node.users) and not _is_tensor_op(node):
+        numbers, asserted = self._following(rows)
+        seen = numbers | asserted
+        queue = [(-self.positions[node], node) for node in seen]  # the last node of the graph first: users before it
+        heapq.heapify(queue)
+        while queue:
+            _, node = heapq.heappop(queue)
+            if node in asserted:
+                is_found = self.sizes.imply(node)
+            else:
+                is_found = bool(node.users) and all(user in found for user in node.users) and not _is_tensor_op(node)
+                if not is_found and known is not None and node in numbers:
+                    number = self.sizes.number(node)
+                    is_found = number is not None
+                    known |= {} if number is None else {node: number}
+            if is_found:
                 found.add(node)
-            elif known is not None and (number := self.sizes.number(node)) is not None and self._follows(node, rows):
-                known[node] = number
-                found.add(node)
+                operands = set(node.all_input_nodes) - seen - rows
+                operands = {operand for operand in operands if operand.op in _CALLS and operand in self.positions}
+                seen |= operands
+                for operand in operands:
+                    heapq.heappush(queue, (-self.positions[operand], operand))
         return found
+
+    def _following(self, rows: set[Node]) -> tuple[set[Node], set[Node]]:
+        """The numbers and elements of tensors that depend on rows through others of their kind, and the assertions on
+        either."""
+        numbers, asserted = set[Node](), set[Node]()
+        waiting = list(rows)
+        while waiting:
+            for user in waiting.pop().users:
+                if user in rows or user in numbers or user.op not in _CALLS or user not in self.positions:
+                    continue
+                if user.target is torch.ops.aten._assert_scalar.default or user.target is torch._check:
+                    asserted.add(user)
+                elif is_symbolic(user.meta.get("example_value")) or _is_element(user):
+                    numbers.add(user)
+                    waiting.append(user)
+        return numbers, asserted
 
     def _follows(self, node: Node, rows: set[Node]) -> bool:
         """Whether a number depends on rows, through numbers and elements of tensors."""
 
         def operands(current: Node) -> list[Node]:
-            example = current.meta.get("example_value")
-            is_element = isinstance(example, torch.Tensor) and current.target is operator.getitem
-            return current.all_input_nodes if current not in rows and (is_symbolic(example) or is_element) else []
+            is_number = is_symbolic(current.meta.get("example_value")) or _is_element(current)
+            return current.all_input_nodes if current not in rows and is_number else []
 
         return any(found in rows for found in reached([node], operands))
+
+
+_CALLS = ("call_function", "call_method")
+
+
+def _is_element(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor) and node.target is operator.getitem
 
 
 def _cuts(node: Node) -> bool:

@@ -59,27 +59,25 @@ class Proof:
 
 
 def prove(
-    graph: Graph,
-    speculated: dict[int, SpeculatedBranch],
+    marked: Marked,
     loop: Loop,
     own: set[Node],
     routing: Routing,
     selected: Selection | Cut | None,
     fake_mode: Any,
-    gradients: bool | None,
 ) -> Proof:
     """Discharge the branches of a loop. own: its nodes, ends included, whose legality is checked. selected: its rows.
-    gradients: see `Marked`.
 
     Raises `NotProved`.
     """
-    if not speculated or selected is None:
+    if not marked.branches or selected is None:
         return Proof(frozenset(), frozenset())
     numbers = {number for node in own for number, role in marks(node) if role == INSIDE}
-    marked, conditions = Marked(graph, gradients), set[Node]()
+    marked.refresh()
+    conditions = set[Node]()
     until = max(marked.position[merge.node] for merge in loop.merges)
     for number in sorted(numbers):
-        branch = speculated[number]
+        branch = marked.branches[number]
         ends = [place for place, merge in enumerate(loop.merges) if _is_end(merge, branch)]
         if not branch.ended or len(ends) != 1 or bool(branch.parts) != (loop.kind == "cat"):
             raise NotProved(f"the branch at {branch.where} merges other results than one expert's rows")
@@ -93,12 +91,12 @@ def prove(
     return Proof(frozenset(numbers), frozenset(conditions))
 
 
-def prove_idle(graph: Graph, speculated: dict[int, SpeculatedBranch], fake_mode: Any, discharged: set[int]) -> None:
+def prove_idle(marked: Marked, fake_mode: Any, discharged: set[int]) -> None:
     """Discharge branches without live-outs that only compute: `if e == padding: continue` in a loop over experts."""
-    idle = [b for b in speculated.values() if b.ended and not b.live_outs and b.number not in discharged]
+    idle = [b for b in marked.branches.values() if b.ended and not b.live_outs and b.number not in discharged]
     if not idle:
         return
-    marked = Marked(graph)
+    marked.refresh()
     for branch in idle:
         if marked.all(branch.number, INSIDE):
             with contextlib.suppress(NotProved):
@@ -136,8 +134,10 @@ def erase_unused(graph: Graph, nodes: Iterable[Node], assertions_on: Callable[[s
         for part in (*node.users, node):  # a user with only assertions as users: another query of the same mask
             about = assertions_on({part}) if part.users else set()
             if part not in erased and _is_removable(part) and set(part.users) <= about:
-                for other in [n for n in reversed(graph.nodes) if n in about]:
-                    erase(other)
+                while about:
+                    for other in [n for n in about if not n.users]:
+                        erase(other)
+                        about.remove(other)
                 erase(part)
 
 
