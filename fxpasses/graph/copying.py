@@ -11,9 +11,12 @@ for the same reason. Without it, code is generated at once.
 from __future__ import annotations
 
 import itertools
+import operator
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from fxpasses.graph.bodies import modules_in
 from fxpasses.graph.regions import CHECKPOINT
 
 
@@ -42,6 +45,25 @@ def copy_graph(original: Graph, copies: dict[Node, Node] | None = None) -> Graph
     output = graph.output(graph.graph_copy(original, {} if copies is None else copies))
     output.meta = dict(original.output_node().meta)
     return graph
+
+
+def state_of(gm: GraphModule) -> list[Any]:
+    """What a pass may change in a graph and its bodies: their nodes, operands, notes and submodules.
+
+    To be compared object by object. What a note contains may change unseen.
+    """
+    found: list[Any] = []
+    for module in modules_in(gm):
+        found += [*module._modules.values(), *module.meta.values()]
+        for node in module.graph.nodes:
+            found += [node, node.target, node.args, node.kwargs, *node.meta.keys(), *node.meta.values()]
+    return found
+
+
+def is_in_state(gm: GraphModule, state: list[Any]) -> bool:
+    """Whether nothing has changed since `state_of(gm)`."""
+    now = state_of(gm)
+    return len(now) == len(state) and all(map(operator.is_, now, state))
 
 
 def _graph_module(original: GraphModule, graph: Graph) -> GraphModule:

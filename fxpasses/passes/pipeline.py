@@ -17,7 +17,7 @@ from fxpasses.base.once import warn_once
 from fxpasses.errors import PassError
 from fxpasses.graph.aliases import AliasAnalysis, storages_of
 from fxpasses.graph.collectives import sequence
-from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.copying import copy_graph_module, is_in_state, state_of
 from fxpasses.graph.modes import Regions
 from fxpasses.graph.refusals import Refused
 from fxpasses.graph.well_formed import check_well_formed
@@ -136,10 +136,13 @@ def run_further(
 ) -> Result:
     """Run more passes, like `run_passes`, on an earlier result, which is not changed."""
     result = replace(result, reports=[*result.reports])
+    unused: GraphModule | None = None  # a copy of the graph that a pass was given, and left as it was
     for graph_pass in passes:
         name = graph_pass.name
         try:
-            gm = copy_graph_module(result.gm)
+            gm = copy_graph_module(result.gm) if unused is None else unused
+            unused = None
+            state = state_of(gm)
             context = _context(gm, result, options, name)
         except Exception as error:  # not a pass's error: the next pass would get the same graph
             _tell(after_pass, Report(name), result, _left_out(error, options.strict), options.strict)
@@ -151,6 +154,8 @@ def run_further(
         except Exception as error:
             _tell(after_pass, Report(name), result, report_dropped(name, error, options.strict), options.strict)
             continue
+        if not report.changed and is_in_state(gm, state):
+            unused = gm
         result.reports.append(report)
         log.info("%s (%.3f s)", report, report.seconds)
         _tell(after_pass, report, result, "", options.strict)
