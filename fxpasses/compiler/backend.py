@@ -52,10 +52,12 @@ from fxpasses.errors import MemoryBudgetError
 from fxpasses.fold.outlining import WHOLE, Place, is_folded
 from fxpasses.graph.bodies import nodes_in
 from fxpasses.graph.collectives import spans_ranks
+from fxpasses.graph.copying import copy_graph_module
 from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
 from fxpasses.loss import lazy_outputs
 from fxpasses.memory.step import Step
+from fxpasses.memory.tiles import tile_rows
 from fxpasses.metadata.program import Program
 from fxpasses.metadata.runtime.prologue import Prologue, with_prologue
 from fxpasses.options import Options
@@ -336,6 +338,11 @@ def _lower_pieces(
     result: Result, settings: Options, salt: str, on_report: OnReport, step: Step | None
 ) -> Callable[..., Any]:
     def lower_piece(piece: GraphModule, example_inputs: Sequence[Any], place: Place = WHOLE) -> Callable[..., Any]:
+        if step is not None and step.tiles > 1 and place.calls != 1:
+            with contained("computing rows in tiles", "They are computed at once.", settings.strict):
+                copy = copy_graph_module(piece)
+                if regions := tile_rows(copy, step.tiles):
+                    step.tiled, piece = step.tiled + regions, copy
         return lower(piece, example_inputs, settings, salt, on_report, place, step)
 
     if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets each layer's gradients when it is done

@@ -32,13 +32,13 @@ from fxpasses.errors import MemoryBudgetError
 from fxpasses.graph.collectives import spans_ranks
 from fxpasses.graph.provenance import input_sources
 from fxpasses.memory import limits
-from fxpasses.memory.step import Outlook, Step
+from fxpasses.memory.step import Outlook, Step, TooLarge
 from fxpasses.options import Memory
 
 Compiled = Callable[..., Any]
 
 _LOOKS = 64  # calls that look at the memory in use, which then has its final size
-_TOLERANCE = 1.05  # a prediction may be wrong by so much before a program is refused
+_TILES = (2, 4, 8, 16, 32)
 _HEADROOM = 1.5  # for batches larger than the one at hand, once there was a larger one
 _FOR_COMPILING = 0.04  # of the budget: what compiling the graph once more will leave in the process
 _MOST_PLANS = 5  # of a frame; Dynamo gives up at eight graphs
@@ -76,7 +76,7 @@ def fitted(
         step.headroom = _HEADROOM
     elif outgrown and device.type == "cpu":
         step.before += round(_FOR_COMPILING * step.budget)
-    run = compile(step)
+    run, step = _tiled(step, compile)
     if not step.footprints:  # nothing was partitioned: the graph has no backward
         return run
     over = None
@@ -85,9 +85,9 @@ def fitted(
     if over is None:
         return run
     if over > 0 and step.may_shrink:  # the first kind of layers was planned before the others were known
-        step = replace(step, target=step.budget - over, footprints={}, may_shrink=False)
+        step = replace(step, target=step.budget - over, footprints={}, may_shrink=False, may_tile=False, tiled=0)
         run = compile(step)
-    if step.peak() > _TOLERANCE * step.budget:
+    if step.is_too_large():
         text = (
             f"fastpack.memory is {size(step.budget)}, and a step of this batch is predicted to take "
             f"{size(step.peak())}: {size(step.before)} are in use before it, and {step.needs()}. Give it more, a "
@@ -104,6 +104,27 @@ def fitted(
     if outgrown:
         progress.say(f"{getattr(code, 'co_qualname', code.co_name)} is planned again: {outgrown}")
     return _guarded(run, step, gm, _StillFits(step.outlook(), device, program, leaves))
+
+
+def _tiled(step: Step, compile: Callable[[Step], Compiled]) -> tuple[Compiled, Step]:
+    """What `compile` returns for a step that fits with the fewest tiles of rows, and that step; if none fits, with as
+    many as make it smaller."""
+    tried = [step]
+    step.may_tile = True
+    try:
+        return compile(step), step
+    except TooLarge:
+        pass
+    for tiles in _TILES:
+        step = replace(step, footprints={}, may_shrink=False, tiles=tiles, may_tile=tiles < _TILES[-1], tiled=0)
+        try:
+            return compile(step), step
+        except TooLarge:
+            if not (step.tiled and step.peak() < tried[-1].peak()):
+                break
+            tried.append(step)
+    step = replace(tried[-1], footprints={}, may_shrink=False, may_tile=False, tiled=0)
+    return compile(step), step
 
 
 _LARGER = "the batch is larger"

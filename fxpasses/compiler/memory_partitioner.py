@@ -19,7 +19,7 @@ from fxpasses.base.units import size
 from fxpasses.fold.outlining import Place
 from fxpasses.memory.footprint import Footprint, footprint_of
 from fxpasses.memory.recompute import RATIOS, least_recomputing, partitions
-from fxpasses.memory.step import Step
+from fxpasses.memory.step import Step, TooLarge
 from fxpasses.offload.candidates import moved_bytes
 from fxpasses.offload.inputs import movable, operands_of, results_of
 from fxpasses.offload.saved import Partition, groups
@@ -57,10 +57,16 @@ class MemoryPartitioner(CustomPartitionerFn):
         def partition(joint: GraphModule) -> Graphs:
             return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
+        found, is_too_large = None, False
         with contained("planning memory", "The graph is partitioned without a budget.", self.options.strict):
             undo = self.options.memory.checkpoints == "free" and self.place.calls != 1
-            return self._plan(partitions(gm, partition, undo), footprint)
-        return partition(gm)
+            found = self._plan(partitions(gm, partition, undo), footprint)
+            is_too_large = self.step.may_tile and self.step.is_too_large()
+        if found is None:
+            return partition(gm)
+        if self.place.calls != 1 and is_too_large:
+            raise TooLarge(self.place.name)
+        return found
 
     def _plan(self, at: Callable[[float], Graphs | None], footprint: Callable[[Graphs], Footprint]) -> Graphs:
         name = self.place.name
@@ -86,6 +92,10 @@ class MemoryPartitioner(CustomPartitionerFn):
         less = f"{saved} are saved for backward in each call, and the rest is computed again" if ratio < 1 else ""
         report = Report(NAME, changed=ratio < 1, summary=less)
         report.figures = {"peak_bytes": peak, "bytes_saved": footprint.saved, "sizes_unknown": footprint.unknown}
+        if self.step.tiled:
+            report.changed = True
+            report.figures["tiles"] = self.step.tiles
+            report.changes.append(f"what is computed row by row is computed in {self.step.tiles} tiles of rows")
         fits = "fits into" if peak <= self.step.budget else "does not fit into"
         report.changes.append(f"the predicted peak of {size(peak)} {fits} {size(self.step.budget)}")
         self.reports.append(report)

@@ -17,7 +17,12 @@ from types import MappingProxyType
 from fxpasses.base.units import size
 from fxpasses.memory.footprint import Footprint
 
+_TOLERANCE = 1.05  # a prediction may be wrong by so much before a step is taken not to fit
 NONE: Mapping[str, Footprint] = MappingProxyType({})
+
+
+class TooLarge(Exception):
+    """A layer for which the step does not fit, whatever is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,9 @@ class Step:
     budget: the bytes that the process may use on the device. before: those that it uses before the step.
     has_gradients: whether gradients are among these, and backward adds to them. headroom: how many times larger the
     batch may become for which the step is planned. calls: in forward's order. returned: the values that the program
-    returns. footprints: of the pieces that are partitioned. may_shrink: whether a piece could save less.
+    returns. footprints: of the pieces that are partitioned. may_shrink: whether a piece could save less. tiles: in how
+    many the rows of layers are computed. may_tile: whether there may be more, so that a step that does not fit need not
+    be compiled. tiled: the regions that are.
     """
 
     budget: int
@@ -49,6 +56,9 @@ class Step:
     footprints: dict[str, Footprint] = field(default_factory=dict)
     may_shrink: bool = False
     target: int = 0
+    tiles: int = 1
+    may_tile: bool = False
+    tiled: int = 0
 
     def __post_init__(self) -> None:
         self.target = self.target or self.budget
@@ -71,6 +81,9 @@ class Step:
         layers = [known[call.piece] for call in self.calls if call.is_layer and call.piece in known]
         like = max(layers, key=lambda found: found.kept, default=Footprint())
         return [(call, known.get(call.piece, like if call.is_layer else Footprint())) for call in self.calls]
+
+    def is_too_large(self) -> bool:
+        return self.peak() > _TOLERANCE * self.budget
 
     def outlook(self) -> Outlook:
         """What is to be remembered of a plan."""
