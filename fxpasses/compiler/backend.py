@@ -347,7 +347,8 @@ def _lower_pieces(
 
     if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets each layer's gradients when it is done
         return lower_segments(result.gm, result.example_inputs, lower_piece, step)
-    if settings.lowering == "eager":  # DDP gets its gradients one by one anyway
+    # DDP gets its gradients one by one anyway; a step that has to fit is planned as a whole, and not bucket by bucket.
+    if settings.lowering == "eager" or step is not None:
         return lower_piece(result.gm, result.example_inputs)
     return ddp_buckets.compile_in_buckets(lower_piece, result.gm, result.example_inputs, on_report)
 

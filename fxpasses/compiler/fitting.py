@@ -29,7 +29,7 @@ from fxpasses.dynamo.dynamo_names import guard_compiled_graph
 from fxpasses.dynamo.guarding import can_guard
 from fxpasses.dynamo.recompiles import current_compilation
 from fxpasses.errors import MemoryBudgetError
-from fxpasses.graph.collectives import spans_ranks
+from fxpasses.graph.collectives import communicates
 from fxpasses.graph.provenance import input_sources
 from fxpasses.memory import limits
 from fxpasses.memory.step import Outlook, Step, TooLarge
@@ -58,8 +58,9 @@ def fitted(
     """
     if options.budget == "off":
         return compile(None)
-    if spans_ranks():
-        warn_once(("memory", "ranks"), "fastpack.memory does not plan for several ranks. The step has no budget.")
+    if communicates(gm):
+        text = "fastpack.memory does not plan for graphs that communicate, as under FSDP2. The step has no budget."
+        warn_once(("memory", "ranks"), text)
         return compile(None)
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
