@@ -90,7 +90,7 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     sizes = scale(device)
     if quick:
         return [{"model": "llama", "layers": 4, "tokens": 1024, "budget": 0.5, **sizes}]
-    shares = (1.0, 0.7, 0.5, 0.35, 0.25)
+    shares = (1.0, 0.7, 0.5, 0.35, 0.25, 0.1)
     found = [{"model": "llama", "layers": 8, "tokens": 4096, "budget": share, **sizes} for share in shares]
     found += [{"model": "llama", "layers": 28, "tokens": 2048, "budget": share, **sizes} for share in (0.5, 0.25)]
     found += [{"model": "llama", "layers": 8, "tokens": 16384, "budget": share, **sizes} for share in (0.5, 0.25)]

@@ -19,7 +19,7 @@ BUDGET = 2 * ROWS * 256 * 4  # what forward alone would keep of one layer, twice
 
 def stepped(rank: int, is_inside: bool) -> Any:
     """Gradients of eager mode and of a planned step, and what was planned."""
-    limits.in_use = lambda device: 0  # type: ignore[assignment]
+    limits.in_use = lambda device: 0
     torch.manual_seed(rank)
     x = torch.randn(ROWS, WIDTH)
     found = []
