@@ -338,12 +338,15 @@ def _lower_pieces(
     result: Result, settings: Options, salt: str, on_report: OnReport, step: Step | None
 ) -> Callable[..., Any]:
     def lower_piece(piece: GraphModule, example_inputs: Sequence[Any], place: Place = WHOLE) -> Callable[..., Any]:
-        if step is not None and step.tiles > 1 and place.calls != 1:
+        if step is not None and place.name in step.compiled:
+            return step.reuse(place.name)
+        if step is not None and place.calls != 1:
             with contained("computing rows in tiles", "They are computed at once.", settings.strict):
-                copy = copy_graph_module(piece)
-                if regions := tile_rows(copy, step.tiles):
-                    step.tiled, piece = step.tiled + regions, copy
-        return lower(piece, example_inputs, settings, salt, on_report, place, step)
+                piece = _tiled(piece, step)
+        compiled = lower(piece, example_inputs, settings, salt, on_report, place, step)
+        if step is not None and place.calls == 1:
+            step.keep(place.name, compiled)
+        return compiled
 
     if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets each layer's gradients when it is done
         return lower_segments(result.gm, result.example_inputs, lower_piece, step)
@@ -370,3 +373,14 @@ def _compile_prologue(program: Program, settings: Options, on_report: OnReport) 
 
 retracing.install()
 inspect.start_summary_if_asked()
+
+
+def _tiled(piece: GraphModule, step: Step) -> GraphModule:
+    """A layer with the step's tiles of rows, if it has rows that can be computed so."""
+    copy = copy_graph_module(piece)
+    regions = tile_rows(copy, max(2, step.tiles))
+    step.could_tile = regions > 0
+    if step.tiles == 1 or not regions:
+        return piece
+    step.tiled += regions
+    return copy

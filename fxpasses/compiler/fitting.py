@@ -38,7 +38,8 @@ from fxpasses.options import Memory
 Compiled = Callable[..., Any]
 
 _LOOKS = 64  # calls that look at the memory in use, which then has its final size
-_TILES = (2, 4, 8, 16, 32)
+_TILES = (2, 4, 8, 16)  # graphs grow with them
+_WORTH_IT = 0.97  # of the peak with half as many
 _HEADROOM = 1.5  # for batches larger than the one at hand, once there was a larger one
 _FOR_COMPILING = 0.04  # of the budget: what compiling the graph once more will leave in the process
 _MOST_PLANS = 5  # of a frame; Dynamo gives up at eight graphs
@@ -86,12 +87,12 @@ def fitted(
     if over is None:
         return run
     if over > 0 and step.may_shrink:  # the first kind of layers was planned before the others were known
-        step = replace(step, target=step.budget - over, footprints={}, may_shrink=False, may_tile=False, tiled=0)
+        step = replace(step, target=step.budget - over, footprints={}, may_shrink=False, more_tiles=False, tiled=0)
         run = compile(step)
     if step.is_too_large():
         text = (
             f"fastpack.memory is {size(step.budget)}, and a step of this batch is predicted to take "
-            f"{size(step.peak())}: {size(step.before)} are in use before it, and {step.needs()}. Give it more, a "
+            f"{size(step.peak())}: {size(step.before)} are in use before it, and {step.in_words()}. Give it more, a "
             "smaller batch, or fastpack.offload"
         )
         if not outgrown and not any(leaves and of() is leaves[0] and known == step.budget for of, known in _planned):
@@ -109,22 +110,22 @@ def fitted(
 
 def _tiled(step: Step, compile: Callable[[Step], Compiled]) -> tuple[Compiled, Step]:
     """What `compile` returns for a step that fits with the fewest tiles of rows, and that step; if none fits, with as
-    many as make it smaller."""
+    many as make it much smaller."""
     tried = [step]
-    step.may_tile = True
+    step.more_tiles = True
     try:
         return compile(step), step
     except TooLarge:
         pass
     for tiles in _TILES:
-        step = replace(step, footprints={}, may_shrink=False, tiles=tiles, may_tile=tiles < _TILES[-1], tiled=0)
+        step = replace(step, footprints={}, may_shrink=False, tiles=tiles, more_tiles=tiles < _TILES[-1], tiled=0)
         try:
             return compile(step), step
         except TooLarge:
-            if not (step.tiled and step.peak() < tried[-1].peak()):
+            if not (step.tiled and step.peak() < _WORTH_IT * tried[-1].peak()):
                 break
             tried.append(step)
-    step = replace(tried[-1], footprints={}, may_shrink=False, may_tile=False, tiled=0)
+    step = replace(tried[-1], footprints={}, may_shrink=False, more_tiles=False, tiled=0)
     return compile(step), step
 
 
@@ -146,7 +147,11 @@ def _bytes(budget: int | str, device: torch.device) -> int:
 def _guarded(run: Compiled, step: Step, gm: GraphModule, fits: _StillFits) -> Compiled:
     """Called while Dynamo compiles a graph: guard it by whether its step still fits, once it has run."""
     compilation = current_compilation()
-    if not (step.may_shrink and can_guard()) or compilation is None or compilation.frame_compile_id >= _MOST_PLANS:
+    if (
+        not ((step.may_shrink or step.could_tile) and can_guard())
+        or compilation is None
+        or compilation.frame_compile_id >= _MOST_PLANS
+    ):
         return run
     inputs = gm.graph.find_nodes(op="placeholder")
     named = [(node, name) for node, name in zip(inputs, input_sources(gm), strict=True) if name]

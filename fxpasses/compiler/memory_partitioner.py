@@ -61,7 +61,7 @@ class MemoryPartitioner(CustomPartitionerFn):
         with contained("planning memory", "The graph is partitioned without a budget.", self.options.strict):
             undo = self.options.memory.checkpoints == "free" and self.place.calls != 1
             found = self._plan(partitions(gm, partition, undo), footprint)
-            is_too_large = self.step.may_tile and self.step.is_too_large()
+            is_too_large = self.step.more_tiles and self.step.could_tile and self.step.is_too_large(self.step.headroom)
         if found is None:
             return partition(gm)
         if self.place.calls != 1 and is_too_large:

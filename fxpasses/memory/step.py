@@ -10,9 +10,10 @@ gradient lives from the backward of the last call that takes the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fxpasses.base.units import size
 from fxpasses.memory.footprint import Footprint
@@ -43,8 +44,9 @@ class Step:
     has_gradients: whether gradients are among these, and backward adds to them. headroom: how many times larger the
     batch may become for which the step is planned. calls: in forward's order. returned: the values that the program
     returns. footprints: of the pieces that are partitioned. may_shrink: whether a piece could save less. tiles: in how
-    many the rows of layers are computed. may_tile: whether there may be more, so that a step that does not fit need not
-    be compiled. tiled: the regions that are.
+    many the rows of layers are computed. more_tiles: whether there may be more, so that a step that does not fit need
+    not be compiled. tiled: the regions that are. could_tile: whether there could be more of a layer's.
+    compiled: the pieces that run once, which another try at this step need not compile again, with their footprints.
     """
 
     budget: int
@@ -57,8 +59,10 @@ class Step:
     may_shrink: bool = False
     target: int = 0
     tiles: int = 1
-    may_tile: bool = False
+    more_tiles: bool = False
     tiled: int = 0
+    could_tile: bool = False
+    compiled: dict[str, tuple[Any, Footprint | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.target = self.target or self.budget
@@ -69,29 +73,34 @@ class Step:
         Layers without a footprint are taken to be like the largest that has one; other pieces need nothing.
         """
         there = self.has_gradients if has_gradients is None else has_gradients
-        known = {**self.footprints, **also}
-        calls = self._with_footprints(known)
-        found = peak(calls, self.returned, there)
-        if larger == 1:
-            return self.before + found
-        fixed = 0 if there else min(found, gradients(calls))
-        return round(self.before + fixed + larger * (found - fixed))
+        calls = self._with_footprints({**self.footprints, **also})
+        return self.before + max_of(needs(calls, self.returned, there), larger)
+
+    def keep(self, piece: str, compiled: Any) -> None:
+        self.compiled[piece] = compiled, self.footprints.get(piece)
+
+    def reuse(self, piece: str) -> Any:
+        compiled, footprint = self.compiled[piece]
+        if footprint is not None:
+            self.footprints[piece] = footprint
+        return compiled
 
     def _with_footprints(self, known: Mapping[str, Footprint]) -> list[tuple[Call, Footprint]]:
         layers = [known[call.piece] for call in self.calls if call.is_layer and call.piece in known]
         like = max(layers, key=lambda found: found.kept, default=Footprint())
         return [(call, known.get(call.piece, like if call.is_layer else Footprint())) for call in self.calls]
 
-    def is_too_large(self) -> bool:
-        return self.peak() > _TOLERANCE * self.budget
+    def is_too_large(self, larger: float = 1.0) -> bool:
+        """Whether a batch so many times as large is sure not to fit."""
+        return self.peak(larger=larger) > _TOLERANCE * self.budget
 
     def outlook(self) -> Outlook:
         """What is to be remembered of a plan."""
-        peaks = {there: self.peak(has_gradients=there) - self.before for there in (False, True)}
-        found = gradients(self._with_footprints(self.footprints))
-        return Outlook(self.budget, self.before, peaks[self.has_gradients], peaks[True], found)
+        calls = self._with_footprints(self.footprints)
+        found = {there: tuple(needs(calls, self.returned, there)) for there in (False, True)}
+        return Outlook(self.budget, self.before, found[self.has_gradients], found[True])
 
-    def needs(self) -> str:
+    def in_words(self) -> str:
         """What the peak is made of, in words."""
         calls = self._with_footprints(self.footprints)
         kept = sum(footprint.kept for _, footprint in calls)
@@ -100,21 +109,29 @@ class Step:
 
 @dataclass(frozen=True)
 class Outlook:
-    """A plan in numbers. added: the bytes that the step was predicted to add; added_to_gradients: those where gradients
-    are there already. budget, before: see `Step`. gradients: bytes."""
+    """A plan in numbers. needs: what the step was predicted to need; with_gradients: where gradients are there already.
+    budget, before: see `Step`."""
 
     budget: int
     before: int
-    added: int
-    added_to_gradients: int
-    gradients: int
+    needs: Sequence[Need]
+    with_gradients: Sequence[Need]
 
     def fits(self, in_use: int, larger: float, has_gradients: bool) -> bool:
         """Whether a step fits beside what is in use, for a batch that is so many times as large."""
-        if has_gradients:
-            return in_use + larger * self.added_to_gradients <= self.budget
-        fixed = min(self.gradients, self.added)
-        return in_use + fixed + larger * (self.added - fixed) <= self.budget
+        return in_use + max_of(self.with_gradients if has_gradients else self.needs, larger) <= self.budget
+
+
+class Need(NamedTuple):
+    """Bytes at one time of a step: those that grow with the batch, and those of gradients of parameters."""
+
+    of_batch: int
+    of_gradients: int
+
+
+def max_of(needs: Iterable[Need], larger: float = 1.0) -> int:
+    """The most bytes, for a batch that is so many times as large."""
+    return max((round(larger * need.of_batch) + need.of_gradients for need in needs), default=0)
 
 
 Calls = Sequence[tuple[Call, Footprint]]
@@ -149,15 +166,21 @@ class _Value:
 
 
 def peak(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: bool = False) -> int:
-    """The most bytes that a step adds, whose forward makes these calls, and whose backward makes them in reverse.
+    """The most bytes that a step adds: see `needs`."""
+    return max_of(needs(calls, returned, has_gradients))
+
+
+def needs(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: bool = False) -> list[Need]:
+    """What a step adds, call by call, whose forward makes these calls, and whose backward makes them in reverse.
 
     has_gradients: whether gradients are added to ones that are there already.
     """
     values, named = _values(calls, returned)
-    most = kept = 0
+    found: list[Need] = []
+    kept = 0
     for number, (_, footprint) in enumerate(calls):
         there = (v for v in values.values() if v.made < number and (v.used >= number or v.held or v.is_returned))
-        most = max(most, kept + sum(value.bytes for value in there) + footprint.forward)
+        found.append(Need(kept + sum(value.bytes for value in there) + footprint.forward, 0))
         kept += footprint.kept
     left: dict[str, int] = {}
     all_gradients = {} if has_gradients else _gradients(calls)
@@ -174,10 +197,10 @@ def peak(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: bo
             ),
             frozenset(at for at in footprint.saved_results if not call.results or named(call.results[at]) in others),
         )
-        most = max(most, kept + live + sum(left.values()) + own)
+        found.append(Need(kept + live + own, sum(left.values())))
         mine = call.operands or [f"{call.piece} {at}" for at in footprint.gradients]
         left |= {name: all_gradients[name] for name in mine if name in all_gradients}
-    return most
+    return found
 
 
 def _values(calls: Calls, returned: frozenset[str]) -> tuple[dict[str, _Value], Callable[[str], str]]:

@@ -36,16 +36,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxpasses.graph.aliases import written_operands
+from fxpasses.graph.aliases import storages, written_operands
 from fxpasses.graph.building import NodeBuilder
 from fxpasses.graph.calls import is_in_place, operator_of
 from fxpasses.graph.modes import autocast_regions
 from fxpasses.graph.refusals import Refused
-from fxpasses.graph.symbols import expression
+from fxpasses.graph.symbols import constant, expression
 from fxpasses.graph.traits import PRODUCTS, RESHAPES, SETS_GRADIENTS, SETS_INFERENCE
 from fxpasses.report import Reason
 from fxpasses.rows.layout import Layout
-from fxpasses.rows.rules import Rules
+from fxpasses.rows.rules import Rules, broadcasts
 from fxpasses.rows.spaces import BATCH, ROWS, TOKENS, Space, Tags
 from fxpasses.rows.writes import MAKES_MEMORY, Writes
 
@@ -58,13 +58,18 @@ Sizes = tuple[Any, ...]
 
 @dataclass(eq=False)
 class _Rows:
-    """Operators on the rows of [B, T, ...], which are cut along T, in the graph's order; or on those of [T, ...].
+    """Operators on the rows of [B, T, ...], or on those of [T, ...], in the graph's order.
 
-    sizes: (B, T) or (T,).
+    sizes: (B, T) or (T,). axis: along which rows are cut, the longer one.
     """
 
     sizes: Sizes
     nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def axis(self) -> int:
+        shape = self.results[0].meta["example_value"].shape
+        return max(range(len(self.sizes)), key=lambda at: (_hint(shape[at]) or 0, at))
 
     @property
     def inputs(self) -> list[Node]:
@@ -108,19 +113,23 @@ def _changes_mode(node: Node) -> bool:
 
 def _tile(graph: Graph, rows: _Rows, tiles: int, fake_mode: Any) -> int:
     order = {node: place for place, node in enumerate(graph.nodes)}
-    own, results, axis = set(rows.nodes), rows.results, len(rows.sizes) - 1
+    own, results, axis = set(rows.nodes), rows.results, rows.axis
     users = {user for node in results for user in node.users if user not in own}
     place = min([rows.nodes[-1].next, *users], key=order.__getitem__)
-    by_rows = [node for node in rows.inputs if _tags(node, rows.sizes)]
+    by_rows = [node for node in rows.inputs if (tags := _tags(node, rows.sizes)) and tags[axis] is not None]
+    memory = {storage for node in rows.inputs for storage in storages(node)}
     autocast = autocast_regions(graph)
     if not by_rows or any(order[node] > order[place] for node in rows.inputs) or not all(map(_sizes, results)):
         raise Refused(Reason.NOT_BY_ROWS, "the rows are not computed at one place", place)
+    if any(memory.intersection(storages(node)) for node in results):
+        raise Refused(Reason.NOT_BY_ROWS, "a result is a view of an operand", place)
     if autocast[place] != autocast[rows.nodes[0]]:
         raise Refused(Reason.NOT_BY_ROWS, "the rows are used under another autocast", place)
     emit = NodeBuilder(graph, fake_mode, rows.nodes[0], Reason.NOT_BY_ROWS, autocast[place])
     with emit.before(place):
         count = emit.size(by_rows[0], axis)
-        if (_at_hand(count) or 0) < 2 * tiles:
+        known = _hint(count if isinstance(count, int) else count.meta["example_value"])
+        if (known or 0) < 2 * tiles:
             raise Refused(Reason.NOT_BY_ROWS, "there are few rows", place)
         sizes = _shares(emit, count, tiles)
         cut = {node: emit(torch.split, (node, sizes, axis)) for node in by_rows}  # whose gradient is one `cat`
@@ -144,9 +153,8 @@ def _tile(graph: Graph, rows: _Rows, tiles: int, fake_mode: Any) -> int:
     return 1
 
 
-def _at_hand(count: int | Node) -> int | None:
-    """A number of rows in the batch at hand."""
-    number = count if isinstance(count, int) else count.meta["example_value"]
+def _hint(number: Any) -> int | None:
+    """A size in the batch at hand."""
     return number if isinstance(number, int) else number.node.hint
 
 
@@ -179,7 +187,8 @@ def _shares(emit: NodeBuilder, count: int | Node, tiles: int) -> list[Any]:
 
 def _form(node: Node) -> Any:
     example = node.meta["example_value"]
-    return [*map(expression, example.shape)], example.dtype, example.device, example.requires_grad
+    sizes = [*map(expression, (*example.shape, *example.stride()))]
+    return sizes, example.dtype, example.device, example.requires_grad
 
 
 def _regions(graph: Graph) -> Iterator[_Rows]:
@@ -228,12 +237,20 @@ def _of_rows(graph: Graph, sizes: Sizes) -> set[Node]:
         if may_be and any(operand in layout.tags for operand in node.all_input_nodes):
             with contextlib.suppress(Refused):
                 tags = rules.tags_of(node, name)
-        if tags == _TAGS[len(sizes)]:
+        others = [o for o in node.all_input_nodes if o not in layout.tags] if broadcasts(node, name) else []
+        if tags == _TAGS[len(sizes)] and not any(_spans(operand, len(sizes)) for operand in others):
             found.add(node)
         tags = tags if node in found else _tags(node, sizes)
         if tags is not None:
             layout.tags[node], layout.spaces[node] = tags, space
     return found
+
+
+def _spans(operand: Node, count: int) -> bool:
+    """Whether an operand that is broadcast to [B, T, H] has B or T elements there. count: that of B and T."""
+    example = operand.meta.get("example_value")
+    shape = example.shape[:-1][-count:] if isinstance(example, torch.Tensor) else ()
+    return any(constant(size) != 1 for size in shape)
 
 
 def _tags(node: Node, sizes: Sizes) -> Tags | None:

@@ -335,7 +335,7 @@ def test_a_planner_that_fails_leaves_the_graph_as_it_is(monkeypatch: pytest.Monk
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("piece", ["fxpasses.memory.step.peak", "fxpasses.memory.limits.in_use"])
+@pytest.mark.parametrize("piece", ["fxpasses.memory.step.needs", "fxpasses.memory.limits.in_use"])
 def test_a_step_that_cannot_be_planned_has_no_budget(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one warning. Before, its graph ran uncompiled."""
 

@@ -13,7 +13,7 @@ import torch
 from fxpasses.memory import limits
 from fxpasses.memory.footprint import Footprint
 from fxpasses.memory.recompute import least_recomputing
-from fxpasses.memory.step import Call, Step, peak
+from fxpasses.memory.step import Call, Need, Step, max_of, peak
 
 
 def piece(kept: int, forward: int, backward: int, result: int = 0, gradient: int = 0, **more: Any) -> Footprint:
@@ -82,10 +82,13 @@ def test_layers_that_are_not_partitioned_are_taken_to_be_like_the_largest() -> N
     step.footprints |= {"a": LAYER, "last": HEAD}
     assert step.peak() == 100 + of("llllh")
     assert step.peak({"b": piece(1, 2, 3)}) == 100 + 22 + 30
-    assert step.peak(larger=2) == 100 + 9 + 2 * (of("llllh") - 9)  # gradients do not grow
-    plan = step.outlook()
-    assert plan.added == of("llllh") and plan.gradients == 9
-    assert plan.added_to_gradients == of("llllh", has_gradients=True)
+    assert step.peak(larger=2) == 100 + 2 * of("llllh")  # before the first gradients
+
+
+def test_gradients_do_not_grow_with_the_batch() -> None:
+    """The most is at the end of backward for a small batch, at its start for a large one."""
+    needs = [Need(10, 0), Need(1, 50)]
+    assert [max_of(needs, larger) for larger in (1, 2, 20)] == [51, 52, 200]
 
 
 @pytest.mark.parametrize(

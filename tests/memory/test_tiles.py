@@ -63,6 +63,12 @@ def attending(m: Mlp, x: Tensor) -> Tensor:
     return gelu(m, x + m.out(y))
 
 
+def tokens_first(m: Mlp, x: Tensor) -> Tensor:
+    """Where rows are not in order, what follows may be a view that tiles, put together in order, would not allow."""
+    y = gelu(m, x.transpose(0, 1).contiguous().transpose(0, 1))
+    return y.transpose(0, 1).view(T * B, H).cos()
+
+
 def twice(m: Mlp, x: Tensor) -> Tensor:
     x = gelu(m, x)
     return gated(m, x - x.mean(1, keepdim=True))
@@ -84,8 +90,24 @@ def reading_all(m: Mlp, x: Tensor) -> Tensor:
 
 
 def with_table(m: Mlp, x: Tensor) -> Tensor:
-    """A row of the table for each place, which the rules do not see."""
+    """A row of the table for each place is added before the region."""
     return x + m.down(F.gelu(m.up(x + m.table)))
+
+
+def with_tables(m: Mlp, x: Tensor) -> Tensor:
+    """Inside, it is not cut."""
+    return x + m.down(F.gelu(m.up(x)) * m.table.mean(-1, keepdim=True))
+
+
+def viewing(m: Mlp, x: Tensor) -> Tensor:
+    """A view of x is used outside."""
+    v = x[..., :4]
+    return torch.cat([m.down(F.gelu(m.up(x))) + v.repeat(1, 1, 2), v], -1)
+
+
+def tokens_in_front(m: Mlp, x: Tensor) -> Tensor:
+    """[T, B, H]: rows are cut where there are more."""
+    return gelu(m, x.transpose(0, 1).contiguous()).transpose(0, 1)
 
 
 def dropping(m: Mlp, x: Tensor) -> Tensor:
@@ -110,8 +132,12 @@ REGIONS: dict[Callable[..., Tensor], int] = {
     with_places: 1,
     in_bfloat16: 1,
     written_out: 0,
+    tokens_first: 0,
     reading_all: 0,
-    with_table: 0,
+    with_table: 1,
+    with_tables: 0,
+    viewing: 0,
+    tokens_in_front: 1,
     dropping: 0,
     writing: 0,
     summing: 0,
