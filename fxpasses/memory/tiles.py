@@ -117,12 +117,14 @@ def _tile(graph: Graph, rows: _Rows, tiles: int, fake_mode: Any) -> int:
     users = {user for node in results for user in node.users if user not in own}
     place = min([rows.nodes[-1].next, *users], key=order.__getitem__)
     by_rows = [node for node in rows.inputs if (tags := _tags(node, rows.sizes)) and tags[axis] is not None]
-    memory = {storage for node in rows.inputs for storage in storages(node)}
+    memory = {storage for node in rows.inputs for storage in storages(node)}  # to which no result may belong
     autocast = autocast_regions(graph)
     if not by_rows or any(order[node] > order[place] for node in rows.inputs) or not all(map(_sizes, results)):
         raise Refused(Reason.NOT_BY_ROWS, "the rows are not computed at one place", place)
-    if any(memory.intersection(storages(node)) for node in results):
-        raise Refused(Reason.NOT_BY_ROWS, "a result is a view of an operand", place)
+    for node in results:
+        if memory.intersection(storages(node)):
+            raise Refused(Reason.NOT_BY_ROWS, f"`{node.name}` is a view of an operand or of another result", place)
+        memory.update(storages(node))
     if autocast[place] != autocast[rows.nodes[0]]:
         raise Refused(Reason.NOT_BY_ROWS, "the rows are used under another autocast", place)
     emit = NodeBuilder(graph, fake_mode, rows.nodes[0], Reason.NOT_BY_ROWS, autocast[place])

@@ -105,6 +105,12 @@ def viewing(m: Mlp, x: Tensor) -> Tensor:
     return torch.cat([m.down(F.gelu(m.up(x))) + v.repeat(1, 1, 2), v], -1)
 
 
+def in_parts(m: Mlp, x: Tensor) -> Tensor:
+    """A result and a view of it are used outside, where one may be written to."""
+    y = gelu(m, x)
+    return torch.cat([y.flip(1), y[..., :4].flip(1)], -1)
+
+
 def tokens_in_front(m: Mlp, x: Tensor) -> Tensor:
     """[T, B, H]: rows are cut where there are more."""
     return gelu(m, x.transpose(0, 1).contiguous()).transpose(0, 1)
@@ -137,6 +143,7 @@ REGIONS: dict[Callable[..., Tensor], int] = {
     with_table: 1,
     with_tables: 0,
     viewing: 0,
+    in_parts: 0,
     tokens_in_front: 1,
     dropping: 0,
     writing: 0,
