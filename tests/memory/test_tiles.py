@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -270,3 +271,29 @@ def test_tiles_that_cannot_be_made_cost_one_warning(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(backend, "tile_rows", fail)
     with pytest.raises(Exception, match="predicted to take"), pytest.warns(UserWarning, match="no tiles"):
         compiled(Wide(), "aot_eager", memory=2 * ROWS * 256 * 4, fold="on", strict=False)(torch.randn(ROWS, WIDTH))
+
+
+class AlongRows(Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer[1](F.gelu(layer[0](x).cumsum(-2)))  # type: ignore[index]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "count"), [(AlongRows, 3), (Wide, 2 + 3)], ids=["none", "two tries"])
+def test_pieces_are_compiled_once(
+    kind: type[Wide], count: int, monkeypatch: pytest.MonkeyPatch, nothing_in_use: None
+) -> None:
+    """Those that run once; and layers as often as the tiles are tried, which is never where there are none."""
+    lowered: list[str] = []
+
+    def lower(gm: GraphModule, inputs: Any, options: Any, salt: str, report: Any, place: Any, step: Any) -> Any:
+        lowered.append(place.name)
+        return original(gm, inputs, options, salt, report, place, step)
+
+    original = backend.lower
+    monkeypatch.setattr(backend, "lower", lower)
+    with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
+        compiled(kind(), "aot_eager", memory=700_000, fold="on")(torch.randn(ROWS, WIDTH))
+    assert len(lowered) == count, lowered
