@@ -57,7 +57,7 @@ from fxpasses.graph.provenance import input_sources
 from fxpasses.graph.symbols import binds_symbols, has_unbacked_floats
 from fxpasses.loss import lazy_outputs
 from fxpasses.memory.step import Step
-from fxpasses.memory.tiles import tile_rows
+from fxpasses.memory.tiles import has_regions, tile_rows
 from fxpasses.metadata.program import Program
 from fxpasses.metadata.runtime.prologue import Prologue, with_prologue
 from fxpasses.options import Options
@@ -377,10 +377,10 @@ inspect.start_summary_if_asked()
 
 def _tiled(piece: GraphModule, step: Step) -> GraphModule:
     """A layer with the step's tiles of rows, if it has rows that can be computed so."""
-    copy = copy_graph_module(piece)
-    regions = tile_rows(copy, max(2, step.tiles))
-    step.could_tile = regions > 0
-    if step.tiles == 1 or not regions:
+    step.could_tile = has_regions(piece)
+    if step.tiles == 1 or not step.could_tile:
         return piece
+    copy = copy_graph_module(piece)
+    regions = tile_rows(copy, step.tiles)
     step.tiled += regions
-    return copy
+    return copy if regions else piece

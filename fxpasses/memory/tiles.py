@@ -91,12 +91,9 @@ class _Rows:
 
 def tile_rows(gm: GraphModule, tiles: int) -> int:
     """Compute the rows of regions in so many tiles; returns the number of regions. The graph is changed."""
-    graph = gm.graph
+    graph, count = gm.graph, 0
     examples = (node.meta.get("example_value") for node in graph.nodes)
     fake_mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
-    if any(node.op.startswith("call") and (_changes_mode(node) or written_operands(node)) for node in graph.nodes):
-        return 0
-    count = 0
     for rows in list(_regions(graph)):
         try:
             count += _tile(graph, rows, tiles, fake_mode)
@@ -105,6 +102,11 @@ def tile_rows(gm: GraphModule, tiles: int) -> int:
     if count:
         gm.recompile()
     return count
+
+
+def has_regions(gm: GraphModule) -> bool:
+    """Whether `tile_rows` may find something. Nothing is asked of sizes."""
+    return any(True for _ in _regions(gm.graph))
 
 
 def _changes_mode(node: Node) -> bool:
@@ -199,6 +201,8 @@ def _regions(graph: Graph) -> Iterator[_Rows]:
     stages: how often a path to a node has left rows and come back, as through attention. Two nodes of one region have
     the same, so nothing outside is between them.
     """
+    if any(node.op.startswith("call") and (_changes_mode(node) or written_operands(node)) for node in graph.nodes):
+        return
     stages: dict[Node, int] = {}
     regions: dict[Node, _Rows] = {}
     found = map(_sizes, (node for node in graph.nodes if operator_of(node) in PRODUCTS))

@@ -268,7 +268,7 @@ def test_tiles_that_cannot_be_made_cost_one_warning(monkeypatch: pytest.MonkeyPa
     def fail(*given: Any) -> int:
         raise RuntimeError("no tiles")
 
-    monkeypatch.setattr(backend, "tile_rows", fail)
+    monkeypatch.setattr(backend, "has_regions", fail)
     with pytest.raises(Exception, match="predicted to take"), pytest.warns(UserWarning, match="no tiles"):
         compiled(Wide(), "aot_eager", memory=2 * ROWS * 256 * 4, fold="on", strict=False)(torch.randn(ROWS, WIDTH))
 
