@@ -78,7 +78,7 @@ def fitted(
         step.headroom = _HEADROOM
     elif outgrown and device.type == "cpu":
         step.before += round(_FOR_COMPILING * step.budget)
-    run, step = _tiled(step, compile)
+    run, step = _with_fewest_tiles(step, compile)
     if not step.footprints:  # nothing was partitioned: the graph has no backward
         return run
     over = None
@@ -108,7 +108,7 @@ def fitted(
     return _guarded(run, step, gm, _StillFits(step.outlook(), device, program, leaves))
 
 
-def _tiled(step: Step, compile: Callable[[Step], Compiled]) -> tuple[Compiled, Step]:
+def _with_fewest_tiles(step: Step, compile: Callable[[Step], Compiled]) -> tuple[Compiled, Step]:
     """What `compile` returns for a step that fits with the fewest tiles of rows, and that step; if none fits, with as
     many as make it much smaller."""
     tried = [step]
@@ -148,7 +148,7 @@ def _guarded(run: Compiled, step: Step, gm: GraphModule, fits: _StillFits) -> Co
     """Called while Dynamo compiles a graph: guard it by whether its step still fits, once it has run."""
     compilation = current_compilation()
     if (
-        not ((step.may_shrink or step.could_tile) and can_guard())
+        not ((step.may_shrink or step.could_tile or step.tiled) and can_guard())
         or compilation is None
         or compilation.frame_compile_id >= _MOST_PLANS
     ):

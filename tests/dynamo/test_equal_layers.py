@@ -67,14 +67,14 @@ def _seen(output: Any) -> Seen:
     for node in nodes:
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda operand: numbers[operand])
         target = re.sub(r"_\d+$", "", str(node.target))
-        lines.append(f"{node.op} {target} {arguments} {_value(node)}")
+        lines.append(f"{node.op} {target} {arguments} {value_of(node)}")
     guards = {(guard.create_fn_name(), re.sub(r"_\d+|0x\w+", "", _name(guard))) for guard in output.guards}
     guards = {(kind, name) for kind, name in guards if "type(" not in name}  # of classes: one for all of its objects
     places = [(node.meta.get("nn_module_stack"), node.meta.get("stack_trace")) for node in nodes]
     return Seen("\n".join(lines), guards, places)
 
 
-def _value(node: Any) -> str:
+def value_of(node: Any) -> str:
     """An example; gradient functions are not those of the operators in copies."""
     return re.sub(r",\s+grad_fn=<\w+>", ", grad_fn", str(node.meta.get("example_value")))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fxpasses.dynamo.rules.equal_layers import Layers
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.branches import SpeculatedBranch, marks
+from tests.dynamo.test_equal_layers import value_of
 from tests.experts.models import HIDDEN
 from tests.experts.spellings import DECOYS, SPELLINGS, Moe, Spelling
 from tests.support import compiled, results
@@ -83,13 +83,8 @@ def _text(output: Any) -> str:
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda operand: numbers[operand])
         target = str(node.target).rstrip("0123456789_")
         bound = list(node.meta.get("unbacked_bindings") or ())
-        lines.append(f"{node.op} {target} {arguments} {_value(node)} {bound} {marks(node)}")
+        lines.append(f"{node.op} {target} {arguments} {value_of(node)} {bound} {marks(node)}")
     return "\n".join(lines)
-
-
-def _value(node: Any) -> str:
-    """An example; gradient functions are not those of the operators in copies."""
-    return re.sub(r",\s+grad_fn=<\w+>", ", grad_fn", str(node.meta.get("example_value")))
 
 
 def assert_as_traced(model: Model, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> int:
