@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.base import overrides
-from fxpasses.base.containment import error_text, is_unsaid, say
+from fxpasses.base.containment import contained, error_text, is_unsaid, say
 from fxpasses.base.once import warn_once
 from fxpasses.errors import PassError
 from fxpasses.graph.aliases import AliasAnalysis, storages_of
@@ -154,8 +154,8 @@ def run_further(
         except Exception as error:
             _tell(after_pass, Report(name), result, report_dropped(name, error, options.strict), options.strict)
             continue
-        if not report.changed and is_in_state(gm, state):
-            unused = gm
+        with contained("comparing a graph with itself before a pass", "The next pass gets a copy.", options.strict):
+            unused = gm if not report.changed and is_in_state(gm, state) else None
         result.reports.append(report)
         log.info("%s (%.3f s)", report, report.seconds)
         _tell(after_pass, report, result, "", options.strict)
