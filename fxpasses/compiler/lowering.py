@@ -222,4 +222,16 @@ def _decompositions(gm: GraphModule, patches: Mapping[str, Any]) -> dict[str, An
 
     inductor: Any = torch._inductor.config
     with inductor.patch(dict(patches)):
-        return {"decompositions": {**select_decomp_table(), **own}}
+        return {"decompositions": _Decompositions({**select_decomp_table(), **own}, own)}
+
+
+class _Decompositions(dict[Any, Any]):
+    """Inductor's decompositions and `own`. Inductor pickles the table for a cache's key, and its operators cannot be:
+    what tells it from others is our own part."""
+
+    def __init__(self, table: Mapping[Any, Any], own: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__(table)
+        self._own = sorted(f"{operator}: {function.__qualname__}" for operator, function in own.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (f"Inductor's, and {self._own}",)

@@ -10,10 +10,10 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
+from torch.fx import GraphModule, symbolic_trace
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses.compiler import masked_writes
+from fxpasses.compiler import lowering, masked_writes
 from tests.support import assert_same, results
 
 aten = torch.ops.aten
@@ -152,3 +152,21 @@ def test_a_masked_write_follows_the_scatter_before_it_in_inductors_code() -> Non
 
     batch = torch.linspace(-1, 1, 96).view(8, 12), torch.arange(8)[:, None]
     assert_same(gradient, [batch], "inductor", tolerance=1e-6)
+
+
+def test_a_graph_with_own_decompositions_has_a_key_in_inductors_cache() -> None:
+    from torch._inductor import compile_fx
+    from torch._inductor.codecache import FxGraphCachePickler
+
+    wrapper = getattr(compile_fx, "_ConstantDecompTable", None)
+    if wrapper is None:
+        pytest.skip("Inductor's keys do not cover decompositions before torch 2.13")
+
+    def key(gm: GraphModule) -> str:
+        table = lowering._decompositions(gm, {})["decompositions"]
+        return FxGraphCachePickler(gm).get_hash(wrapper(table))
+
+    def writes(x: Tensor) -> Tensor:
+        return x.index_put((x > 0,), torch.tensor(1.0))
+
+    assert key(symbolic_trace(writes)) == key(symbolic_trace(writes))
