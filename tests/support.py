@@ -59,7 +59,7 @@ def compiled(program: Any, lowering: str = "eager", **options: Any) -> Any:
 def results(program: Callable[..., Any], inputs: Sequence[Any]) -> dict[str, Any]:
     """Outputs, gradients with respect to float inputs and parameters, and the inputs as the program left them."""
     inputs = copy.deepcopy(list(inputs))
-    parameters = list(program.parameters()) if isinstance(program, torch.nn.Module) else []
+    parameters = [p for p in program.parameters() if p.requires_grad] if isinstance(program, torch.nn.Module) else []
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     outputs = [leaf for leaf in pytree.tree_leaves(program(*inputs)) if isinstance(leaf, torch.Tensor)]
     differentiable = [output for output in outputs if output.requires_grad]

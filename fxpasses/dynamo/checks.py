@@ -22,13 +22,21 @@ class Check:
 
     feature: once `holds` has raised twice, the check is False for every batch, and the frame is traced again without
     this feature. None if the graph is right for any batch: then the check is True where `holds` raises, and `what`
-    names the guard in the warning. code: the frame's.
+    names the guard in the warning. code: the frame's. restart: what becomes of the check where the trace is
+    taken from a file (`fxpasses/restart`): "again", the backend adds it again; "kept", the file has `holds`; or "lost",
+    then the trace is not saved.
     """
 
     def __init__(
-        self, holds: Callable[..., bool], feature: Feature | None, code: CodeType | None, what: str = ""
+        self,
+        holds: Callable[..., bool],
+        feature: Feature | None,
+        code: CodeType | None,
+        what: str = "",
+        restart: str = "again",
     ) -> None:
         self.holds, self.feature, self._code = holds, feature, code
+        self.restart = restart
         self._what = what if feature is None else feature.title
         self._is_first = True
         self._errors = 0

@@ -133,7 +133,13 @@ def guard_on(holds: Callable[..., bool], sources: Sequence[str], text: str) -> A
             [call], [f"{call}  # {text}"], closure_vars={**closure, "___fxpasses_batch": holds}
         )
 
+    FXPASSES_BATCH.arguments = holds, sources, text  # type: ignore[attr-defined]
     return shape_source().make_guard(FXPASSES_BATCH)
+
+
+def arguments_of(guard: Any) -> tuple[Any, Sequence[str], str] | None:
+    """The arguments of `guard_on` that made a guard; None for another guard."""
+    return getattr(guard.create_fn, "arguments", None)
 
 
 def check_guard_names() -> tuple[Callable[[], Mapping[str, object]], Callable[[], Any]]:

@@ -78,14 +78,19 @@ def _others(kind: Any) -> tuple[str, ...]:
 class Reader:
     """Evaluates sources in a frame, each once."""
 
-    def __init__(self, output: Any) -> None:
-        root = output.root_tx
-        self._globals = {**guard_names(), "G": root.f_globals, "L": root.f_locals}
+    def __init__(self, f_locals: Mapping[str, Any], f_globals: Mapping[str, Any]) -> None:
+        self._globals = {**guard_names(), "G": f_globals, "L": f_locals}
         self._cache: dict[Any, Any] = {}
+        self.notes: dict[Any, Any] = {}  # what its user keeps as long
 
     def __call__(self, source: Any) -> Any:
         """Raises what Python raises where there is no such value."""
         return source.get_value(self._globals, {}, self._cache)
+
+
+def reader_of(output: Any) -> Reader:
+    """A reader of the frame that Dynamo's `OutputGraph` is of."""
+    return Reader(output.root_tx.f_locals, output.root_tx.f_globals)
 
 
 @dataclasses.dataclass(frozen=True)

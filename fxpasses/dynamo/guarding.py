@@ -51,7 +51,7 @@ def guard(output: Any, trace: Trace) -> BatchGuard | None:
     if not found:
         return None
     batch_guard = BatchGuard(found, trace)
-    check = Check(batch_guard, Feature.HINTS, trace.code)
+    check = Check(batch_guard, Feature.HINTS, trace.code, restart="kept")
     add_guard(output.guards, check, batch_guard.sources, batch_guard.text)
     return batch_guard
 
@@ -130,9 +130,19 @@ class BatchGuard:
         self.sources += [graph.size_source(found) for found in self.sizes]
         self.sources += [name for name in dict.fromkeys(trace.companions) if name not in self.sources]
         self._prologue = Prologue(program, self.sources[: self.roots], autocast=trace.autocast)  # found by prefetching
+        self._start()
+
+    def _start(self) -> None:
         self._is_released = False
         self._verdicts: dict[tuple[Any, ...], list[Assumption]] = {}
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_verdicts", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
 
     def __call__(self, *inputs: Any) -> bool:
         """Whether the assumptions hold. False if an operator of the guard's program fails: the new trace raises again.

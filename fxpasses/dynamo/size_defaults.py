@@ -135,6 +135,7 @@ class SizeDefaults:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._runs: list[_Run] = []
+        self.asserted: frozenset[str] = frozenset()  # by the program, in a trace that is taken from a file
         self._node: Any = None  # the node that runs
         self._run: _Run | None = None  # its run, once it asks or asserts
         self._shape_env: Any = None
@@ -217,7 +218,8 @@ class SizeDefaults:
 
     def asserted_by_program(self) -> frozenset[str]:
         """The conditions that the program asserts itself, as text."""
-        return frozenset(str(found) for run in self._runs if run.name in OF_PROGRAM for found in run.assertions)
+        found = (str(each) for run in self._runs if run.name in OF_PROGRAM for each in run.assertions)
+        return self.asserted.union(found)
 
     def wrong(self) -> frozenset[Question]:
         """All questions to which the batch has another answer than the default; one may have caused a tracing error."""

@@ -150,6 +150,7 @@ class Trace:
         self.sizes_of_parts: dict[Any, PartSize] = {}  # by symbol
         self.suspects: set[Feature] = set()  # to be left out first if the graph does not compile
         self.has_communicated = False  # whether the program has issued a collective
+        self.needs_batch = False  # whether compiling the graph took numbers of the batch
         self.has_read = False  # whether a number was read since the last walk
         self.autocast = autocast_state()
         self.grad_enabled = torch.is_grad_enabled()

@@ -79,9 +79,7 @@ def begin(code: CodeType, described: str, names: Mapping[str, Any]) -> frozenset
     names: those that Dynamo's sources use, `L` and `G` for the frame's locals and globals.
     """
     failures = _failures()
-    for known in list(_frames):
-        if known not in _met() or (known is code and _is_first_variant()):  # since `torch._dynamo.reset`
-            _release(_frames.pop(known).guards)
+    end_since_reset(code)
     so_far = failures.get(code, ())
     frame = _frames.setdefault(code, _Frame(seen=len(so_far)))  # failures of other backends' guards do not count
     reasons = so_far[frame.seen :]
@@ -101,6 +99,13 @@ def begin(code: CodeType, described: str, names: Mapping[str, Any]) -> frozenset
     elif frame.variants == _MOST:
         _warn_of_guard(described, reasons[0])
     return frozenset().union(*(frame.given_up for frame in _frames.values()))
+
+
+def end_since_reset(code: CodeType) -> None:
+    """Called before a frame is compiled: forget the frames of which `torch._dynamo.reset` has ended the graphs."""
+    for known in list(_frames):
+        if known not in _met() or (known is code and _is_first_variant()):
+            _release(_frames.pop(known).guards)
 
 
 def add(code: CodeType, guard: BatchGuard) -> None:

@@ -27,7 +27,7 @@ def copy_graph_module(original: GraphModule) -> GraphModule:
     modules.
     """
     copies: dict[Node, Node] = {}
-    copy = _graph_module(original, copy_graph(original.graph, copies))
+    copy = new_graph_module(original, copy_graph(original.graph, copies), type(original).__name__)
     copy.meta = dict(original.meta)
     for name in ("_param_name_to_source", "_backend_id"):
         if hasattr(original, name):
@@ -66,13 +66,18 @@ def is_in_state(gm: GraphModule, state: list[Any]) -> bool:
     return len(now) == len(state) and all(map(operator.is_, now, state))
 
 
-def _graph_module(original: GraphModule, graph: Graph) -> GraphModule:
-    name = type(original).__name__
+def new_graph_module(root: Any, graph: Graph, name: str) -> GraphModule:
+    """A module of a class `name`, with attributes of `root`, a module or a dictionary; its code is generated later."""
     try:
         from torch.fx._lazy_graph_module import _LazyGraphModule
     except ImportError:
-        return GraphModule(original, graph, class_name=name)
-    return _LazyGraphModule(original, graph, class_name=name)
+        return GraphModule(root, graph, class_name=name)
+    return _LazyGraphModule(root, graph, class_name=name)
+
+
+def is_lazy(gm: GraphModule) -> bool:
+    """Whether a graph's code is generated when it is first called."""
+    return hasattr(gm, "_lazy_forward")
 
 
 def _own_checkpoint_bodies(gm: GraphModule) -> None:

@@ -51,8 +51,7 @@ _read: weakref.WeakSet[CodeType] = weakref.WeakSet()
 
 @dataclass(frozen=True, eq=False)
 class LeftOut:
-    """A graph without some outputs. gm: the graph. captured: runs it with all outputs. positions: those of the outputs
-    left out.
+    """A graph without some outputs. gm: the graph. whole: the one with all outputs. positions: those left out.
 
     reads: the positions of the inputs that these depend on. examples: theirs. sizes: compute their sizes from the
     inputs. code: the frame's. report: what was done. may_draw: whether the graph has operators that may draw random
@@ -60,7 +59,7 @@ class LeftOut:
     """
 
     gm: GraphModule
-    captured: Callable[..., Any]
+    whole: GraphModule
     positions: tuple[int, ...]
     reads: tuple[int, ...]
     examples: tuple[Any, ...]
@@ -75,7 +74,7 @@ class LeftOut:
         kept: Any = self.gm.graph.output_node().args[0]
         count = len(kept) + len(self.positions)
         autocast = autocast_state()
-        positions, examples, captured = self.positions, self.examples, self.captured
+        positions, examples, captured = self.positions, self.examples, self.whole.forward
 
         def run(*inputs: Any) -> Any:
             if any(isinstance(value, FakeTensor) for value in inputs):  # DDPOptimizer wants the sizes of results
@@ -127,6 +126,30 @@ class LeftOut:
         )
 
 
+@dataclass(frozen=True)
+class SavedLeftOut:
+    """What another process makes a `LeftOut` from, besides the graph without the outputs."""
+
+    whole: GraphModule
+    positions: tuple[int, ...]
+    reads: tuple[int, ...]
+    examples: tuple[Any, ...]
+    may_draw: bool
+
+    @classmethod
+    def of(cls, left_out: LeftOut) -> SavedLeftOut:
+        return cls(left_out.whole, left_out.positions, left_out.reads, left_out.examples, left_out.may_draw)
+
+    def again(self, gm: GraphModule, code: CodeType | None) -> LeftOut:
+        """Called while Dynamo compiles `gm`, the graph without the outputs. Raises `RuntimeError` if something has read
+        such an output, or if no guard can tell."""
+        sizes = _sizes(self.whole, self.examples)
+        if sizes is None or code is None or code in _read or not _guard(code):
+            raise RuntimeError("the outputs that are left out may be read")
+        report = Report("lazy_outputs", figures={"lazy_outputs": len(self.positions)})
+        return LeftOut(gm, self.whole, self.positions, self.reads, self.examples, sizes, code, report, self.may_draw)
+
+
 def leave_out(gm: GraphModule, code: CodeType | None, is_whole: bool) -> LeftOut | Report | None:
     """The graph without its logits; a report of why they stay; or None if it does not return any beside a loss.
 
@@ -173,7 +196,7 @@ def leave_out(gm: GraphModule, code: CodeType | None, is_whole: bool) -> LeftOut
     assert sizes is not None
     reads = _inputs_of(gm, [results[at] for at in positions])
     may_draw = any(map(_is_opaque, nodes_in(gm)))
-    return LeftOut(rest, gm.forward, positions, reads, examples, sizes, code, report, may_draw)
+    return LeftOut(rest, gm, positions, reads, examples, sizes, code, report, may_draw)
 
 
 def _inputs_of(gm: GraphModule, results: Sequence[Node]) -> tuple[int, ...]:

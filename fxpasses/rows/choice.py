@@ -45,6 +45,9 @@ class RowCounts:
     shares: tuple[float, ...]
     _counted: list[tuple[Any, tuple[float, float]]] = field(default_factory=list)  # inputs, and a guard's result
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowCounts, (self.prologue, self.positions, self.sources, self.shares)
+
     def of_step(self, inputs: Sequence[Any]) -> tuple[float, float]:
         """`parts`, taken from the guard of this step, if it has computed them."""
         counted, self._counted[:] = self._counted[:], []

@@ -232,9 +232,9 @@ def test_a_guard_that_always_fails_compiles_the_frame_once_more(feature: str, mo
     make = checks.Check.__init__
     batches: list[Any] = [(X, torch.tensor([8, 4 + number])) for number in range(5)]
 
-    def failing(self: Any, holds: Any, guarded: Any, code: Any, what: str = "") -> None:
+    def failing(self: Any, holds: Any, guarded: Any, code: Any, what: str = "", restart: str = "again") -> None:
         mine = what if guarded is None else guarded.title
-        make(self, fails if mine == feature else holds, guarded, code, what)
+        make(self, fails if mine == feature else holds, guarded, code, what, restart)
 
     monkeypatch.setattr(checks.Check, "__init__", failing)
     program: Any = asks

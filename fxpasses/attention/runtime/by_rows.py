@@ -20,6 +20,9 @@ class PlanByRows(torch.nn.Module):
         super().__init__()
         self.rows = rows
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlanByRows, (self.rows,)
+
     def forward(self, heads: int, count: int, repeated: tuple[bool, bool], *operands: Any) -> torch.Tensor:
         """heads, count: `heads` and `rows` of `attention_plan`.
 

@@ -57,6 +57,7 @@ from fxpasses.dynamo.equal_guards import (
     Relocation,
     are_equal,
     asked_of,
+    reader_of,
 )
 from fxpasses.dynamo.failures import FeatureRejected
 from fxpasses.dynamo.features import Feature
@@ -312,7 +313,7 @@ class Layers:
             len(self._trace.answers) > answers or not self._can_make_again(tx, nodes, results, made, speculated)
         ):
             return result
-        read = Reader(tx.output)
+        read = reader_of(tx.output)
         tensors = [(guard.source, _input(tx, guard.source, read)) for guard in asked if guard.kind in TENSORS]
         if not _are_all(tensors, nodes, call, move) or _has_numbers(tx, move):
             return result
@@ -353,7 +354,7 @@ class Layers:
 
     def _copy(self, traced: _Traced, call: Call, replaced: dict[Node, Node]) -> Any:
         tx, output = call.tx, call.tx.output
-        move, read = Relocation(traced.call.module.source, call.module.source), Reader(output)
+        move, read = Relocation(traced.call.module.source, call.module.source), reader_of(output)
         names = Renaming(traced.call, call)
         if any(names.path(name) in tx.num_calls for name in traced.calls) or _has_hooks(call.module.value):
             return None

@@ -16,6 +16,7 @@ Private names, checked on torch 2.11, 2.13 and 2.15, besides the handler's site:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.source import AttrSource, DictGetItemSource
@@ -71,14 +72,21 @@ def _guard(trace: Trace, tx: Any, module: Any, hooks: Any, with_kwargs: Any, exp
     """Guard a module's hooks once: Dynamo compares guards by identity, and drops those of a body that it retraces."""
     guard = trace.state(_Guards).get(hooks.name)
     if guard is None:
-
-        def are_equal(hooks: Any, with_kwargs: Any) -> bool:
-            return _compared(distinct(hooks, with_kwargs)) == expected
-
+        is_data = not any(isinstance(each, int) for each in expected)  # keys of hooks are of the process
         text = f"the hooks of {in_program(module.name)} do the same"
-        check = Check(are_equal, Feature.HOOKS, trace.code)
+        check = Check(_AreEqual(expected), Feature.HOOKS, trace.code, restart="kept" if is_data else "lost")
         guard = trace.state(_Guards)[hooks.name] = guard_on(check, [hooks.name, with_kwargs.name], text)
     tx.output.guards.add(guard)
+
+
+@dataclass(frozen=True)
+class _AreEqual:
+    """Whether a module's hooks have the expected effects."""
+
+    expected: list[Any]
+
+    def __call__(self, hooks: Any, with_kwargs: Any) -> bool:
+        return _compared(distinct(hooks, with_kwargs)) == self.expected
 
 
 def _compared(effects: list[tuple[int, Any]]) -> list[Any]:

@@ -61,6 +61,10 @@ class Prologue:
         if sources:
             _live.add(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its copy computes under the same autocast, with the cache of its process, and uncompiled."""
+        return _copy, (self.program, self.sources, self._autocast)
+
     def __call__(self, inputs: Inputs) -> tuple[Any, ...]:
         """The extra inputs for `inputs`, those of the captured graph.
 
@@ -171,6 +175,10 @@ class Prologue:
             )
             if not (_COMPARISONS[check.comparison](left, right) if check.comparison else left):
                 raise MetadataError(_message(check, left, right))
+
+
+def _copy(program: Program, sources: Sequence[str], autocast: AutocastState) -> Prologue:
+    return Prologue(program, sources, autocast=autocast)
 
 
 def _run_operators(part: GraphModule, arguments: Sequence[Any]) -> Any:
