@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "sequences": {"graph", "metadata", "dynamo", "experts"},
     "rows": {"graph", "runtime", "metadata", "attention", "experts", "passes", "dynamo"},
     "loss": {"graph", "runtime", "metadata", "rows", "passes", "dynamo"},
+    "restart": {"graph", "metadata", "dynamo", "loss", "passes", "rows"},
     "inspect": {
         "graph",
         "runtime",

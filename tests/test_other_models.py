@@ -156,8 +156,8 @@ def test_compiled_autograd_with_our_backend_and_with_another() -> None:
     assert stock.flags == {(False, False)}
 
 
-def test_pytorch_is_changed_at_two_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place where a frame's trace begins, and the one that keeps transformers' `generate` apart.
+def test_pytorch_is_changed_at_three_places_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a frame's trace begins, where a file may have it, and what keeps transformers' `generate` apart.
 
     There are more once a record was open in this process, or it was one of several ranks.
     """
@@ -169,6 +169,7 @@ def test_pytorch_is_changed_at_two_places_only(monkeypatch: pytest.MonkeyPatch) 
     of_records = {"torch._functorch._aot_autograd.graph_compile._log_fw_bw_graphs"}
     of_ranks = {"FakeTensorMode.dispatch", "torch.fx.experimental.proxy_tensor.proxy_call"}
     assert ours - of_records - of_ranks == {
+        "torch._dynamo.convert_frame.compile_frame",
         "torch._dynamo.convert_frame.trace_frame",
         "ConvertFrameAssert.__call__",
     }

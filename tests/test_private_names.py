@@ -16,18 +16,20 @@ MAY_NAME = {
         "collectives/ddp_buckets.py", "compiler/lowering.py", "compiler/lowering_backward.py",
         "compiler/lowering_by_operator.py", "inspect/cli/doctor.py", "inspect/dynamo_history.py",
         "inspect/minimise.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py", "loss/row_program.py",
+        "restart/dynamo_state.py", "restart/program.py", "restart/restoring.py",
     },
     "_guards": {
         "attention/runtime/operators.py", "collectives/ddp_buckets.py", "collectives/eager_sequences.py",
         "compiler/lowering_prologues.py", "compiler/lowering_segments.py", "compiler/output_strides.py",
         "graph/symbols.py", "inspect/cli/doctor.py", "inspect/dry_run.py", "inspect/recording.py",
-        "loss/row_program.py",
+        "loss/row_program.py", "restart/dynamo_state.py", "restart/restoring.py",
     },
     "_functorch": {
         "collectives/partitioner.py", "compiler/forked_compiler.py", "compiler/lowering.py",
         "compiler/lowering_backward.py", "compiler/memory_partitioner.py", "compiler/overwritten_inputs.py",
         "compiler/partitioner.py", "graph/effects.py", "inspect/dry_run.py", "inspect/minimise.py",
         "inspect/partition.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py", "memory/recompute.py",
+        "restart/program.py",
     },
     "_inductor": {
         "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/cache_files.py",
@@ -37,7 +39,8 @@ MAY_NAME = {
         "compiler/restrided_graph.py",
         "compiler/slice_offsets.py", "compiler/stride_order.py", "compiler/vector_tests.py", "inspect/capturability.py",
         "inspect/cli/doctor.py",
-        "integrations/inductor_hooks.py", "loss/row_program.py", "options.py", "rows/live_rows.py",
+        "integrations/inductor_hooks.py", "loss/row_program.py", "options.py", "restart/program.py",
+        "rows/live_rows.py",
     },
     "_higher_order_ops": {"attention/runtime/cuda.py", "graph/checkpoints.py"},
 }  # fmt: skip

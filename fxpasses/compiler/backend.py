@@ -63,6 +63,8 @@ from fxpasses.metadata.runtime.prologue import Prologue, with_prologue
 from fxpasses.options import Options
 from fxpasses.passes.pipeline import AfterPass, Pass, Result, run_further
 from fxpasses.report import OnReport, Report
+from fxpasses.restart import restoring
+from fxpasses.restart.recording import running as running_recording
 from fxpasses.rows import choice
 from fxpasses.rows.live_rows import LiveRows
 
@@ -87,10 +89,15 @@ def fastpack_backend(
     settings = replace(settings, passes=overrides.passes(settings.passes, known=registry.names()))
     trace = tracing.running()
     warn_if_untested()
+    restored = restoring.restored_of(gm)
+    if restored is not None:
+        return _recompiled(restored, gm, example_inputs, settings, trace)
     try:
         with progress.compiling(trace.code):
             outputs = _left_out(gm, settings, trace)
             if isinstance(outputs, lazy_outputs.LeftOut):
+                if (recorded := running_recording()) is not None:
+                    recorded.left_out = outputs
                 return outputs.wrap(_compiled(outputs.gm, example_inputs, settings, trace, outputs.report))
             return _compiled(gm, example_inputs, settings, trace, outputs)
     except _RETRACED:
@@ -130,7 +137,7 @@ def _compiled(
     with contained("finding out whether a graph is the whole program", strict=strict):
         captured.is_whole = whole_program.is_whole(trace, gm)
     captured.branches = trace.speculated()
-    result, rows = _rewritten(captured, settings, trace, observer.after_pass)
+    result, rows, packed = _rewritten(captured, settings, trace, observer.after_pass)
     folding = [entry.load()() for entry in registry.selected(settings.passes, registry.FOLDING) if settings.folds]
     folded = run_further(folding, result, settings, observer.after_pass)
     trace.discharged |= result.discharged
@@ -154,6 +161,7 @@ def _compiled(
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
     observer.finish(outcome)
+    _note_for_restart(folded, captured, settings, trace, outcome, rows, packed)
     compiled = guarding.checked(compiled, gm, trace)
     if rows is not None:
         compiled = choice.counted(compiled, rows)
@@ -162,13 +170,80 @@ def _compiled(
     return compiled
 
 
+def _note_for_restart(
+    rewritten: Result,
+    captured: Result,
+    settings: Options,
+    trace: Trace,
+    outcome: str,
+    rows: choice.RowCounts | None,
+    packed: bool,
+) -> None:
+    """Tell what `fxpasses.save_caches` may keep of a compiled graph."""
+    recording = running_recording()
+    if recording is None:
+        return
+    refusal = ""
+    if outcome != "rewritten" and rewritten.gm is not captured.gm:
+        refusal = f"its graph is {outcome}"
+    elif not guarding.can_guard():
+        refusal = "this torch has no guards of batches"
+    elif trace.needs_batch:
+        refusal = "compiling it takes numbers of the batch"
+    elif ddp_buckets.wanted():
+        refusal = "DDP takes its gradients in buckets"
+    elif any(passed_choices.is_passed(example) for example in captured.example_inputs):
+        refusal = "it continues another graph"
+    recording.note(
+        rewritten,
+        captured.gm,
+        options=settings,
+        asserted=trace.sizes.asserted_by_program(),
+        is_given=trace.given,
+        rows=rows,
+        packed=packed,
+        refusal=refusal,
+    )
+
+
+def _recompiled(
+    restored: restoring.Restored, gm: GraphModule, example_inputs: Sequence[Any], settings: Options, trace: Trace
+) -> Callable[..., Any]:
+    """Compile what a saved trace has in place of a captured graph. Any error is raised: then the frame is traced."""
+    if replace(settings, start="compiled") != replace(restored.head.options, start="compiled"):
+        raise restoring.OtherProgram("an option")
+    trace.sizes.asserted = restored.body.asserted
+    observer = inspect.observe(gm, example_inputs, settings)
+    graphs = restored.graphs
+    left_out = None if graphs.left_out is None else graphs.left_out.again(gm, trace.code)
+    if graphs.rows is not None:
+        choice.guard(graphs.rows, graphs.packed, trace.code)
+    if settings.offload.tier != "off":
+        leaves.guard(gm, example_inputs)
+    result = Result(graphs.rewritten, list(example_inputs), graphs.program)
+    for report in restored.body.reports:
+        observer.after_pass(report, result, "")
+    observer.lowering()
+    with progress.compiling(trace.code):
+        compiled = building_anew(
+            restored_if_it_fails()(lambda: _lower(result, gm, settings, trace, observer.after_partition))
+        )
+    observer.finish("rewritten")
+    recompiles.note_sizes(gm)
+    if graphs.rows is not None:
+        compiled = choice.counted(compiled, graphs.rows)
+    compiled = passed_choices.noting(compiled, gm, example_inputs)
+    return compiled if left_out is None else left_out.wrap(compiled)
+
+
 fastpack_backend._is_fastpack = True  # type: ignore[attr-defined]  # dynamo/ recognises its own traces by this
 
 
 def _rewritten(
     captured: Result, settings: Options, trace: Trace, after_pass: AfterPass
-) -> tuple[Result, choice.RowCounts | None]:
-    """The result of the passes on the captured graph, and the object that counts its rows, if they are counted.
+) -> tuple[Result, choice.RowCounts | None, bool]:
+    """The result of the passes on the captured graph, the object that counts its rows, if they are counted, and whether
+    it is packed.
 
     If the batch at hand has too few dead rows, `live_rows` is left out; the graph is guarded by that decision. If the
     batch cannot be packed, its masks may hold biases: then the passes run again, with attention as it is written.
@@ -176,7 +251,7 @@ def _rewritten(
     gm = captured.gm
     passes: list[Pass] = [entry.load()() for entry in registry.selected(settings.passes)]
     if settings.rows == "all":
-        return run_further(passes, captured, settings, after_pass), None
+        return run_further(passes, captured, settings, after_pass), None, False
     told: list[tuple[Report, Result, str]] = []
     rows, packs = None, True
 
@@ -197,10 +272,10 @@ def _rewritten(
             rows, packs = counts, packed
     if not packs:
         others = [each for each in passes if not isinstance(each, LiveRows)]
-        return run_further(others, captured, settings, after_pass), rows
+        return run_further(others, captured, settings, after_pass), rows, False
     for each in told:
         after_pass(*each)
-    return result, rows
+    return result, rows, packs
 
 
 # What no lower level may take for a defect, and what Dynamo, or the program, gets.
@@ -261,8 +336,9 @@ def _try_to_lower(
     """Compile without hints from the batch; if autograd needs a size that only the batch determines, with hints."""
     if settings.lowering != "eager":
         make_exact(attempt.gm)
-    for hints in (_without_hints(trace), tracing.without_caches()):
+    for needs_batch, hints in ((False, _without_hints(trace)), (True, tracing.without_caches())):
         try:
+            trace.needs_batch = needs_batch
             with hints:
                 return building_anew(restored_if_it_fails()(lambda: _lower(attempt, gm, settings, trace, on_report)))
         except _MEANT:
@@ -372,6 +448,7 @@ def _compile_prologue(program: Program, settings: Options, on_report: OnReport) 
 
 
 retracing.install()
+restoring.install()
 inspect.start_summary_if_asked()
 
 

@@ -31,10 +31,13 @@ from typing import IO, Any
 import torch
 
 from fxpasses.base.containment import contained
+from fxpasses.base.once import warn_once
+from fxpasses.restart import recording, restoring
+from fxpasses.restart.saved_trace import SavedTrace
 from fxpasses.version import code_digest
 
 _EXTENSIONS = ("", " -mavx512bf16", " -mamx-fp16")  # flags that some tests add to those of their instructions
-_IDENTITY, _ARTIFACTS, _LIBRARIES = "identity.json", "artifacts", "libraries/"
+_IDENTITY, _ARTIFACTS, _LIBRARIES, _TRACES = "identity.json", "artifacts", "libraries/", "traces/"
 
 
 def save_caches(path: str | os.PathLike[str]) -> None:
@@ -47,9 +50,9 @@ def save_caches(path: str | os.PathLike[str]) -> None:
     from torch._inductor import config
 
     found = torch.compiler.save_cache_artifacts()
-    if found is None and (config.force_disable_caches or not config.fx_graph_cache):
+    if found is None and not recording.saved() and (config.force_disable_caches or not config.fx_graph_cache):
         raise RuntimeError("there is nothing to save: PyTorch's caches are switched off (force_disable_caches)")
-    if found is None:
+    if found is None and not recording.saved() and not recording.refusals():
         raise RuntimeError(
             "there is nothing to save: this process has compiled nothing yet that PyTorch caches. Call "
             "`fxpasses.save_caches` after the first training steps"
@@ -59,18 +62,29 @@ def save_caches(path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"there is no folder {path.parent}, in which {path.name} should be saved")
     with _replacing(path, 0o666) as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(_IDENTITY, json.dumps(_identity()))
-        file.writestr(_ARTIFACTS, found[0])
+        file.writestr(_ARTIFACTS, found[0] if found is not None else b"")
         for library in _libraries():
             file.write(library, _LIBRARIES + library.relative_to(_folder()).as_posix())
+        for number, trace in enumerate(recording.saved()):
+            for part in ("head", "body"):
+                file.writestr(f"{_TRACES}{number}/{trace.code}/{part}", getattr(trace, part))
+    for frame, why in recording.refusals().items():
+        warn_once(("not saved", frame), f"the trace of {frame} is not in {path.name}: {why}. It is traced again.")
 
 
-def load_caches(path: str | os.PathLike[str]) -> bool:
+def load_caches(path: str | os.PathLike[str], missing_ok: bool = False) -> bool:
     """Fill PyTorch's caches from a file of `save_caches`; returns whether they were.
+
+    From this call on, traces are kept for `save_caches`. missing_ok: return False if there is no such file, as at the
+    first start of a program.
 
     They are not, with a warning that says why, if the file is of another version of PyTorch, of this package or of
     Python, or of another kind of processor, or if it is damaged. Like any file of PyTorch's caches, it holds code: load
     none that you do not trust. Raises `OSError` if the file cannot be read.
     """
+    recording.start()
+    if missing_ok and not os.path.exists(path):
+        return False
     with open(path, "rb") as stream:
         whole = io.BytesIO(stream.read())
     try:
@@ -83,6 +97,14 @@ def load_caches(path: str | os.PathLike[str]) -> bool:
             artifacts = file.read(_ARTIFACTS)
             names = [name for name in file.namelist() if name.startswith(_LIBRARIES)]
             libraries = {_target(name): file.read(name) for name in names}
+            traces = [
+                name.removesuffix("head")
+                for name in file.namelist()
+                if name.startswith(_TRACES) and name.endswith("/head")
+            ]
+            saved = [
+                SavedTrace(name.split("/")[2], file.read(f"{name}head"), file.read(f"{name}body")) for name in traces
+            ]
     except _DAMAGED as error:
         return _refuse(path, f"it is damaged, or no file of `fxpasses.save_caches` ({error})")
     try:
@@ -90,8 +112,9 @@ def load_caches(path: str | os.PathLike[str]) -> bool:
             _write(target, content)
     except OSError as error:
         return _refuse(path, f"PyTorch's caches cannot be written to ({error})")
-    if torch.compiler.load_cache_artifacts(artifacts) is None:
+    if artifacts and torch.compiler.load_cache_artifacts(artifacts) is None:
         return _refuse(path, "PyTorch does not accept it")
+    restoring.load(saved)
     return True
 
 

@@ -74,9 +74,9 @@ class FastpackCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any
     ) -> None:
-        if self.keep_caches and state.global_step and _caches(args, state).exists():
+        if self.keep_caches:
             with contained("loading compiled code from a checkpoint", "It is compiled anew."):
-                load_caches(_caches(args, state))
+                load_caches(_caches(args, state), missing_ok=True)
         if getattr(args, "torch_compile", False):
             if args.torch_compile_backend != "fastpack":
                 warn_once(

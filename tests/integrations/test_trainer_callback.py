@@ -176,11 +176,12 @@ def test_of_a_model_that_fsdp2_shards_the_blocks_are_compiled() -> None:
 def test_compiled_code_is_kept_in_checkpoints_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Path]] = []
     monkeypatch.setattr(trainer_module, "save_caches", lambda path: calls.append(("save", path)))
-    monkeypatch.setattr(trainer_module, "load_caches", lambda path: calls.append(("load", path)))
+    monkeypatch.setattr(trainer_module, "load_caches", lambda path, missing_ok: calls.append(("load", path)))
     arguments = SimpleNamespace(output_dir=str(tmp_path), process_index=1)
     start, saved = SimpleNamespace(global_step=0), SimpleNamespace(global_step=7)
     file = tmp_path / "checkpoint-7" / "fxpasses_caches_1.zip"
-    for keeps, expected in ((False, []), (True, [("save", file), ("load", file)])):
+    none = tmp_path / "checkpoint-0" / file.name
+    for keeps, expected in ((False, []), (True, [("load", none), ("save", file), ("load", file)])):
         callback = FastpackCallback(keep_caches=keeps)
         callback.on_train_begin(arguments, start, None)
         callback.on_save(arguments, saved, None)
