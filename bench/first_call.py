@@ -95,7 +95,8 @@ def _observed() -> Iterator[_Clock]:
             stack.enter_context(patch.object(logger, name, beside(getattr(logger, name), also)))
         if "fxpasses" in sys.modules:
             backend = importlib.import_module("fxpasses.compiler.backend")
-            stack.enter_context(patch.object(backend, "run_further", _as_phase(clock, PASSES, backend.run_further)))
+            for name, phase in (("run_further", PASSES), ("_recompiled", AOT)):
+                stack.enter_context(patch.object(backend, name, _as_phase(clock, phase, getattr(backend, name))))
         clock.last = time.process_time()  # so far it was imports
         yield clock
         clock._charge()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.case import Case, Parameters, Program, scale
@@ -12,12 +15,15 @@ from bench.cases.compile_time import BY_LAYER, by_layer
 from bench.cases.compilers import EAGER, OURS, STOCK, Compiler, contender, eager, inductor, ours
 from bench.first_call import AOT, CXX, DYNAMO, INDUCTOR, PASSES, STEP
 
-EAGER_START = "fastpack, eager start"
+EAGER_START, FROM_FILE = "fastpack, eager start", "fastpack, a file"
 _LONGEST = 600.0  # seconds that a process is waited for which compiles beside the steps
 
 
-def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
-    """The first step is measured by itself, in CPU seconds; the steps afterwards are compiled ones."""
+def build(compiler: Compiler, parameters: Parameters, device: str, from_file: bool = False) -> Program:
+    """The first step is measured by itself, in CPU seconds; the steps afterwards are compiled ones.
+
+    from_file: the first process saves what it has compiled, and the next one loads it, as a part of its first step.
+    """
     from bench.cases.training import fresh, training_program
     from bench.first_call import first_call
 
@@ -31,14 +37,25 @@ def build(compiler: Compiler, parameters: Parameters, device: str) -> Program:
     program = training_program(model, loss_of, batches)
 
     def values() -> Mapping[str, float]:
-        call = lambda: loss_of(fresh(batches[0])).backward()  # noqa: E731
+        path = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ".")) / "fxpasses.zip"
+
+        def call() -> None:
+            if from_file:
+                fxpasses.load_caches(path, missing_ok=True)
+            loss_of(fresh(batches[0])).backward()
+
+        if from_file:
+            import fxpasses
         if compiler is eager:
             call()
         else:
             costs.update(first_call(call))
         model.zero_grad(set_to_none=True)
         _until_compiled(program.step)
-        return program.values()
+        found = program.values()
+        if from_file and not path.exists():
+            fxpasses.save_caches(path)
+        return found
 
     return Program(program.step, values, batches=program.batches, compiling=lambda: costs)
 
@@ -123,6 +140,7 @@ CASE = Case(
         contender(BY_LAYER, build, by_layer),
         ours(OURS, build),
         ours(EAGER_START, build, start="eager"),
+        ours(FROM_FILE, functools.partial(build, from_file=True)),
     ],
     baseline=EAGER,
     shows=("time", "graphs"),
@@ -130,7 +148,8 @@ CASE = Case(
     expected=(
         "Stock PyTorch traces and compiles every layer. Equal layers are traced once and compiled once here, so only "
         "what looks at all of them grows: the copies of their nodes, guards, and the passes. With an eager start the "
-        "first step waits for Dynamo and the passes alone. With filled caches no compiler runs."
+        "first step waits for Dynamo and the passes alone. With filled caches no compiler runs, and with a file of "
+        "`fxpasses.save_caches` nothing is traced either."
     ),
     arithmetic=arithmetic,
     cpu_time=True,
