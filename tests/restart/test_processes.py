@@ -49,11 +49,46 @@ print(json.dumps([found, counters["stats"]["unique_graphs"], counters["inductor"
 """
 
 
-def run(folder: Path, path: Path, width: int = 5) -> Any:
+_TRAINER = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from fxpasses import FastpackCallback
+
+folder, steps = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
+model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=1, max_position_embeddings=64, **sizes))
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, at):
+        ids = torch.randint(1, 50, (16,), generator=torch.Generator().manual_seed(at))
+        seen = (torch.arange(16) < 4 + at % 12).long()
+        return {"input_ids": ids, "attention_mask": seen, "labels": ids.masked_fill(seen == 0, -100)}
+
+
+given = TrainingArguments(
+    folder, per_device_train_batch_size=4, max_steps=steps, save_steps=2, logging_steps=1, report_to=[], use_cpu=True,
+    disable_tqdm=True,
+)
+trainer = Trainer(model=model, args=given, train_dataset=Texts(), callbacks=[FastpackCallback(keep_caches=True)])
+trainer.train(resume_from_checkpoint=steps > 2)
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+print(json.dumps([counters["stats"]["unique_graphs"], counters["inductor"]["fxgraph_cache_miss"], losses]))
+"""
+
+
+def run(folder: Path, path: Path, *arguments: object, program: str = _PROGRAM) -> Any:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": os.getcwd()}
     script = folder.parent / "program.py"
-    script.write_text(_PROGRAM)
-    command = [sys.executable, str(script), str(path), str(width)]
+    if not script.exists():  # a file that was written to after the process began may not be what is in memory
+        script.write_text(program)
+    command = [sys.executable, str(script), str(path), *map(str, arguments or (5,))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -66,6 +101,15 @@ def test_a_process_with_the_file_traces_and_compiles_nothing(tmp_path: Path) -> 
     assert not found and traced == 2 and missed > 0
     for name in ("second", "third"):  # each saves what it has
         assert run(tmp_path / name, path) == [True, 0, 0, losses]
-    found, traced, missed, _ = run(tmp_path / "other", path, width=7)
+    found, traced, missed, _ = run(tmp_path / "other", path, 7)
     assert found and traced == 2 and missed > 0
-    assert run(tmp_path / "fourth", path, width=7)[:3] == [True, 0, 0]
+    assert run(tmp_path / "fourth", path, 7)[:3] == [True, 0, 0]
+
+
+@pytest.mark.slow
+def test_training_that_trainer_resumes_traces_and_compiles_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    traced, missed, first = run(tmp_path / "first", tmp_path / "out", 2, program=_TRAINER)
+    assert traced == 1 and missed > 0 and len(first) == 2
+    traced, missed, losses = run(tmp_path / "second", tmp_path / "out", 4, program=_TRAINER)
+    assert (traced, missed) == (0, 0) and losses[:2] == first and len(losses) == 4
