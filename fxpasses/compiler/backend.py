@@ -161,7 +161,8 @@ def _compiled(
         observer.finish("retraced" if isinstance(error, _RETRACED) else "uncompiled")
         raise
     observer.finish(outcome)
-    _note_for_restart(folded, captured, settings, trace, outcome, rows, packed)
+    with contained("keeping a trace for a file", "The program is traced again by its next process.", strict):
+        _note_for_restart(folded, captured, settings, trace, outcome, rows, packed)
     compiled = guarding.checked(compiled, gm, trace)
     if rows is not None:
         compiled = choice.counted(compiled, rows)

@@ -139,13 +139,14 @@ def environment(codes: Iterable[types.CodeType], values: Iterable[tuple[str, Any
     found, reads = dict[str, str | None](), False
     for code in codes:
         reads |= code in _OF_ENVIRONMENT
-        if not _is_versioned_file(code.co_filename):
+        if not (_is_versioned_file(code.co_filename) or _READ.isdisjoint(code.co_names)):
             found.update((name, os.environ.get(name)) for name in _variables(code))
     if reads and not found:
         raise CannotPickle("it reads variables of the environment whose names are not written where it does")
     return found
 
 
+_READ = frozenset(("environ", "environb", "getenv", "getenvb"))
 _ENVIRON = (".environ", "['environ']")
 _OF_ENVIRONMENT = frozenset(
     function.__code__
@@ -158,7 +159,7 @@ def _variables(code: types.CodeType) -> Iterator[str]:
     """`os.environ["X"]`, `os.environ.get("X")`, `os.getenv("X")`, `"X" in os.environ`."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PRECALL", "PUSH_NULL")]
     for at, step in enumerate(steps):
-        if step.argval not in ("environ", "environb", "getenv", "getenvb") or step.opname.startswith("STORE"):
+        if step.argval not in _READ or step.opname.startswith("STORE"):
             continue
         after = steps[at + 1 : at + 3]
         if after and after[0].opname == "CONTAINS_OP":
@@ -196,7 +197,7 @@ def sources(codes: Iterable[types.CodeType], objects: Iterable[Any]) -> dict[str
     for value in objects:
         names |= set(_module_names(value))
     found = _reachable(names)
-    for code in generated.difference(_methods(found)):
+    for code in generated.difference(_methods(found)) if generated else ():
         raise CannotPickle(f"{code.co_name} is in {code.co_filename}, which is no module's file")
     return {name: file_digest(name) for name in sorted(found) if _file(name)}
 
@@ -222,11 +223,14 @@ _OTHER_PACKAGES = tuple(os.path.join(_STANDARD, name) + os.sep for name in ("sit
 
 
 def _reachable(names: set[str]) -> set[str]:
-    found = set[str]()
+    found, seen = set[str](), set[str]()
     waiting = list(names)
     while waiting:
         name = waiting.pop()
-        if name in found or _is_versioned(name):
+        if name in seen:
+            continue
+        seen.add(name)
+        if _is_versioned(name):
             continue
         found.add(name)
         module = sys.modules.get(name)

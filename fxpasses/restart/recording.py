@@ -56,7 +56,7 @@ _is_on = False
 def start() -> None:
     """Keep the traces of all frames that are compiled from now on, if this torch is 2.13 to 2.15.
 
-    It takes two percent of their compilation.
+    It takes some percent of their compilation.
     """
     global _is_on
     _is_on = _CAN
