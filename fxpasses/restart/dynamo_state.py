@@ -1,8 +1,9 @@
 """What a saved trace takes from Dynamo, and gives back to it.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: the fields of `OutputGraphGuardsState` and of `OutputGraphCommon`,
-from which `CheckFunctionManager` makes guards; what `_compile` reads of an `OutputGraph` once a frame is compiled;
-`CleanupHook`; `DynamoOutput`; `TrackedFake`; and `pgo.get_code_state`, the sizes that Dynamo has seen in a frame.
+Private names, checked on torch 2.13 and 2.15: the fields of `OutputGraphGuardsState` and of `OutputGraphCommon`, from
+which `CheckFunctionManager` makes guards; what `_compile` reads of an `OutputGraph` once a frame is compiled;
+`CleanupHook`; `DynamoOutput`; `TrackedFake`; `pgo.get_code_state`, the sizes that Dynamo has seen in a frame;
+`SetVariable`; `convert_frame.torch_function_mode_stack_state_mgr`; and what else holds modes and hooks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Fake tensors and symbols belong to a shape environment. All that one pickle holds belong to one environment, and are
 loaded into a new one: `loads(data, fake_mode)`. What nodes remember of the modules that they come from is left out.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: `MetaTensorDescriber` and `MetaConverter` of
+Private names, checked on torch 2.13 and 2.15: `MetaTensorDescriber` and `MetaConverter` of
 `torch._subclasses.meta_utils`, by which inputs are described; `SymNode` and its fields; the attributes of a `ShapeEnv`.
 """
 

@@ -2,6 +2,10 @@
 
 Dynamo does not guard what it takes for granted within a process: that the code of the functions that it traced stays as
 it is, that modules do not get hooks, and which configuration it traced with. Another process may differ in all of them.
+
+Private names, checked on torch 2.13 and 2.15: `torch.utils._device.CURRENT_DEVICE`; `torch._library.custom_ops.OPDEFS`,
+the operators of `torch.library.custom_op`, and the functions that they hold. Of Python: `_abc._get_dump`, whose first
+element is an abstract class's registry, and `os._Environ`.
 """
 
 from __future__ import annotations
@@ -134,7 +138,7 @@ def environment(codes: Iterable[types.CodeType], values: Iterable[tuple[str, Any
 
     values: what guards read, with their sources. Raises `CannotPickle` for one whose name is not written in the code.
     """
-    if any(isinstance(value, os._Environ) and not name.endswith(_ENVIRON) for name, value in values):
+    if any(_is_environment(value) and not name.endswith(_BY_NAME) for name, value in values):
         raise CannotPickle("it reads the environment by another name")
     found, reads = dict[str, str | None](), False
     for code in codes:
@@ -147,12 +151,16 @@ def environment(codes: Iterable[types.CodeType], values: Iterable[tuple[str, Any
 
 
 _READ = frozenset(("environ", "environb", "getenv", "getenvb"))
-_ENVIRON = (".environ", "['environ']")
+_BY_NAME = tuple(text for name in sorted(_READ) for text in (f".{name}", f"['{name}']"))
 _OF_ENVIRONMENT = frozenset(
     function.__code__
     for function in (os.getenv, os.getenvb, *vars(os._Environ).values())
     if isinstance(function, types.FunctionType)
 )
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, os._Environ) or value is os.getenv or value is os.getenvb
 
 
 def _variables(code: types.CodeType) -> Iterator[str]:

@@ -662,3 +662,22 @@ def test_the_order_of_sets_counts() -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="the order of sets"):
         patch.setattr(program, "order_of_sets", lambda: "another")
         assert traced_from(traces, loops, [(torch.ones(2),)])
+
+
+_read = os.getenv
+
+
+def reads_by_another_name(x: Tensor) -> Tensor:
+    return reads_variables(x) * len(_read("FXPASSES_TEST_D", "abcd"))
+
+
+def test_variables_that_are_read_by_another_name() -> None:
+    recording.start()
+    forget()
+    compiled(reads_by_another_name)(torch.ones(2))
+    assert recording.saved() or recording.refusals()
+    assert not any("FXPASSES_TEST_D" not in head.environment for head in map(head_of, recording.saved()))
+
+
+def head_of(trace: SavedTrace) -> Any:
+    return pickle.loads(trace.head)
