@@ -106,9 +106,13 @@ class CompileFrame:
         frame = self._of_this_backend(args, kwargs)
         if frame is None:
             return self.original(*args, **kwargs)
-        found = _restored(frame)
-        if found is not None:
-            return found
+        if _loaded:
+            found = None
+            strict = bool(retracing.option(frame["compiler_fn"], "strict"))
+            with contained("looking for a saved trace", "The program is traced.", strict):
+                found = _restored(frame, strict)
+            if found is not None:
+                return found
         if not recording.is_on():
             return self.original(*args, **kwargs)
         with recording.recording() as recorded:
@@ -126,10 +130,10 @@ class CompileFrame:
         return None
 
 
-def _restored(frame: Mapping[str, Any]) -> Any:
+def _restored(frame: Mapping[str, Any], strict: bool) -> Any:
     """What takes the place of tracing a frame; None if no saved trace is the frame's."""
     code, other = frame["code"], None
-    for trace in reversed(_loaded.get(digest_of(code), ()) if _loaded else ()):
+    for trace in reversed(_loaded.get(digest_of(code), ())):
         try:
             found = _made(trace, frame)
             recording.add(trace)
@@ -138,7 +142,7 @@ def _restored(frame: Mapping[str, Any]) -> Any:
             log.debug("a saved trace of %s is not used", code.co_name, exc_info=error)
             other = error if isinstance(error, OtherProgram) else other
         except Exception as error:
-            if retracing.option(frame["compiler_fn"], "strict"):
+            if strict:
                 raise
             say("taking a trace from a file", error, "The program is traced.")
     if other is not None:
