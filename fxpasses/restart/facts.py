@@ -77,8 +77,10 @@ class _Names:
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         """Raises `CannotPickle` for an object that has no name."""
-        if isinstance(value, (*_CONSTANTS, *_NAMED_BY_TEXT)) or value in (Ellipsis, NotImplemented):
+        if isinstance(value, (*_CONSTANTS, *_NAMED_BY_TEXT)):
             return constant(value)
+        if value is Ellipsis or value is NotImplemented:  # an object of the program may have an `__eq__` of its own
+            return "constant", repr(value)
         if isinstance(value, torch.nn.Module):
             return "module", type_name(type(value)), self._numbers.setdefault(id(value), len(self._numbers))
         if isinstance(value, type):
@@ -92,8 +94,7 @@ class _Names:
         if is_found_by_name(value):
             return "function", value.__module__, value.__qualname__, function_digest(value)
         if isinstance(value, types.FunctionType):
-            cells = [each.cell_contents for each in value.__closure__ or ()]
-            held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *cells]
+            held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *_cells(value)]
             inside = [self(each, depth + 1) for each in held]
             return "function", value.__module__, value.__qualname__, digest_of(value.__code__), inside
         if isinstance(value, types.MethodType):
