@@ -61,14 +61,15 @@ def renamed_state(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[st
     return {**state, key: names.get(state[key], state[key])}
 
 
-def given_modules(guards: Sequence[Any], read: Reader) -> list[torch.nn.Module]:
-    """The modules that guards are about, without those that others own."""
-    found: dict[int, torch.nn.Module] = {}
-    for guard in guards:
-        if guard.originating_source.name:
-            value = read(guard.originating_source)
-            if isinstance(value, torch.nn.Module):
-                found.setdefault(id(value), value)
+def guarded(guards: Sequence[Any], read: Reader) -> list[tuple[str, Any]]:
+    """What guards are about: the names of their sources, and the values."""
+    sources = (guard.originating_source for guard in guards if guard.originating_source.name)
+    return [(source.name, read(source)) for source in sources]
+
+
+def given_modules(values: Iterable[tuple[str, Any]]) -> list[torch.nn.Module]:
+    """The modules among what is guarded, without those that others own."""
+    found = {id(value): value for _, value in values if isinstance(value, torch.nn.Module)}
     inner = {id(child) for module in found.values() for child in module.modules() if child is not module}
     return [module for key, module in found.items() if key not in inner]
 

@@ -33,6 +33,7 @@ from fxpasses.restart.dynamo_state import (
     autograd_modes,
     automatic_dynamic,
     given_modules,
+    guarded,
     modes_around,
     set_variable,
     share_memory,
@@ -199,8 +200,9 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
         raise CannotPickle("some of its inputs share memory")
     numbers: dict[int, int] = {}
     facts = [fact_of(guard, read, numbers) for guard in guards]
-    modules = given_modules(guards, read)
-    values = [*map(read, _sources(guards)), *_all(modules)]
+    about = guarded(guards, read)
+    modules = given_modules(about)
+    values = [*(value for _, value in about), *_all(modules)]
     codes = [frame["code"], *output.traced_code]
     code = digest_of(frame["code"])
     head = Head(
@@ -211,7 +213,7 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
         sources=program.sources(codes, [each if isinstance(each, _OF_SOURCE) else type(each) for each in values]),
         classes=program.classes(values),
         operators=program.operators([found.captured]),
-        environment=program.environment(codes, [(source.name, read(source)) for source in _sources(guards)]),
+        environment=program.environment(codes, about),
         sets=program.order_of_sets() if found.orders_sets else "",
         modules=program.modules_digest(modules),
         is_given=found.is_given,
@@ -237,10 +239,6 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
 
 
 _OF_SOURCE = (types.FunctionType, types.MethodType, types.ModuleType, type)
-
-
-def _sources(guards: Sequence[Any]) -> Iterator[Any]:
-    return (guard.originating_source for guard in guards if guard.originating_source.name)
 
 
 def _all(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:

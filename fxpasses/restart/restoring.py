@@ -44,6 +44,7 @@ from fxpasses.restart.dynamo_state import (
     add_automatic_dynamic,
     autograd_modes,
     given_modules,
+    guarded,
     modes_around,
     renamed_state,
     set_tracked_fakes,
@@ -180,8 +181,9 @@ def _check(head: Head, frame: Mapping[str, Any]) -> None:
             raise Differs(f"{guard.originating_source.name} is not there") from error
         if now != fact:
             raise Differs(f"{guard.create_fn_name()} {guard.originating_source.name}: {fact}, and now {now}")
-    modules = given_modules(guards, read)
-    values = [read(guard.originating_source) for guard in guards if guard.originating_source.name]
+    about = guarded(guards, read)
+    modules = given_modules(about)
+    values = [value for _, value in about]
     owned = [module for root in modules for module in root.modules()]
     if different := program.differs(head.classes, program.classes([*values, *owned])):
         raise OtherProgram(f"the class {different}")
