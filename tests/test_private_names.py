@@ -33,8 +33,8 @@ MAY_NAME = {
     },
     "_inductor": {
         "collectives/partitioner.py", "compiler/broken_kernels.py", "compiler/cache_files.py",
-        "compiler/forked_compiler.py", "compiler/kernel_files.py", "compiler/lowering.py",
-        "compiler/lowering_backward.py", "compiler/memory_partitioner.py",
+        "compiler/forked_compiler.py", "compiler/kernel_files.py", "compiler/kernel_libraries.py",
+        "compiler/lowering.py", "compiler/lowering_backward.py", "compiler/memory_partitioner.py",
         "compiler/output_strides.py", "compiler/overwritten_inputs.py", "compiler/partitioner.py",
         "compiler/restrided_graph.py",
         "compiler/slice_offsets.py", "compiler/stride_order.py", "compiler/vector_tests.py", "inspect/capturability.py",

@@ -29,6 +29,7 @@ from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.eager_frame import eager_frame
 from fxpasses.compiler.fitting import fitted
 from fxpasses.compiler.lowering import lower
+from fxpasses.compiler.lowering_backward import compiling_together
 from fxpasses.compiler.lowering_prologues import lower_prologue
 from fxpasses.compiler.lowering_recovery import recovering, unasserted
 from fxpasses.compiler.lowering_segments import lower_segments
@@ -426,7 +427,8 @@ def _lower_pieces(
         return compiled
 
     if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets each layer's gradients when it is done
-        return lower_segments(result.gm, result.example_inputs, lower_piece, step)
+        with compiling_together() if step is None else contextlib.nullcontext():  # a plan is tried several times
+            return lower_segments(result.gm, result.example_inputs, lower_piece, step)
     # DDP gets its gradients one by one anyway; a step that has to fit is planned as a whole, and not bucket by bucket.
     if settings.lowering == "eager" or step is not None:
         return lower_piece(result.gm, result.example_inputs)

@@ -3,10 +3,11 @@
     fxpasses.save_caches("compiled.zip")      # after the first steps
     fxpasses.load_caches("compiled.zip")      # in another process, before its first step
 
-The file has PyTorch's own cache artifacts (`torch.compiler.save_cache_artifacts`), and the shared libraries of C++
-kernels, which these leave out. Dynamo traces the program again and finds its code by PyTorch's keys, which cover the
-graph, the sizes, dtypes and options, and the versions of PyTorch and of this package: code of another program is never
-used. The libraries are made for one kind of processor, which no key covers, so the file names it.
+The file has PyTorch's own cache artifacts (`torch.compiler.save_cache_artifacts`), and what these leave out: the shared
+libraries of C++ kernels, and the notes that say which library has a kernel. Dynamo traces the program again and finds
+its code by PyTorch's keys, which cover the graph, the sizes, dtypes and options, and the versions of PyTorch and of
+this package: code of another program is never used. The libraries are made for one kind of processor, which no key
+covers, so the file names it.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `cache_dir`; `codecache.get_hash`, `get_path` and `cpu_vec_isa`,
 for the libraries by which Inductor tests vector instructions.
@@ -32,6 +33,7 @@ import torch
 
 from fxpasses.base.containment import contained
 from fxpasses.base.once import warn_once
+from fxpasses.compiler import kernel_libraries
 from fxpasses.restart import recording, restoring
 from fxpasses.restart.saved_trace import SavedTrace
 from fxpasses.version import code_digest
@@ -63,7 +65,7 @@ def save_caches(path: str | os.PathLike[str]) -> None:
     with _replacing(path, 0o666) as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(_IDENTITY, json.dumps(_identity()))
         file.writestr(_ARTIFACTS, found[0] if found is not None else b"")
-        for library in _libraries():
+        for library in [*_libraries(), *_notes()]:
             file.write(library, _LIBRARIES + library.relative_to(_folder()).as_posix())
         for number, trace in enumerate(recording.saved()):
             for part in ("head", "body"):
@@ -176,6 +178,13 @@ def _libraries() -> Iterator[Path]:
         found = {name for name in mapped if name.startswith(folder) and name.endswith(".so")}
         found |= {name for name in _vector_tests() if os.path.exists(name)}
     yield from map(Path, sorted(found))
+
+
+def _notes() -> Iterator[Path]:
+    """The notes on kernels that this process has used, in Inductor's cache."""
+    for note in map(Path, map(os.path.realpath, kernel_libraries.notes())):
+        if note.is_relative_to(_folder()) and note.exists():
+            yield note
 
 
 def _vector_tests() -> Iterator[str]:

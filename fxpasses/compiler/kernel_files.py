@@ -1,48 +1,41 @@
-"""Compiles the C++ kernels of a graph in one or a few files, where Inductor compiles a file for each kernel.
+"""Has the C++ kernels of a graph compiled together, where Inductor compiles a file for each kernel.
 
-Headers and bindings take a C++ compiler about a second for each file, and a kernel a tenth of that. So the kernels of
-a generated module share files. Which share is decided when the module is loaded; its text is Inductor's, as in caches:
+Which kernels share a library (`kernel_libraries`) is decided when generated modules are loaded; their text is
+Inductor's, as in caches:
 
     cpp_fused_0 = async_compile.cpp_pybinding([...], r'''...''')      # waits for the others
     cpp_fused_1 = async_compile.cpp_pybinding([...], r'''...''')
-    async_compile.wait(globals())                                     # one file: both kernels, and a list of them
+    async_compile.wait(globals())                                     # one library has both kernels
+
+The modules of a graph that is compiled in pieces wait for each other: their kernels are compiled at the end.
 
 The flags of the compiler are the same, and so are the results. Only sources of the form that Inductor gives its own
-kernels share a file: headers, then one function. If such a file does not build, each kernel has its own again, for the
+kernels share a library: headers, then one function. If a library does not build, each kernel has its own again, for the
 rest of the process, with one warning.
 
-A change of one kernel compiles the file again, where Inductor would find the others in its cache: a tenth of a second
-for each of them, and one or two for the largest.
-
 Private names, checked on torch 2.11, 2.13 and 2.15: `AsyncCompile.cpp_pybinding` and `wait`, which generated modules
-call, `submit`, `get_compile_threads` and `kernel_code_log` of its module; and of `CppPythonBindingsCodeCache` the
-attributes that its subclasses override, and, in its template, `parse_arg` and how Python calls a kernel.
+call, and `submit`, `get_compile_threads` and `kernel_code_log` of its module; and `PyCodeCache.modules_no_attr`, the
+modules that Inductor has loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
-import itertools
-import math
-import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxpasses.base.containment import contained, say
 from fxpasses.base.patching import Patch
+from fxpasses.compiler import kernel_libraries
 from fxpasses.compiler.broken_kernels import building_anew
-
-# Seconds, of g++ 12 on one core: kernels that take as long are worth a file of their own if there is a thread for it.
-_WORTH_A_FILE = 1.0
-_LEAST, _PER_CHARACTER, _LONGEST = 0.05, 1 / 25_000, 40_000  # what a kernel takes; long ones repeat themselves
-_MOST = 64  # kernels of a file: one of thousands would need gigabytes of memory
+from fxpasses.compiler.kernel_libraries import Function, Source
+from fxpasses.compiler.vector_tests import testing_one
 
 _strict: ContextVar[bool | None] = ContextVar("strict", default=None)  # None: files are not shared
+_waiting: ContextVar[list[_Module] | None] = ContextVar("waiting", default=None)  # None: modules do not wait
 _fails = False  # whether a shared file did not build
 
 
@@ -57,147 +50,98 @@ def sharing_files(strict: bool) -> Iterator[None]:
         _strict.reset(token)
 
 
+@contextlib.contextmanager
+def loading_at_the_end() -> Iterator[None]:
+    """Have modules that share files and are loaded inside share them with each other: all are compiled at the end."""
+    if _waiting.get() is not None:
+        yield
+        return
+    modules: list[_Module] = []
+    token = _waiting.set(modules)
+    try:
+        yield
+    except BaseException:
+        _forget(modules)
+        raise
+    finally:
+        _waiting.reset(token)
+    _load(modules)
+
+
 @dataclass(eq=False)
 class Kernel:
-    """A kernel of a generated module. arguments: the C++ types of its arguments. headers, text: its source."""
+    """What stands for a kernel in a generated module until it is compiled."""
 
-    arguments: Sequence[str]
-    headers: str
-    text: str
+    source: Source
     alone: Callable[[], Any]  # compiles it in its own file: a function, or the future of one
 
-    def named(self, name: str) -> str:
-        """Its text, with another name than "kernel"."""
-        return _FUNCTION.sub(rf"\g<1>{name}(", self.text, count=1)
+    def __call__(self, *arguments: Any) -> None:
+        """Of a module that is used although the compilation of its graph was given up."""
+        self._function(*arguments)
+
+    @functools.cached_property
+    def _function(self) -> Function:
+        found = self.alone()
+        function: Function = found.result() if hasattr(found, "result") else found
+        return function
 
 
-_FUNCTION = re.compile(r'^(extern "C"\s+void\s+)kernel\(')
+@dataclass(eq=False)
+class _Module:
+    """A generated module with kernels. compiler: Inductor's `AsyncCompile`; wait: its method."""
+
+    compiler: Any
+    scope: dict[str, Any]
+    wait: Callable[[], Any]
+    strict: bool
+
+    def kernels(self) -> dict[str, Kernel]:
+        return {name: value for name, value in self.scope.items() if isinstance(value, Kernel)}
 
 
-def kernel_of(arguments: Sequence[str], source: str, alone: Callable[[], Any]) -> Kernel | None:
-    """None if the source is anything but headers and one function."""
-    lines = source.strip().splitlines(keepends=True)
-    headers = list(itertools.takewhile(lambda line: line.startswith("#include "), lines))
-    rest = lines[len(headers) :]
-    text = "".join(rest)
-    is_function = _FUNCTION.match(text) and text.count('extern "C"') == 1
-    ends = [i for i, line in enumerate(rest, 1) if line.startswith("}")]
-    directives = [line for line in map(str.lstrip, rest) if line.startswith("#") and not line.startswith("#pragma ")]
-    if not is_function or ends != [len(rest)] or directives:
-        return None
-    return Kernel(arguments, "".join(headers), text + "\n", alone)
+def _load(modules: Sequence[_Module]) -> None:
+    """Give modules the functions of their kernels."""
+    global _fails
+    try:
+        with testing_one():
+            functions, failed = _try_to_load(modules)
+            for module in modules:
+                for name, kernel in module.kernels().items():
+                    module.scope[name] = functions[kernel.source] if kernel.source in functions else kernel.alone()
+                module.wait()
+    except BaseException:
+        _forget(modules)
+        raise
+    if failed is not None:  # each builds alone, so the compiler works
+        _fails = True
+        say(_PIECE, failed, _INSTEAD)
 
 
-def _load(kernels: Sequence[Kernel], threads: int, submit: Callable[..., Any] | None) -> dict[Kernel, Any]:
-    """The functions of kernels, compiled in shared files.
+def _try_to_load(modules: Sequence[_Module]) -> tuple[dict[Source, Function], Exception | None]:
+    """The functions of kernels that share files, and why there are none."""
+    sources = [kernel.source for module in modules for kernel in module.kernels().values()]
+    if not sources:
+        return {}, None
+    try:
+        from torch._inductor.async_compile import get_compile_threads
 
-    threads: files that are compiled at a time. submit: has a function called by another thread.
-    """
-    files = list(_files(kernels, threads))
-    loading = [_together(file).load_pybinding_async([], _source(file), submit_fn=submit) for file in files]
-    found = dict[Kernel, Any]()
-    for file, loaded in zip(files, loading, strict=True):
-        found.update(zip(file, loaded()(), strict=True))
-    return found
-
-
-def _files(kernels: Sequence[Kernel], threads: int) -> Iterator[list[Kernel]]:
-    alike = defaultdict[str, list[Kernel]](list)
-    for kernel in kernels:
-        alike[kernel.headers].append(kernel)
-    for group in alike.values():
-        seconds = sum(map(_seconds, group))
-        count = max(min(threads, math.ceil(seconds / _WORTH_A_FILE)), math.ceil(len(group) / _MOST))
-        files: list[list[Kernel]] = [[] for _ in range(count)]
-        heap = [(0.0, at) for at in range(count)]
-        for kernel in sorted(group, key=_seconds, reverse=True):
-            taken, at = heapq.heappop(heap)
-            files[at].append(kernel)
-            if len(files[at]) < _MOST:
-                heapq.heappush(heap, (taken + _seconds(kernel), at))
-        yield from filter(None, files)
+        threads = get_compile_threads()
+        submit = modules[0].compiler.submit if threads > 1 else None
+        return building_anew(lambda: kernel_libraries.load(sources, threads, submit)), None
+    except Exception as error:
+        if any(module.strict for module in modules):
+            raise
+        return {}, error
 
 
-def _seconds(kernel: Kernel) -> float:
-    return _LEAST + min(len(kernel.text), _LONGEST) * _PER_CHARACTER
+def _forget(modules: Sequence[_Module]) -> None:
+    """Have Inductor load modules again when it needs them."""
+    from torch._inductor.codecache import PyCodeCache
 
-
-def _source(kernels: Sequence[Kernel]) -> str:
-    return "\n".join([kernels[0].headers, *(kernel.named(f"kernel_{i}") for i, kernel in enumerate(kernels))])
-
-
-def _together(kernels: Sequence[Kernel]) -> Any:
-    """The code cache for a file of these kernels, whose one function returns the Python functions of all."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    convention = _FASTCALL if "METH_FASTCALL" in CppPythonBindingsCodeCache.suffix_template else _VARARGS
-    names = [f"kernel_{i}" for i in range(len(kernels))]
-    bindings = "".join(
-        _binding(name, kernel.arguments, convention) for name, kernel in zip(names, kernels, strict=True)
-    )
-    methods = "".join(_METHOD.format(name=name, flag=convention.flag) for name in names)
-    listed = _LISTED.format(count=len(names), methods=methods)
-    # The template is formatted once more, with the text of this attribute and that of `call_entry_function`.
-    escaped = (bindings + listed).replace("{", "{{").replace("}", "}}")
-    attributes = {"cache": {}, "call_entry_function": "return all_kernels();", "extra_parse_arg": escaped}
-    return type("KernelsCodeCache", (CppPythonBindingsCodeCache,), attributes)
-
-
-class _Convention(NamedTuple):
-    """How Python calls a C function."""
-
-    flag: str
-    parameters: str
-    given: str  # the number of arguments, in C++
-
-
-_VARARGS = _Convention("METH_VARARGS", "PyObject* args", "PyTuple_GET_SIZE(args)")
-_FASTCALL = _Convention("METH_FASTCALL", "PyObject* const* args, Py_ssize_t nargs", "nargs")  # torch 2.15
-
-
-def _binding(name: str, arguments: Sequence[str], convention: _Convention) -> str:
-    parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {i})" for i, kind in enumerate(arguments))
-    return _BINDING.format(
-        name=name, parameters=convention.parameters, given=convention.given, expected=len(arguments), parsed=parsed
-    )
-
-
-# As in the template of `CppPythonBindingsCodeCache`, which has this function for one kernel.
-_BINDING = """
-static PyObject* {name}_py(PyObject* self, {parameters}) {{
-    try {{
-        if ({given} != {expected}) [[unlikely]]
-            throw std::runtime_error("{name} takes {expected} arguments");
-        {name}({parsed});
-        Py_RETURN_NONE;
-    }} catch (std::exception const& e) {{
-        PyErr_SetString(PyExc_RuntimeError, e.what());
-        return nullptr;
-    }} catch (...) {{
-        PyErr_SetString(PyExc_RuntimeError, "unhandled error");
-        return nullptr;
-    }}
-}}
-"""
-_METHOD = """
-    {{"{name}", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>({name}_py)), {flag}, ""}},"""
-_LISTED = """
-static PyMethodDef kernel_methods[] = {{{methods}
-}};
-
-static PyObject* all_kernels() {{
-    PyObject* all = PyList_New({count});
-    for (Py_ssize_t i = 0; all != nullptr && i < {count}; i++) {{
-        PyObject* function = PyCFunction_New(&kernel_methods[i], nullptr);
-        if (function == nullptr) {{
-            Py_CLEAR(all);
-        }} else {{
-            PyList_SET_ITEM(all, i, function);
-        }}
-    }}
-    return all;
-}}
-"""
+    scopes = {id(module.scope) for module in modules}
+    loaded = PyCodeCache.modules_no_attr
+    for path in [path for path, module in loaded.items() if id(vars(module)) in scopes]:
+        del loaded[path]
 
 
 _PIECE = "compiling the C++ kernels of a graph in one file"
@@ -218,54 +162,34 @@ def _gather(compile_one: Callable[..., Any]) -> Callable[..., Any]:
         alone = functools.partial(compile_one, self, *given, **named)
         if _strict.get() is not None and not _fails and len(given) == 2 and not named:
             with contained(_PIECE, _INSTEAD, bool(_strict.get())):
-                if kernel := kernel_of(*given, alone):
-                    self.__dict__.setdefault("fxpasses_kernels", []).append(kernel)
+                if source := Source.of(*given):
                     _log(given[1])
-                    return kernel
+                    return Kernel(source, alone)
         return alone()
 
     return gather
 
 
-def _log(source: str) -> None:
+def _log(code: str) -> None:
     """As Inductor logs a kernel that it compiles, for `TORCH_LOGS=kernel_code`."""
     from torch._inductor.async_compile import kernel_code_log
 
-    kernel_code_log.info("CPP+Bindings Kernel:\n%s", source)
+    kernel_code_log.info("CPP+Bindings Kernel:\n%s", code)
 
 
 def _load_and_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wait)
     def load_and_wait(self: Any, scope: dict[str, Any], *others: Any, **named: Any) -> Any:
-        global _fails
-        kernels: list[Kernel] = self.__dict__.pop("fxpasses_kernels", [])
-        functions, failed = _try_to_load(self, kernels)
-        for name, value in list(scope.items()):
-            if isinstance(value, Kernel):
-                scope[name] = functions[value] if value in functions else value.alone()
-        found = wait(self, scope, *others, **named)
-        if failed is not None:  # each builds alone, so the compiler works
-            _fails = True
-            say(_PIECE, failed, _INSTEAD)
-        return found
+        module = _Module(self, scope, lambda: wait(self, scope, *others, **named), bool(_strict.get()))
+        waiting = _waiting.get()
+        if not module.kernels():
+            return module.wait()
+        if waiting is None or _strict.get() is None:
+            return _load([module])
+        waiting.append(module)
+        return module.wait()
 
     return load_and_wait
-
-
-def _try_to_load(compiler: Any, kernels: Sequence[Kernel]) -> tuple[dict[Kernel, Any], Exception | None]:
-    """The functions of kernels that share files, and why there are none. compiler: Inductor's `AsyncCompile`."""
-    if len(kernels) < 2:
-        return {}, None
-    try:
-        from torch._inductor.async_compile import get_compile_threads
-
-        threads = get_compile_threads()
-        submit = compiler.submit if threads > 1 else None
-        return building_anew(lambda: _load(kernels, threads, submit)), None
-    except Exception as error:
-        if _strict.get():
-            raise
-        return {}, error
 
 
 gathering = Patch(_PIECE, _async_compile, cpp_pybinding=_gather, wait=_load_and_wait)

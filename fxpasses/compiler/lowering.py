@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.compiler import masked_writes
 from fxpasses.compiler.kernel_files import sharing_files
-from fxpasses.compiler.lowering_backward import containing_backward
+from fxpasses.compiler.lowering_backward import Containment, containing_backward
 from fxpasses.compiler.lowering_by_operator import backward_by_operator, forward_by_operator
 from fxpasses.compiler.mesh_keys import without_hashes
 from fxpasses.compiler.overwritten_inputs import SavingPartitioner, writes_in_place
@@ -66,7 +66,7 @@ def lower(
             compiled = _aot_eager(gm, example_inputs, partition)
         else:
             with contextlib.nullcontext() if step is None else _planned_anew():
-                compiled = inductor(gm, example_inputs, options, salt, partition, containment.compile_inner)
+                compiled = inductor(gm, example_inputs, options, salt, partition, containment)
     for report in memory.reports if memory is not None else ():
         on_report(report)
     if partitioner is not None and partitioner.options is not None:
@@ -185,12 +185,12 @@ def inductor(
     options: Options,
     salt: str,
     partitioner: CustomPartitionerFn | None = None,
-    compile_inner: Callable[..., Any] | None = None,
+    containment: Containment | None = None,
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiled:
     """Compile with Inductor under the user's options and `fixed`, which takes precedence.
 
-    compile_inner: compiles one graph of AOTAutograd, instead of Inductor's own `compile_fx_inner`.
+    containment: compiles each graph of AOTAutograd, instead of Inductor's own `compile_fx_inner`.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -204,8 +204,9 @@ def inductor(
     tag = ":".join([config.cache_key_tag, "fxpasses", code_digest(), salt])
     compile_graph: Any = compile_fx
     arguments = _decompositions(gm, patches)
-    if compile_inner is not None:
-        arguments["inner_compile"] = compile_inner
+    if containment is not None:
+        containment.tag = tag
+        arguments["inner_compile"] = containment.compile_inner
     functorch: Any = torch._functorch.config
     # A bundle takes nothing but Inductor's own code; backward may be something else (`lowering_backward`).
     bundles = functorch.patch(bundled_autograd_cache=False)

@@ -9,12 +9,15 @@ Also, a backward that is compiled with forward writes into saved tensors ("donat
 fails if the sizes of the batch are captured, though not in stock PyTorch's graphs, which have no such sizes. Here such
 a backward is compiled a second time, without these writes, when it is first needed.
 
+The pieces of one graph have a backward each, which would be compiled one after the other as autograd comes to them.
+When the first is needed, all are compiled, and their C++ kernels together (`kernel_files`).
+
 Assumptions on sizes are asserted only in forward: Inductor's backward would repeat the assertions, even for sizes that
 it does not receive ("name 's27' is not defined").
 
 Private names, checked on torch 2.13: `AOTDispatchAutograd.post_compile`, which AOTAutograd gives a graph's compiled
 forward and backward, new or from its cache, as an `AOTDispatchAutogradCompileSpec` with the fields used below;
-`_AutogradBackwardCompiler`, which compiles backward at the first call; and
+`_AutogradBackwardCompiler`, which compiles backward at the first call, under `track_graph_compiling`; and
 `torch._C._autograd._get_current_graph_task_keep_graph`. Torch 2.11 lacks the second: there a backward that does not
 compile is replaced where Inductor would compile it, and none writes into saved tensors.
 """
@@ -27,12 +30,16 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
 import torch
 import torch._dynamo  # must come before the next module, which it imports
+import torch.compiler.config
 from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.logging_utils import track_graph_compiling
+from torch._guards import TracingContext, compile_context, tracing
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -40,7 +47,7 @@ from fxpasses.base.collector import visiting_what_is_new
 from fxpasses.base.containment import contained
 from fxpasses.compiler import slice_offsets, stride_order
 from fxpasses.compiler.broken_kernels import building_anew
-from fxpasses.compiler.kernel_files import sharing_files
+from fxpasses.compiler.kernel_files import loading_at_the_end, sharing_files
 from fxpasses.compiler.lowering_by_operator import Boxed, backward_by_operator
 from fxpasses.compiler.mesh_keys import without_hashes
 from fxpasses.compiler.output_strides import TracedStrides, tell_expressions
@@ -61,6 +68,15 @@ def _changes(gm: GraphModule, is_backward: bool) -> dict[str, Any]:
     return found
 
 
+def _donated() -> str:
+    """Which saved tensors the backward that is being compiled may write into, for a cache's key.
+
+    Inductor's own keys lack that (torch 2.13): a backward that runs twice would get code that runs once.
+    """
+    context = TracingContext.try_get()
+    return f":{getattr(context.fw_metadata, 'bw_donated_idxs', None)}" if context is not None else ""
+
+
 class BackwardFailed(BaseException):
     """Raised in place of an error in compiling backward: AOTAutograd suppresses an `Exception`."""
 
@@ -74,6 +90,7 @@ class Containment:
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
+        self.tag = ""  # for the keys of PyTorch's caches
         self.compiling = True  # False if backward is compiled in `.backward()`
 
     def compile_inner(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
@@ -85,8 +102,10 @@ class Containment:
         strides = None if is_backward else TracedStrides(gm, inputs)
         try:
             changes = inductor_config.patch(_changes(gm, bool(is_backward)))
+            config: Any = torch.compiler.config
             with (
                 changes,
+                config.patch(cache_key_tag=f"{self.tag}{_donated() if is_backward else ''}"),
                 strides.kept_in_caches() if strides else contextlib.nullcontext(),
                 sharing_files(self.strict),
                 testing_one(),
@@ -155,24 +174,78 @@ def _contained(spec: Any, strict: bool) -> Any:
     return dataclasses.replace(spec, compiled_bw_func=compiled, fw_metadata=metadata)
 
 
+_pieces: ContextVar[list[_Later] | None] = ContextVar("pieces", default=None)
+
+
+@contextlib.contextmanager
+def compiling_together() -> Iterator[None]:
+    """Compile the pieces of a graph inside: forward's kernels together, and later backward's."""
+    token = _pieces.set([])
+    try:
+        with loading_at_the_end():
+            yield
+    finally:
+        _pieces.reset(token)
+
+
 def _compiled_later(spec: Any, uncompiled: _Uncompiled, strict: bool) -> Any:
     """Have the graph run without a compiler if compiling it fails when `.backward()` is first called."""
-
-    def compile_backward(gm: GraphModule, examples: Sequence[Any]) -> Any:
-        try:
-            with visiting_what_is_new():
-                return building_anew(lambda: spec.bw_compiler(copy.deepcopy(gm), examples))
-        except Exception as error:
-            if strict:
-                raise
-            uncompiled.warn(error)
-            return uncompiled
+    later = _Later(spec, uncompiled, strict, _pieces.get())
 
     def save(compiled: Any, *args: Any, **kwargs: Any) -> Any:
         return None if compiled is uncompiled else spec.try_save_cache_entry(compiled, *args, **kwargs)
 
     saves = spec.try_save_cache_entry is not None
-    return dataclasses.replace(spec, bw_compiler=compile_backward, try_save_cache_entry=save if saves else None)
+    return dataclasses.replace(spec, bw_compiler=later.compile, try_save_cache_entry=save if saves else None)
+
+
+class _Later:
+    """The backward of a graph that is compiled when it is first needed.
+
+    pieces: those of the same graph, to which it adds itself.
+    """
+
+    def __init__(self, spec: Any, uncompiled: _Uncompiled, strict: bool, pieces: list[_Later] | None) -> None:
+        self._spec, self._uncompiled, self._strict = spec, uncompiled, strict
+        self._pieces = [] if pieces is None else pieces
+        self._pieces.append(self)
+        self.early: Any = None  # compiled with another piece
+
+    def compile(self, gm: GraphModule, examples: Sequence[Any]) -> Any:
+        """What AOTAutograd calls in `.backward()`, in place of its own compiler."""
+        self._pieces.remove(self)
+        early, self.early = self.early, None
+        # If the autograd graph is kept, backward must not write into saved tensors.
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        if early is not None and not keeps:
+            return early
+        try:
+            with visiting_what_is_new(), loading_at_the_end():
+                compiled = building_anew(lambda: self._spec.bw_compiler(copy.deepcopy(gm), examples))
+                for piece in [] if keeps else self._pieces:
+                    with contextlib.suppress(Exception):  # when it is needed, it is compiled again, and the error told
+                        piece.compile_early()
+            return compiled
+        except Exception as error:
+            for piece in self._pieces:
+                piece.early = None  # its kernels may be what failed
+            if self._strict:
+                raise
+            self._uncompiled.warn(error)
+            return self._uncompiled
+
+    def compile_early(self) -> None:
+        """Compile it as `_AutogradBackwardCompiler` would."""
+        info = self._spec.lazy_backward_info
+        if getattr(info.saved_context, "ddp_optimizer_ctx", None) is None and self.early is None:
+            without_autocast = torch._C._DisableAutocast if self._spec.disable_amp else contextlib.nullcontext
+            with (
+                tracing(info.saved_context),
+                compile_context(info.saved_compile_context),
+                without_autocast(),
+                track_graph_compiling(self._spec.aot_config, "backward"),
+            ):
+                self.early = self._spec.bw_compiler(copy.deepcopy(info.bw_module), info.placeholder_list)
 
 
 def _warn(error: Exception) -> None:

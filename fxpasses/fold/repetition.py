@@ -1,6 +1,7 @@
 """Repetition: where a graph applies one program again and again.
 
-Two ways to cut a graph into candidates are tried, and the one that leaves least to compile is taken:
+Two ways to cut a graph into candidates are tried, and the one that leaves least to compile is taken; or the first that
+leaves next to nothing:
 
 - *by modules*: a segment is one stay in an element of a list of modules (`layers.3`). Kinds of layers may alternate in
   any order.
@@ -28,6 +29,7 @@ Kind: TypeAlias = list[Segment]  # of one form, in program order
 
 _MOST_PERIODS = 12  # how many periods are tried, the most frequent distances first
 _NO_BORDER = 1000
+_LITTLE = 1 / 8  # of a graph: with as much left to compile, no other cut is looked for
 _MOST_LEVELS = 3  # levels of lists of modules inside lists of modules
 
 
@@ -39,6 +41,7 @@ def calls(gm: GraphModule) -> list[Node]:
 def kinds(gm: GraphModule, least: int) -> list[Kind]:
     """The disjoint kinds of at least `least` segments; kinds that save more nodes come first."""
     nodes = calls(gm)
+    whole = sum(1 for _ in with_bodies(gm, nodes))
     best: list[Kind] = []
     most = 0
     for cuts in _candidates(gm, nodes):
@@ -50,6 +53,8 @@ def kinds(gm: GraphModule, least: int) -> list[Kind]:
         saved = sum(_saved(gm, kind) for kind in enough)
         if saved > most:
             best, most = enough, saved
+        if most >= (1 - _LITTLE) * whole:
+            break
     return sorted(best, key=lambda kind: _saved(gm, kind), reverse=True)
 
 
