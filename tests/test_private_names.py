@@ -20,7 +20,8 @@ MAY_NAME = {
     },
     "_guards": {
         "attention/runtime/operators.py", "collectives/ddp_buckets.py", "collectives/eager_sequences.py",
-        "compiler/lowering_prologues.py", "compiler/lowering_segments.py", "compiler/output_strides.py",
+        "compiler/lowering_backward.py", "compiler/lowering_prologues.py", "compiler/lowering_segments.py",
+        "compiler/output_strides.py",
         "graph/symbols.py", "inspect/cli/doctor.py", "inspect/dry_run.py", "inspect/recording.py",
         "loss/row_program.py", "restart/dynamo_state.py", "restart/restoring.py",
     },

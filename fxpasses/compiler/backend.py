@@ -25,12 +25,14 @@ from fxpasses.base.tested_torch import warn_if_untested
 from fxpasses.collectives import ddp_buckets
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.compiler import eager_start, progress
+from fxpasses.compiler.background_prologues import CompiledInBackground
 from fxpasses.compiler.broken_kernels import building_anew
 from fxpasses.compiler.eager_frame import eager_frame
 from fxpasses.compiler.fitting import fitted
+from fxpasses.compiler.forked_compiler import refusal
 from fxpasses.compiler.lowering import lower
 from fxpasses.compiler.lowering_backward import compiling_together
-from fxpasses.compiler.lowering_prologues import lower_prologue
+from fxpasses.compiler.lowering_prologues import is_compiled, lower_prologue
 from fxpasses.compiler.lowering_recovery import recovering, unasserted
 from fxpasses.compiler.lowering_segments import lower_segments
 from fxpasses.compiler.sizes_of_one import make_exact
@@ -390,9 +392,9 @@ def _lower_with_prologue(
 ) -> Callable[..., Any]:
     if result.program is None:
         return _lower_main(result, gm, settings, "", code, on_report)
-    compiled = _compile_prologue(result.program, settings, on_report)
+    compiled, later = _compile_prologue(result.program, settings, on_report)
     sources = input_sources(gm)
-    prologue = Prologue(result.program, sources, compiled=compiled)
+    prologue = Prologue(result.program, sources, compiled=compiled, later=later)
     main = _lower_main(result, gm, settings, prologue.key, code, on_report)
     fakes = result.example_inputs[len(sources) :]
     raising = functools.partial(_run_in_eager_mode, code, captured) if spans_ranks() else None
@@ -435,19 +437,26 @@ def _lower_pieces(
     return ddp_buckets.compile_in_buckets(lower_piece, result.gm, result.example_inputs, on_report)
 
 
-def _compile_prologue(program: Program, settings: Options, on_report: OnReport) -> Callable[..., Any] | None:
-    """The prologue's device graph, compiled if that is worthwhile."""
+def _compile_prologue(
+    program: Program, settings: Options, on_report: OnReport
+) -> tuple[Callable[..., Any] | None, CompiledInBackground | None]:
+    """The prologue's device graph, compiled if that is worthwhile: now, or while batches run."""
+    if not is_compiled(program, settings):
+        return None, None
+    compile = functools.partial(lower_prologue, program, settings)
+    if not refusal():
+        on_report(Report("prologue", summary="its tensors are compiled in the background, if that pays"))
+        return None, CompiledInBackground(compile, settings.strict)
     started = time.perf_counter()
     try:
-        compiled = lower_prologue(program, settings)
+        compiled = compile()
     except Exception as error:
         if settings.strict:
             raise
         _warn("compiling a prologue", error, "It runs operator by operator.", tracing.running())
-        return None
-    if compiled is not None:
-        on_report(Report("prologue", summary="its tensors are compiled", seconds=time.perf_counter() - started))
-    return compiled
+        return None, None
+    on_report(Report("prologue", summary="its tensors are compiled", seconds=time.perf_counter() - started))
+    return compiled, None
 
 
 retracing.install()

@@ -21,14 +21,18 @@ from fxpasses.options import Options
 _FOR_PROLOGUES = {"triton.cudagraphs": False, "freezing": False, "keep_output_stride": True}
 
 
-def lower_prologue(program: Program, options: Options) -> Compiled | None:
-    """Compile a prologue's device graph, to be called without gradients; None if it should run uncompiled.
+def is_compiled(program: Program, options: Options) -> bool:
+    """Whether a prologue has a device graph that is worth compiling."""
+    return program.device is not None and program.worth_compiling and options.lowering == "inductor"
 
-    It is compiled with the main graph, and not when it first runs, so its integers are unbacked symbols: it assumes
-    nothing about a batch, and no batch recompiles it.
+
+def lower_prologue(program: Program, options: Options) -> Compiled:
+    """Compile a prologue's device graph, to be called without gradients.
+
+    Its integers are the unbacked symbols of the main graph: it assumes nothing about a batch, and no batch recompiles
+    it.
     """
-    if program.device is None or not program.worth_compiling or options.lowering != "inductor":
-        return None
+    assert program.device is not None
     gm = copy_graph_module(program.device)
     plans = _extract_plans(gm)
     masks = _return_bytes(gm)

@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 import fxpasses
 import fxpasses.compiler.backend
+from fxpasses.compiler import background_prologues, forked_compiler
 from fxpasses.errors import MetadataError
 from fxpasses.metadata import draft as building
 from fxpasses.metadata.runtime.batch_cache import BatchCache
@@ -21,6 +22,12 @@ TOKENS = 24
 def everything_is_large(monkeypatch):
     monkeypatch.setattr(building, "WORTH_COMPILING", 1)
     monkeypatch.setattr(building, "_LARGE", 1)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """No other process compiles."""
+    monkeypatch.setattr(fxpasses.compiler.backend, "refusal", lambda: "this is a test")
 
 
 def packed(x, lengths):
@@ -159,11 +166,12 @@ def test_what_fails_when_it_runs_runs_operator_by_operator():
     torch.testing.assert_close(list(actual[0]), list(expected), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("everything_is_large")
+@pytest.mark.usefixtures("everything_is_large", "at_once")
 def test_what_fails_to_compile_runs_operator_by_operator(monkeypatch):
     def failing(*arguments):
         raise RuntimeError("no compiler")
 
+    monkeypatch.setattr(fxpasses.compiler.backend, "is_compiled", lambda *arguments: True)
     monkeypatch.setattr(fxpasses.compiler.backend, "lower_prologue", failing)
     with pytest.warns(UserWarning, match=r"prologue failed \(RuntimeError: no compiler\). It runs operator by op"):
         actual = results(compiled(packed, strict=False), batch(9, 0, 15))
@@ -173,7 +181,7 @@ def test_what_fails_to_compile_runs_operator_by_operator(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("everything_is_large")
+@pytest.mark.usefixtures("everything_is_large", "at_once")
 def test_inductor_compiles_them_once_for_all_batches_and_sizes():
     (prologue,), function = prologues_of(packed, batch(9, 0, 15), "inductor", dynamic=True)
     assert prologue.compiled is not None
@@ -199,7 +207,7 @@ def test_inductor_compiles_them_once_for_all_batches_and_sizes():
         assert [t.stride() for t in tensors] == [t.stride() for t in expected if isinstance(t, torch.Tensor)]
 
 
-@pytest.mark.usefixtures("everything_is_large")
+@pytest.mark.usefixtures("everything_is_large", "at_once")
 def test_plans_of_attention_are_made_of_the_mask_that_is_compiled():
     """The mask is written once: plans, and the views that they take, are made after the compiled graph."""
     tokens = 288
@@ -219,3 +227,19 @@ def test_plans_of_attention_are_made_of_the_mask_that_is_compiled():
     for inputs in (batch(100, 188), batch(30, 200, 58)):
         torch.testing.assert_close(results(function, inputs), results(program, inputs))
     assert prologue.compiled is not None and prologue.runs == 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("everything_is_large")
+def test_another_process_compiles_them_while_batches_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(background_prologues, "_TAKES_S", 0)
+    monkeypatch.setattr(background_prologues, "refusal", lambda: "")  # on torch 2.15 autograd may have threads by now
+    (prologue,), function = prologues_of(packed, batch(9, 0, 15), "inductor", dynamic=True)
+    compiled_from = []
+    for number in range(1, 7):
+        inputs = batch(9, number, 15 - number)
+        torch.testing.assert_close(results(function, inputs), results(packed, inputs), rtol=1e-3, atol=1e-4)
+        assert forked_compiler.wait()
+        compiled_from.append(prologue.compiled is not None)
+    assert compiled_from == [False] * 3 + [True] * 3

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -30,6 +31,16 @@ Inputs = Sequence[Any] | Mapping[int, Any]  # by position; a prologue reads only
 AutocastState = tuple[tuple[str, torch.dtype, bool], ...]
 
 
+class Later(Protocol):
+    """What has the compiled device graph of a prologue after some batches."""
+
+    def took(self, seconds: float) -> None:
+        """A batch has taken so long without it."""
+
+    def found(self) -> Callable[..., Sequence[Any]] | None:
+        """The compiled graph, if it is there."""
+
+
 class OperatorFailed(RuntimeError):
     """An operator of the program failed on a batch, as `__cause__` says."""
 
@@ -39,7 +50,8 @@ class Prologue:
 
     sources: Dynamo's expression for each input of the main graph (`L['lengths']`), for prefetching.
     autocast: the autocast state to compute under, by default the current one; Dynamo's guards keep it valid.
-    compiled: the compiled device graph of the program; if it fails, the graph runs uncompiled, with one warning.
+    compiled: the compiled device graph of the program; if it fails, the graph runs uncompiled, with one warning. later:
+    has the compiled graph from some batch on.
     """
 
     def __init__(
@@ -49,9 +61,11 @@ class Prologue:
         cache: BatchCache = batch_cache,
         autocast: AutocastState | None = None,
         compiled: Callable[..., Sequence[Any]] | None = None,
+        later: Later | None = None,
     ) -> None:
         self.program = program
         self.compiled = compiled
+        self.later = later
         self.sources = tuple(sources)
         self.cache = cache
         self._autocast = autocast_state() if autocast is None else autocast
@@ -154,6 +168,9 @@ class Prologue:
 
     def _run_device(self, arguments: list[Any]) -> tuple[Any, ...]:
         assert self.program.device is not None
+        later = self.later
+        if later is not None and (found := later.found()) is not None:
+            self.compiled, self.later = found, None
         compiled = self.compiled
         if compiled is not None:
             try:
@@ -165,7 +182,11 @@ class Prologue:
                     "operator from now on.",
                     stacklevel=2,
                 )
-        return _run_operators(self.program.device, arguments)
+        started = time.perf_counter()
+        results: tuple[Any, ...] = _run_operators(self.program.device, arguments)
+        if later is not None:
+            later.took(time.perf_counter() - started)
+        return results
 
     def _check(self, results: dict[str, tuple[Any, ...]]) -> None:
         for check in self.program.checks:
