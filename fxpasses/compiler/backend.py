@@ -444,7 +444,7 @@ def _compile_prologue(
     if not is_compiled(program, settings):
         return None, None
     compile = functools.partial(lower_prologue, program, settings)
-    if not refusal():
+    if not refusal(traces_backward=False):
         on_report(Report("prologue", summary="its tensors are compiled in the background, if that pays"))
         return None, CompiledInBackground(compile, settings.strict)
     started = time.perf_counter()

@@ -65,7 +65,7 @@ class CompiledInBackground:
             log.info("compiling a prologue takes %.1f s and saves %.1f s in %d batches", _TAKES_S, gain, _BATCHES)
             if gain < _TAKES_S:
                 return None
-            if refusal():
+            if refusal(traces_backward=False):
                 return self._compile()
             self._child = Child(self._compile)
         child = self._child

@@ -31,8 +31,11 @@ _LONGEST = 1000  # bytes of an error: a pipe takes as many at once
 _DONE = b"\0"  # what a child says that has compiled its graph
 
 
-def refusal() -> str:
-    """Why no fork of this process should compile, as words after "because"; "" if nothing speaks against it."""
+def refusal(traces_backward: bool = True) -> str:
+    """Why no fork of this process should compile, as words after "because"; "" if nothing speaks against it.
+
+    traces_backward: whether it would trace what has gradients.
+    """
     from torch._inductor import config
 
     if not hasattr(os, "fork") or sys.platform == "darwin":
@@ -43,7 +46,7 @@ def refusal() -> str:
         return "ranks would change to compiled code at different steps"
     if len(_running) >= max(1, os.cpu_count() or 1):
         return "as many processes compile already as there are cores"
-    if _autograd_has_threads():
+    if traces_backward and _autograd_has_threads():
         return "autograd has started threads of its own, without which no fork can trace backward"
     if not config.fx_graph_cache or config.force_disable_caches:
         return "PyTorch's caches, from which the compiled code would come, are switched off"

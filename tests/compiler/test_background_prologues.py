@@ -31,7 +31,7 @@ class Child:
 def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
     monkeypatch.setattr(Child, "made", [])
     monkeypatch.setattr(background_prologues, "Child", Child)
-    monkeypatch.setattr(background_prologues, "refusal", lambda: "")
+    monkeypatch.setattr(background_prologues, "refusal", lambda traces_backward: "")
     return Child.made
 
 
@@ -70,7 +70,7 @@ def test_what_gains_less_than_it_takes_is_not_compiled(children: list[Child]) ->
 def test_where_no_process_can_be_forked_this_one_compiles(
     children: list[Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_prologues, "refusal", lambda: "of threads")
+    monkeypatch.setattr(background_prologues, "refusal", lambda traces_backward: "of threads")
     later = after(SLOW)
     assert later.found() is code
     assert later.found() is None and not children
