@@ -52,12 +52,17 @@ REDUCED_MORE: dict[str, dict[str, Any]] = {
 }
 
 
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
 def new_decoder(parameters: Parameters, device: str, attention: str, **more: Any) -> nn.Module:
-    """parameters: model (of KINDS), layers, width ("full" or "reduced"), dtype, and optionally checkpointed."""
+    """parameters: model (of KINDS), layers, width ("full", "reduced" or "1024"), dtype, and optionally checkpointed."""
     name = parameters["model"]
     kind, config = KINDS[name]
     full = parameters["width"] == "full"
     sizes = FULL[name] | {"vocab_size": 8192} if full else REDUCED | REDUCED_MORE[name]
+    if parameters["width"] == "1024":
+        sizes = sizes | WIDE | {"head_dim": 64}
     model = kind(
         config(**(sizes | more), num_hidden_layers=parameters["layers"], use_cache=False, attn_implementation=attention)
     )

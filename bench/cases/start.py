@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,24 @@ def build(compiler: Compiler, parameters: Parameters, device: str, from_file: bo
     from bench.first_call import first_call
 
     model, batches = _program(parameters, device)
+    other = None
+    if parameters.get("ranks") == 2:
+        from bench.second_rank import SAVE, STEP, SecondRank, wrapped
+
+        other = SecondRank(steps_of_second_rank, (compiler, dict(parameters), device, from_file))
+        model = wrapped(model)
     program_of = compiler(model)
     costs: dict[str, float] = {}
 
     def loss_of(batch: Mapping[str, Any]) -> Any:
+        if other is not None:
+            other.tell(STEP)
         return program_of(**batch).loss
 
     program = training_program(model, loss_of, batches)
 
     def values() -> Mapping[str, float]:
-        path = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ".")) / "fxpasses.zip"
+        path = _file(0)
 
         def call() -> None:
             if from_file:
@@ -55,9 +63,43 @@ def build(compiler: Compiler, parameters: Parameters, device: str, from_file: bo
         found = program.values()
         if from_file and not path.exists():
             fxpasses.save_caches(path)
+            if other is not None:
+                other.tell(SAVE)
         return found
 
     return Program(program.step, values, batches=program.batches, compiling=lambda: costs)
+
+
+def steps_of_second_rank(
+    compiler: Compiler, parameters: Parameters, device: str, from_file: bool
+) -> Callable[[int], None]:
+    """The other rank takes the same batch in each step."""
+    from bench.cases.training import fresh
+    from bench.second_rank import SAVE, wrapped
+
+    model, batches = _program(parameters, device)
+    model = wrapped(model)
+    program_of = compiler(model)
+    loads = from_file
+
+    def step(what: int) -> None:
+        nonlocal loads
+        if from_file:
+            import fxpasses
+
+            if what == SAVE:
+                return fxpasses.save_caches(_file(1))
+            if loads:
+                loads = False
+                fxpasses.load_caches(_file(1), missing_ok=True)
+        program_of(**fresh(batches[0])).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _file(rank: int) -> Path:
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ".")) / f"fxpasses{rank}.zip"
 
 
 def _program(parameters: Parameters, device: str) -> tuple[Any, list[dict[str, Any]]]:
@@ -101,7 +143,9 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
         return [{"model": "llama", "layers": 2, **rest}]
     found = [{"model": "llama", "layers": n, **rest} for n in (4, 28, 40)]
     found += [{"model": "qwen3", "layers": 28, **rest}, {"model": "bert", "layers": 4, **rest}]
-    return found + [{"model": "qwen3_moe", "layers": 4, **rest, "experts": experts} for experts in (8, 128)]
+    found += [{"model": "qwen3_moe", "layers": 4, **rest, "experts": experts} for experts in (8, 128)]
+    found += [{"model": "llama", "layers": n, **rest, "width": "1024"} for n in (4, 28)]
+    return [*found, {"model": "llama", "layers": 28, **rest, "ranks": 2}]
 
 
 def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -112,6 +156,7 @@ def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         kind = (
             f"{parameters['model']}, {parameters['experts']} experts" if parameters["experts"] else parameters["model"]
         )
+        kind += ", hidden 1024" * (parameters["width"] == "1024") + ", two ranks" * ("ranks" in parameters)
         for caches in ("cold", "warm"):
             costs = entry.get(f"compiling_{caches}")
             if entry["outcome"] == "measured" and costs:

@@ -43,7 +43,8 @@ class CompiledInBackground:
 
     def took(self, seconds: float) -> None:
         """Note how long a batch has taken uncompiled."""
-        self._seconds.append(seconds)
+        if not self._is_decided:
+            self._seconds.append(seconds)
 
     def found(self) -> Compiled | None:
         """The compiled graph, from some batch on. To be called before each."""

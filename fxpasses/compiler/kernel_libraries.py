@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import logging
 import math
 import os
 import re
@@ -33,6 +34,8 @@ import torch
 
 from fxpasses.base.containment import contained
 from fxpasses.compiler.broken_kernels import discard
+
+log = logging.getLogger(__name__)
 
 Function = Callable[..., None]
 
@@ -79,9 +82,11 @@ def load(sources: Sequence[Source], threads: int, submit: Callable[..., Any] | N
 
     threads: libraries that are built at a time. submit: has a function called by another thread.
     """
-    notes = None
-    with contained("noting which libraries have C++ kernels", "They are compiled together with others again."):
+    try:
         notes = _Notes()
+    except Exception as error:  # also if there is no compiler, which the program hears of when it is needed
+        log.debug("there are no notes on kernels", exc_info=error)
+        notes = None
     found = {source: function for source in sources if notes and (function := notes.find(source))}
     groups = list(_groups([source for source in dict.fromkeys(sources) if source not in found], threads))
     loading = [_library(group).load_pybinding_async([], _code(group), submit_fn=submit) for group in groups]

@@ -28,6 +28,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -199,6 +200,9 @@ def _compiled_later(spec: Any, uncompiled: _Uncompiled, strict: bool) -> Any:
     return dataclasses.replace(spec, bw_compiler=later.compile, try_save_cache_entry=save if saves else None)
 
 
+_one_at_a_time = threading.Lock()
+
+
 class _Later:
     """The backward of a graph that is compiled when it is first needed.
 
@@ -213,8 +217,9 @@ class _Later:
 
     def compile(self, gm: GraphModule, examples: Sequence[Any]) -> Any:
         """What AOTAutograd calls in `.backward()`, in place of its own compiler."""
-        self._pieces.remove(self)
-        early, self.early = self.early, None
+        with contextlib.suppress(ValueError):  # it was here before, and was interrupted
+            self._pieces.remove(self)
+        early, self.early = self.early, None  # another thread may be here as well
         # If the autograd graph is kept, backward must not write into saved tensors.
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         if early is not None and not keeps:
@@ -222,17 +227,24 @@ class _Later:
         try:
             with visiting_what_is_new(), loading_at_the_end():
                 compiled = building_anew(lambda: self._spec.bw_compiler(copy.deepcopy(gm), examples))
-                for piece in [] if keeps else self._pieces:
-                    with contextlib.suppress(Exception):  # when it is needed, it is compiled again, and the error told
-                        piece.compile_early()
+                if not keeps and _one_at_a_time.acquire(blocking=False):
+                    try:
+                        self._compile_others()
+                    finally:
+                        _one_at_a_time.release()
             return compiled
-        except Exception as error:
-            for piece in self._pieces:
+        except BaseException as error:
+            for piece in list(self._pieces):
                 piece.early = None  # its kernels may be what failed
-            if self._strict:
+            if self._strict or not isinstance(error, Exception):
                 raise
             self._uncompiled.warn(error)
             return self._uncompiled
+
+    def _compile_others(self) -> None:
+        for piece in list(self._pieces):
+            with contextlib.suppress(Exception):  # when it is needed, it is compiled again, and the error told
+                piece.compile_early()
 
     def compile_early(self) -> None:
         """Compile it as `_AutogradBackwardCompiler` would."""

@@ -10,6 +10,7 @@
   handler of an exception, and `with_context.cm_obj` of an entry of its `block_stack` is the manager of a `with`.
 - The `frame_exec_strategy` of an error that leaves `trace_frame` may say what happens to later calls of the frame.
 - `TracingContext.extract_stack()` is the user's stack at the traced instruction.
+- `torch._C._autograd._saved_tensors_hooks_set_tracing(True)` has autograd call no hooks, as AOTAutograd does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import itertools
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
@@ -243,3 +244,14 @@ def config_switch(values: Mapping[str, bool]) -> Callable[[], Callable[[], None]
         return lambda: patch.__exit__(None, None, None)
 
     return switch
+
+
+@contextlib.contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """The user's hooks for saved tensors, a checkpoint's for instance, do not see those of a trace's fake tensors."""
+    autograd: Any = torch._C._autograd
+    before = autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        autograd._saved_tensors_hooks_set_tracing(before)

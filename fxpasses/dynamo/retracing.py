@@ -39,7 +39,7 @@ from fxpasses.base.once import warn_once
 from fxpasses.collectives import ddp_buckets
 from fxpasses.dynamo import checks, flags, generation, tracing, variants
 from fxpasses.dynamo.attempt import Attempt
-from fxpasses.dynamo.dynamo_names import DynamoNames, MissingName
+from fxpasses.dynamo.dynamo_names import DynamoNames, MissingName, without_saved_tensors_hooks
 from fxpasses.dynamo.failures import (
     FailedFeatures,
     FeatureRejected,
@@ -187,7 +187,7 @@ class _TraceFrameInAttempts:
             optimizer = ddp_buckets.optimizer_among(_unwrapped(frame["compiler_fn"]))
             if optimizer is not None:
                 frame["compiler_fn"] = optimizer.backend_compile_fn
-            with ddp_buckets.moved_inside(optimizer), visiting_what_is_new():
+            with ddp_buckets.moved_inside(optimizer), visiting_what_is_new(), without_saved_tensors_hooks():
                 return self._trace(frame, bound.args, bound.kwargs, strict)
         except Exception as error:  # around the trace, of which nothing is left
             if strict or not is_ours(error):

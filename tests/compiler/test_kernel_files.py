@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,29 @@ def test_what_was_compiled_for_one_backward_is_not_used_for_two(new_cache: Path)
         return found + [torch.autograd.grad(loss, [x], retain_graph=keeps) for keeps in (True, True, False)]
 
     torch.testing.assert_close(gradients(compiled(model, "inductor", fold="on")), gradients(model))
+
+
+def test_a_backward_whose_compilation_was_interrupted_is_compiled_later(
+    new_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model = Layers()
+    ours = compiled(model, "inductor", fold="on")
+    with inductor_config.patch(compile_threads=1):
+        loss = ours(torch.randn(6, 24).requires_grad_()).sum()
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("torch._inductor.cpp_builder.CppBuilder.build", interrupted)
+            loss.backward()
+        torch.testing.assert_close(steps(ours, model), steps(model, model))
+
+
+def test_threads_may_need_one_backward_at_a_time(new_cache: Path) -> None:
+    model = Layers()
+    ours = compiled(model, "inductor", fold="on")
+    xs = [torch.randn(6, 24, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(3)]
+    losses = [ours(x).sum() for x in xs]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda each: torch.autograd.grad(*each), zip(losses, xs, strict=True)))
+    torch.testing.assert_close(found, [torch.autograd.grad(model(x).sum(), x) for x in xs])
