@@ -50,6 +50,7 @@ class Legality:
         """
         self.graph, self.loop, self.memory, self.sizes = graph, loop, memory, sizes
         self.positions = memory.positions
+        self._ends = frozenset(loop.ends)
         own = {node for template in templates for node in template.nodes}
         self._rows = rows.union(*(cut.nodes for cut in cuts), *(merge.parts for merge in loop.merges))
         self._bounds = {node for cut in cuts for node in cut.nodes if cut.reads(node)}
@@ -76,7 +77,7 @@ class Legality:
         shared = False
         for node in self._rows - totals:
             for user in node.users:
-                if user in self._rows or user in self.loop.ends or user in scaffolding:
+                if user in self._rows or user in self._ends or user in scaffolding:
                     continue
                 if node not in self._bounds or not _cuts(user):
                     raise NotProved(f"`{user.name}` uses an expert's tokens as well", user)
@@ -93,7 +94,7 @@ class Legality:
 
     def _check_between(self, first: int, last: int) -> None:
         for node in self.graph.nodes:
-            if not first <= self.positions[node] <= last or node in self.loop.ends:
+            if not first <= self.positions[node] <= last or node in self._ends:
                 continue
             name = operator_of(node)
             if name in SETS_AUTOCAST | SETS_INFERENCE or (name in SETS_GRADIENTS and not self._has_all_gradients()):
@@ -107,7 +108,7 @@ class Legality:
         for node in self.graph.nodes:
             if operator_of(node) in SETS_GRADIENTS:
                 enabled = node.args[0]
-            if node not in self._rows and node not in self.loop.ends:
+            if node not in self._rows and node not in self._ends:
                 continue
             if written_operands(node) and enabled is not True:
                 return False
