@@ -117,6 +117,14 @@ class Asked:
         return found
 
 
+def content_of(guard: Any) -> Any:
+    """What a guard says, and of what. Dynamo may add a guard again each time that it asks, with an equal content."""
+    create: Any = guard.create_fn
+    if isinstance(create, functools.partial):
+        create = create.func, create.args, tuple(sorted(create.keywords.items()))
+    return create, guard.originating_source
+
+
 def asked_of(guards: Iterable[Any], move: Relocation) -> list[Asked] | None:
     """The guards on what a module owns, those on its tensors included; None if a kind is not known."""
     found = []

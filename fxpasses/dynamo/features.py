@@ -206,6 +206,13 @@ class Feature(enum.Enum):
         until="Dynamo has lists of a length without a value",
         needs=("HINTS", "SPECULATION"),
     )
+    ROUNDS = _Line(
+        "equal rounds",
+        _of_experts("equal_rounds"),
+        "each round of a loop over experts is traced",
+        until="nothing is planned in Dynamo that could take its place",
+        needs=("HINTS", "SPECULATION"),
+    )
     SEQUENCES = _Line(
         "loops over parts",
         "fxpasses.sequences.capture.handlers",

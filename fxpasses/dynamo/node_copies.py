@@ -23,6 +23,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,11 +51,19 @@ def form_of(value: Any) -> Any:
     return tuple(map(_form, pytree.tree_leaves(value)))
 
 
-def _form(value: Any) -> Any:
+def form_anywhere(value: Any) -> Any:
+    """The same of values that may begin at another place of their memory, as the rows of a matrix do.
+
+    A trace that asks for the place has the answer, a number, in its graph, which is compared.
+    """
+    return tuple(_form(leaf, is_placed=False) for leaf in pytree.tree_leaves(value))
+
+
+def _form(value: Any, is_placed: bool = True) -> Any:
     if isinstance(value, torch.Tensor):
-        strides = (*value.stride(), value.storage_offset()) if value.layout is torch.strided else ()
-        sizes = tuple(map(expression, (*value.shape, *strides)))
-        sizes = (*sizes, expression(storage_size(value)))
+        strides = value.stride() if value.layout is torch.strided else ()
+        place = value.storage_offset() if value.layout is torch.strided and is_placed else 0
+        sizes = tuple(map(expression, (*value.shape, *strides, place, storage_size(value))))
         flags = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference()
         return type(value), len(value.shape), sizes, value.dtype, value.device, value.layout, flags
     return type(value), expression(value) if is_symbolic(value) else repr(value)
@@ -95,29 +104,34 @@ def inner_nodes(output: Any, nodes: Iterable[Node]) -> Iterator[Node]:
 class Original:
     """Nodes to copy, as they were when the last of them had been written.
 
-    forms: of the nodes' values, and of those in bodies. sizes: the symbols that they have made, and what was known of
-    them. fresh: the nodes whose copies need not run.
+    form: what is to be the same of a copy's value. forms: of the nodes' values, and of those in bodies. sizes: the
+    symbols that they have made, and what was known of them. fresh: the nodes whose copies need not run.
     """
 
     nodes: Sequence[Node]
+    form: Callable[[Any], Any]
     forms: Mapping[Node, Any]
     sizes: Mapping[Any, Known]
     fresh: frozenset[Node]
 
     @staticmethod
-    def of(output: Any, nodes: Sequence[Node], sizes: Mapping[Any, Known]) -> Original:
+    def of(
+        output: Any, nodes: Sequence[Node], sizes: Mapping[Any, Known], form: Callable[[Any], Any] = form_of
+    ) -> Original:
         every = [*nodes, *inner_nodes(output, nodes)]
-        forms = {node: form_of(node.meta["example_value"]) for node in every if "example_value" in node.meta}
+        forms = {node: form(node.meta["example_value"]) for node in every if "example_value" in node.meta}
         results = FreshResults(output, sizes, {})
-        made = {node: form_of(results.like(node.meta["example_value"])) for node in fresh_in(every, sizes)}
-        return Original(nodes, forms, sizes, frozenset(node for node, form in made.items() if form == forms[node]))
+        made = {node: form(results.like(node.meta["example_value"])) for node in fresh_in(every, sizes)}
+        fresh = frozenset(node for node, its_form in made.items() if its_form == forms[node])
+        return Original(nodes, form, forms, sizes, fresh)
 
 
 class Copying:
     """replaced: for each original operand, what the copies take in its place.
 
-    describe: is given the `meta` of each copy, which is that of its original, to correct it. copies: by original node.
-    symbols: of sizes that are known only at run time, by those of the originals.
+    describe: is given the `meta` of each copy, which is that of its original, to correct it. arguments: of copies that
+    have others than their originals, by original. copies: by original node. symbols: of sizes that are known only at
+    run time, by those of the originals.
     """
 
     def __init__(
@@ -126,8 +140,9 @@ class Copying:
         original: Original,
         replaced: Mapping[Node, Node],
         describe: Callable[[dict[str, Any]], None],
+        arguments: Mapping[Node, Any] = MappingProxyType({}),
     ) -> None:
-        self._original = original
+        self._original, self._arguments = original, arguments
         self.tx, self._output, self._describe = tx, tx.output, describe
         self._replaced = dict(replaced)
         self.copies: dict[Node, Node] = {}
@@ -156,7 +171,8 @@ class Copying:
         tracer = self._output.current_tracer
         for node in self._original.nodes:
             target = self._body(node) if node.op == "get_attr" else node.target
-            args, kwargs = map_arg((node.args, node.kwargs), lambda operand: self._replaced.get(operand, operand))
+            arguments = self._arguments.get(node, node.args)
+            args, kwargs = map_arg((arguments, node.kwargs), lambda operand: self._replaced.get(operand, operand))
             copy = tracer.create_node(node.op, target, args, kwargs, node.name, node.type)
             self._replaced[node] = copy
             self._made.append(copy)
@@ -238,7 +254,7 @@ class Copying:
             raise Different("the copies end in another mode")
         for node, form in self._original.forms.items():
             copy = self.copies[node]
-            if form_of(copy.meta["example_value"]) != renamed(form, self.symbols):
+            if self._original.form(copy.meta["example_value"]) != renamed(form, self.symbols):
                 raise Different(f"{copy.name} is not as {node.name}")
 
     def _body(self, node: Node) -> str:

@@ -25,6 +25,10 @@ pytestmark = pytest.mark.usefixtures("capture_flags")
 
 X, LENGTHS = torch.linspace(-1, 1, 24).view(12, 2), torch.tensor([8, 4])
 LOGITS, W = torch.eye(3).repeat(4, 1) * torch.tensor([1, 1, 0]), torch.linspace(-1, 1, 12).view(3, 2, 2)
+# Speculation, and what needs it.
+SPECULATIVE = {
+    Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES, Feature.ROUNDS, Feature.SEQUENCES,
+}  # fmt: skip
 
 
 def longest_decides(x: Tensor, lengths: Tensor) -> Tensor:
@@ -120,11 +124,10 @@ def test_a_method_that_dynamo_keeps_is_that_of_the_running_trace(first: str, mon
 
 
 def test_what_a_feature_cannot_do_without_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES, Feature.SEQUENCES}
-    assert off_without(SideEffects, "store_global", monkeypatch) == {*speculative, Feature.LAYERS}
+    assert off_without(SideEffects, "store_global", monkeypatch) == {*SPECULATIVE, Feature.LAYERS}
     assert off_without(NumpyNdarrayVariable, "call_method", monkeypatch) == set()
     for owner, name in ((utils, "run_node"), (symbolic_convert.InstructionTranslatorBase, "step")):
-        assert off_without(owner, name, monkeypatch) >= {*speculative, Feature.HINTS, Feature.SLICES, Feature.OUTPUTS}
+        assert off_without(owner, name, monkeypatch) >= {*SPECULATIVE, Feature.HINTS, Feature.SLICES, Feature.OUTPUTS}
 
 
 def test_a_feature_that_is_off_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +141,7 @@ def test_a_feature_that_is_off_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_an_attempt_loses_what_needs_what_it_loses() -> None:
     attempt = Attempt(flags.Values(True, True), frozenset(Feature))
-    speculative = {Feature.SPECULATION, Feature.NUMPY, Feature.LISTS, Feature.INDICES, Feature.SEQUENCES}
-    assert attempt.without(Feature.SPECULATION).features == frozenset(Feature) - speculative
+    assert attempt.without(Feature.SPECULATION).features == frozenset(Feature) - SPECULATIVE
     alone = frozenset({Feature.FLOATS, Feature.HOOKS, Feature.MEMBERS, Feature.STRINGS, Feature.WRITES})
     assert attempt.without(Feature.HINTS).features == alone
     fewer = attempt.with_fewer_flags()

@@ -22,8 +22,8 @@ tokens (`experts/branches.py`): a copy has sizes and branches of its own, which 
 The graph, its guards and its inputs are those that Dynamo would have made (`dynamo/node_copies.py`): no pass can tell.
 
 Private names, checked on torch 2.11, 2.13 and 2.15, besides those of the handlers' sites: `VariableBuilder`,
-`wrap_fx_proxy`; of `OutputGraph`, `current_tracer`, `guards`, `guard_on_key_order`, `random_calls`,
-`side_effects.tensor_hooks` and `save_for_backward`; of translators, `num_calls`, `block_stack` and `parent`.
+`wrap_fx_proxy`; of `OutputGraph`, `current_tracer`, `guards` and `guard_on_key_order`; of translators, `num_calls`,
+`block_stack` and `parent`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ from fxpasses.dynamo.made_sizes import made_since
 from fxpasses.dynamo.module_calls import UNKNOWN, Call, leaves, nodes_of, rebuilt
 from fxpasses.dynamo.module_paths import Renaming
 from fxpasses.dynamo.node_copies import Copying, Different, Original, can_copy, form_of, inner_nodes
+from fxpasses.dynamo.noted import noted_beside_graph
 from fxpasses.dynamo.rules import checkpoint_writes
 from fxpasses.dynamo.trace import Trace
 from fxpasses.graph.building import nodes_after
@@ -275,7 +276,12 @@ class Layers:
     def traced(self, call: Call, trace_it: Callable[[], Any]) -> Any:
         """Have a layer traced, and keep what it did, unless another layer's trace may do otherwise."""
         tx, root, recording = call.tx, call.tx.output.current_tracer.graph._root, _Recording(now())
-        start, noted, calls, guards = root.prev, self._noted(tx), dict(tx.num_calls), len(tx.output.guards)
+        start, noted, calls, guards = (
+            root.prev,
+            noted_beside_graph(self._trace, tx.output),
+            dict(tx.num_calls),
+            len(tx.output.guards),
+        )
         modules, sizes = set(tx.output.nn_modules), frozenset(tx.output.shape_env.var_to_range)
         answers, branches = len(self._trace.answers), len(self._trace.branches)
         self._open.append(recording)
@@ -284,7 +290,11 @@ class Layers:
         finally:
             self._open.remove(recording)
         self._traced[call.kind] += 1
-        if self._traced[call.kind] > _MOST_TRACED or recording.is_spoiled or self._noted(tx) != noted:
+        if (
+            self._traced[call.kind] > _MOST_TRACED
+            or recording.is_spoiled
+            or noted_beside_graph(self._trace, tx.output) != noted
+        ):
             return result
         called = {name: count for name, count in tx.num_calls.items() if count != calls.get(name, 0)}
         nodes = [node for node in reversed(list(nodes_after(start, root))) if node.op != "placeholder"]
@@ -365,7 +375,7 @@ class Layers:
             return None
         if not all(_is_constant(tx, move(guard.source), read) for guard in traced.asked):
             return None
-        noted, sizes = self._noted(tx), frozenset(output.shape_env.var_to_range)
+        noted, sizes = noted_beside_graph(self._trace, tx.output), frozenset(output.shape_env.var_to_range)
         nodes, tensors = output.current_tracer.graph.nodes, dict[Node, Node]()
         for source, node in traced.tensors:
             before = len(nodes)
@@ -382,7 +392,7 @@ class Layers:
         returned = set(leaves(traced.results)).intersection(traced.original.nodes)
         try:
             variables = copying.copy(returned)
-            if self._noted(tx) != noted or not call.is_unchanged():
+            if noted_beside_graph(self._trace, tx.output) != noted or not call.is_unchanged():
                 raise Different("its operators have other effects")
             known = made_since(output.shape_env, sizes)
             if known != copying.expected() or any(self._trace.is_metadata(size) for size in known):
@@ -407,15 +417,6 @@ class Layers:
         given = call.variables()
         passed = {node: given[other] for node, other in replaced.items() if other in given}
         return rebuilt(traced.results, {**passed, **variables})
-
-    def _noted(self, tx: Any) -> Any:
-        """The effects of tracing that no graph holds."""
-        trace, output = self._trace, tx.output
-        effects = output.side_effects
-        found: list[Any] = [trace.definitions, trace.crowded, trace.warnings, trace.companions, trace.left, trace.loops]
-        found += [trace.unrolled, trace.one_by_one, trace.carried, trace.called, trace.sizes_of_parts, trace.suspects]
-        found += [output.random_calls, effects.tensor_hooks, effects.save_for_backward]
-        return [*map(len, found), trace.has_communicated]
 
 
 _MODULES = (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)

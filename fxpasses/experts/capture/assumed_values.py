@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,15 +79,40 @@ def ends_compared(routing: Routing, node: Node) -> tuple[Node, int, tuple[Any, A
     return tensor, index, (before, last)
 
 
+@dataclass(frozen=True)
+class Read:
+    """A use of the assumed value of `node`, as a number or a truth value.
+
+    index_of: the node `x[number]` that the number is the index of, and which is all that it is used for. is_truth:
+    whether a jump has taken it as a truth value, and nothing else has.
+    """
+
+    node: Node
+    index_of: Node | None = None
+    is_truth: bool = False
+
+
 class AssumedValues:
-    """CPU tensors with the assumed values of nodes. routing: the routing analysis of the trace."""
+    """CPU tensors with the assumed values of nodes.
+
+    reads: the uses that the trace has made of them. asked: how often it has turned to the routing analysis.
+    """
 
     def __init__(self) -> None:
-        self.routing = Routing()
+        self._routing = Routing()
+        self._noted: dict[Node, torch.Tensor] = {}
         self._known: dict[Node, torch.Tensor | None] = {}
+        self.reads: list[Read] = []
+        self.asked = 0
+
+    @property
+    def routing(self) -> Routing:
+        """The routing analysis of the trace."""
+        self.asked += 1
+        return self._routing
 
     def note(self, node: Node, value: torch.Tensor) -> None:
-        self._known[node] = value
+        self._noted[node] = self._known[node] = value
 
     def of(self, variable: Any) -> torch.Tensor | None:
         """The assumed value of one of Dynamo's variables, or None."""
@@ -95,6 +122,14 @@ class AssumedValues:
     def known(self, node: Node) -> torch.Tensor | None:
         """The assumed value of a node, or None."""
         return self._value(node) if self._known else None
+
+    def known_with(self, node: Node, others: Mapping[Node, Node]) -> torch.Tensor | None:
+        """The assumed value that a node would have if the graph had `others` in the place of some nodes."""
+        if node in others:
+            return self.known(others[node])
+        if node in self._noted:
+            return self._noted[node]
+        return self._evaluated(node, lambda operand: self.known_with(operand, others))
 
     def _value(self, node: Node) -> torch.Tensor | None:
         if node not in self._known:

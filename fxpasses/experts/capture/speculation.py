@@ -54,6 +54,7 @@ from fxpasses.dynamo.unproved import function_of
 from fxpasses.experts.branches import AFTER, BEFORE, CONDITION, INSIDE, SpeculatedBranch, mark, marks, set_marks
 from fxpasses.experts.capture.assumed_values import (
     AssumedValues,
+    Read,
     counted_mask,
     ends_compared,
     is_routing,
@@ -140,6 +141,7 @@ class Speculation:
         """The assumed truth of a condition at a jump; None if the condition does not concern routing."""
         known = self.values.of(value)
         if known is not None and known.numel() == 1:
+            self.values.reads.append(Read(value.as_proxy().node, is_truth=True))
             return bool(known)
         found = _condition(value, self.values.routing) if not self.is_given_up(tx) else None
         if found is None:
@@ -282,6 +284,19 @@ class Speculation:
         for old, new in copies.items():
             own = [(number - branches.start + first, role) for number, role in marks(old) if number in branches]
             set_marks(new, own)
+
+    # Copies of rounds (`experts/capture/equal_rounds.py`)
+
+    def copy_round(self, opened: OpenBranch, copies: Mapping[Node, Node]) -> None:
+        """Add the branch of the next round of a loop over the experts that have tokens, whose nodes are copies."""
+        node, count = self._loops[opened.tx, opened.start]
+        branch = replace(opened.branch, number=len(self.branches), index=next(count))
+        self.branches.append(branch)
+        mark(node, branch, CONDITION)
+        if opened.branch.number in self.discharged:
+            self.discharged.add(branch.number)
+        for old, new in copies.items():
+            set_marks(new, [(branch.number, role) for number, role in marks(old) if number == opened.branch.number])
 
     def _noted(self, output: Any) -> tuple[Any, ...]:
         """Effects that no variable holds: random numbers, hooks, answers of the batch."""

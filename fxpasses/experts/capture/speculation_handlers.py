@@ -30,7 +30,7 @@ from fxpasses.dynamo.interceptions import (
 )
 from fxpasses.dynamo.substitutions import TENSOR, are_constants, example, substitute
 from fxpasses.dynamo.trace import Trace
-from fxpasses.experts.capture.assumed_values import choices_of, is_routing
+from fxpasses.experts.capture.assumed_values import AssumedValues, Read, choices_of, is_routing
 from fxpasses.experts.capture.speculation import Speculation
 
 handlers = Handlers()
@@ -147,8 +147,11 @@ def run_node(trace: Trace, proceed: Proceed, tracer: Any, *args: Any, **kwargs: 
 @handlers.at(opcodes("COMPARE_OP"), without="`ids == e` breaks the graph where e is a tensor")
 def compare(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
     """`ids == e`, with a number in place of a known tensor of one element."""
-    if trace.state(Speculation).values.of(tx.stack[-2]) is None:
-        tx.push(_number_or(trace.state(Speculation), tx.pop()))
+    values = trace.state(Speculation).values
+    if values.of(tx.stack[-2]) is None:
+        asked = tx.pop()
+        tx.push(_number_or(values, asked))
+        _note_number(values, asked, tx.stack[-1])
     return NOT_HANDLED
 
 
@@ -157,9 +160,13 @@ def get_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
     """`mask[e]`, with a number in place of a known tensor of one element."""
     if self.fn is not operator.getitem or len(args) != 2 or not _takes_numbers(args[0]):
         return NOT_HANDLED
-    if trace.state(Speculation).values.of(args[0]) is not None:
+    values = trace.state(Speculation).values
+    if values.of(args[0]) is not None:
         return NOT_HANDLED
-    return proceed(self, tx, [args[0], _number_or(trace.state(Speculation), args[1])], kwargs)
+    number = _number_or(values, args[1])
+    result = proceed(self, tx, [args[0], number], kwargs)
+    _note_number(values, args[1], number, result)
+    return result
 
 
 @handlers.at(method(TENSOR, "call_method"), order=1, without="`e.item()` breaks the graph")
@@ -167,6 +174,7 @@ def tensor_method(trace: Trace, proceed: Proceed, self: Any, tx: Any, name: str,
     if name in ("item", "tolist", "__index__", "__int__"):
         value = trace.state(Speculation).values.of(self)
         if value is not None and value.numel() == 1 and (value.ndim == 0 or name != "tolist"):
+            trace.state(Speculation).values.reads.append(Read(self.as_proxy().node))
             return ConstantVariable.create(value.item())
         every = trace.state(Speculation).list_of_all_experts(tx, self) if name == "tolist" else None
         if every is not None:
@@ -199,11 +207,25 @@ def _takes_numbers(container: Any) -> bool:
     return known or type(vars(container).get("value")) in modules
 
 
-def _number_or(speculation: Speculation, index: Any) -> Any:
+def _number_or(values: AssumedValues, index: Any) -> Any:
     if isinstance(index, TupleVariable):
-        items = [_number_or(speculation, item) for item in index.items]
+        items = [_number_or(values, item) for item in index.items]
         return TupleVariable(items) if items != index.items else index
-    value = speculation.values.of(index)
+    value = values.of(index)
     if value is None or value.ndim != 0 or value.dtype.is_floating_point or value.dtype is torch.bool:
         return index
     return ConstantVariable.create(value.item())
+
+
+def _note_number(values: AssumedValues, asked: Any, number: Any, result: Any = None) -> None:
+    """Note where `_number_or` has put a number in place of a tensor, and the node of `x[number]`, if that is one."""
+    if number is asked:
+        return
+    if isinstance(asked, TupleVariable):
+        for one, other in zip(asked.items, number.items, strict=True):
+            _note_number(values, one, other)
+        return
+    node: Any = result.as_proxy().node if isinstance(result, TensorVariable) else None
+    is_index = node is not None and node.target is operator.getitem and isinstance(node.args[0], Node)
+    is_index = is_index and type(node.args[1]) is int and node.args[1] == number.as_python_constant()
+    values.reads.append(Read(asked.as_proxy().node, index_of=node if is_index else None))
