@@ -1,46 +1,92 @@
 """Results of copied operators, made without running them: the original's fake tensors, with other memory and sizes.
 
     y = silu(x)      [u0, 64], in memory of its own      y_1, the copy for `layers[1]`: [u4, 64], in memory of its own
+    z = y[:, :32]    [u0, 32], in that of `y`            z_1: [u4, 32], in that of `y_1`
 
 Operators on fake tensors of a size without a value take milliseconds, most of them for questions about the size, whose
-answers are known from the original. What shares memory with an operand, is written to, or has put an assertion on the
-size, runs.
+answers are known from the original. What is written to, is returned as a view, or has put an assertion on the size,
+runs.
 
-Private names, checked on torch 2.11, 2.13 and 2.15: `FakeTensor(mode, meta tensor, device)` and its `constant`; of the
-shape environment, `create_symintnode`, `create_unbacked_symint` and `_constrain_range_for_size`; `unbacked_bindings` in
-a node's `meta`.
+Private names, checked on torch 2.11, 2.13 and 2.15: `FakeTensor(mode, meta tensor, device)` and its `constant`;
+`in_kernel_invocation_manager`, in which a fake tensor is the meta tensor that it has; of the shape environment,
+`create_symintnode`, `create_unbacked_symint` and `_constrain_range_for_size`; `unbacked_bindings` in a node's `meta`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fxpasses.dynamo.made_sizes import Known, renamed
-from fxpasses.graph.aliases import storages, storages_of, written_operands
-from fxpasses.graph.effects import storage_key
+from fxpasses.graph.aliases import storages, written_operands
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import expression, is_symbolic
+from fxpasses.graph.traits import SQUEEZES, VIEWS
+
+# Return parts of their first operand's memory, at places that only its sizes and strides and the arguments decide.
+_PARTS = VIEWS | SQUEEZES | {"chunk", "flatten", "narrow", "select", "split", "unbind", "unflatten"}
 
 
-def fresh_in(nodes: Iterable[Node], sizes: Mapping[Any, Known]) -> frozenset[Node]:
-    """The nodes whose results may be made, of those of a layer and of the bodies in it.
+@dataclass(frozen=True)
+class _Like:
+    """A tensor to be made. offset: in the memory that it shares, or after the place where the operand begins.
 
-    sizes: the symbols that the nodes have made, and what is known of them.
+    is_dense: whether its strides are those of a new tensor of its sizes.
+    """
+
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_dense: bool
+
+
+@dataclass(frozen=True)
+class Made:
+    """How to make the result of a copy of a node.
+
+    source: the operand whose memory it is in, if it is a view. elements: factors of the size of the memory that its
+    tensors share; None if each has its own.
+    """
+
+    node: Node
+    tensors: tuple[_Like, ...]
+    structure: Any
+    source: Node | None
+    elements: tuple[Any, ...] | None
+
+
+def made_in(nodes: Iterable[Node], sizes: Mapping[Any, Known], returned: Collection[Node]) -> Iterator[Made]:
+    """How to make results of copies, for those of the nodes of a layer, and of the bodies in it, that need not run.
+
+    sizes: the symbols that the nodes have made, and what is known of them. returned: the nodes that are used outside.
     """
     nodes = list(nodes)
     if any(known.asserted or known.replacement is not None for known in sizes.values()):
-        return frozenset()
+        return
     operators = [node for node in nodes if not isinstance(node.target, torch._ops.HigherOrderOperator)]
     written = {storage for node in operators for operand in written_operands(node) for storage in storages(operand)}
-    return frozenset(node for node in nodes if _is_fresh(node, written, sizes))
+    outside = {storage for node in returned for storage in storages(node)}
+    for node in nodes:
+        if not _is_of_plain_tensors(node, written, sizes):
+            continue
+        own, given = storages(node), [storage for operand in node.all_input_nodes for storage in storages(operand)]
+        if set(own).isdisjoint(given):
+            yield from _fresh(node, own)
+        elif outside.isdisjoint(own):
+            yield from _view(node, own, given)
 
 
-def _is_fresh(node: Node, written: set[int], sizes: Mapping[Any, Known]) -> bool:
+def _is_of_plain_tensors(node: Node, written: set[int], sizes: Mapping[Any, Known]) -> bool:
     if node.op not in ("call_function", "call_method") or not _is_of_torch(node.target):
         return False
     results = pytree.tree_leaves(node.meta.get("example_value"))
@@ -49,13 +95,51 @@ def _is_fresh(node: Node, written: set[int], sizes: Mapping[Any, Known]) -> bool
     bound = [sizes[symbol] for symbol in node.meta.get("unbacked_bindings") or ()]
     if not all(known.is_size and known.range.lower == 0 for known in bound):
         return False
-    own = storages(node)
-    if len(set(own)) < len(results) and any(
-        value.requires_grad or value.dtype != results[0].dtype for value in results
-    ):
-        return False
-    given = {storage for operand in node.all_input_nodes for storage in storages(operand)}
-    return len(own) == len(results) and given.isdisjoint(own) and written.isdisjoint(own)
+    return len(storages(node)) == len(results) and written.isdisjoint(storages(node))
+
+
+def _fresh(node: Node, own: list[int]) -> Iterator[Made]:
+    """Of an operator that allocates its results."""
+    results, structure = pytree.tree_flatten(node.meta["example_value"])
+    if len(set(own)) == len(results):
+        yield Made(node, tuple(map(_like, results)), structure, None, None)
+        return
+    is_plain = not any(value.requires_grad or value.dtype != results[0].dtype for value in results)
+    if is_plain and len(set(own)) == 1:
+        number = results[0].untyped_storage().nbytes() // results[0].element_size()
+        yield Made(node, tuple(map(_like, results)), structure, None, _factors(number))
+
+
+def _view(node: Node, own: list[int], given: list[int]) -> Iterator[Made]:
+    """Of an operator that returns parts of its only operand's memory."""
+    results, structure = pytree.tree_flatten(node.meta["example_value"])
+    if len(node.all_input_nodes) != 1 or given != [own[0]] or len(set(own)) > 1 or operator_of(node) not in _PARTS:
+        return
+    (source,) = node.all_input_nodes
+    operand = source.meta["example_value"]
+    is_tensor = isinstance(operand, FakeTensor) and all(value.dtype == operand.dtype for value in results)
+    if not is_tensor or any(value is operand for value in results) or is_symbolic(operand.storage_offset()):
+        return
+    start = operand.storage_offset()
+    yield Made(node, tuple(_like(value, value.storage_offset() - start) for value in results), structure, source, None)
+
+
+def _like(value: FakeTensor, offset: Any = None) -> _Like:
+    sizes, strides = tuple(value.shape), tuple(value.stride())
+    empty = torch.empty(sizes, device="meta")
+    is_dense = [*map(expression, empty.stride())] == [*map(expression, strides)]
+    offset = value.storage_offset() if offset is None else offset
+    return _Like(sizes, strides, offset, value.dtype, value.device, value.requires_grad, is_dense)
+
+
+def _factors(number: Any) -> tuple[Any, ...]:
+    """Numbers and symbols whose product a number is, if it is one of these; else itself.
+
+    Tensors of a size that is an expression are made slowly: PyTorch asks whether it is negative.
+    """
+    found = sympy.Mul.make_args(expression(number)) if is_symbolic(number) else ()
+    are_known = found and all(factor.is_Integer or isinstance(factor, sympy.Symbol) for factor in found)
+    return tuple(int(factor) if factor.is_Integer else factor for factor in found) if are_known else (number,)
 
 
 def _is_of_torch(target: Any) -> bool:
@@ -83,51 +167,66 @@ class FreshResults:
         self._fake_mode, self._shape_env = output.fake_mode, output.shape_env
         self._sizes, self._symbols = sizes, symbols
         self._numbers: dict[Any, Any] = {}  # by expression
+        self._renamed: dict[int, tuple[Any, Any]] = {}  # a number and that of the copy, by the identity of the former
 
-    def of(self, node: Node) -> Any:
-        """The result of a copy of a node of `fresh_in`."""
-        for made in node.meta.get("unbacked_bindings") or ():
+    def of(self, made: Made, operand: Any = None) -> Any:
+        """The result of a copy of a node. operand: of a view, the fake tensor of which it is one."""
+        for symbol in made.node.meta.get("unbacked_bindings") or ():
             number = self._shape_env.create_unbacked_symint()
-            known = self._sizes[made]
+            known = self._sizes[symbol]
             self._shape_env._constrain_range_for_size(number.node.expr, 0, known.most)
-            self._symbols[made], self._numbers[number.node.expr] = number.node.expr, number
-        return self.like(node.meta["example_value"])
+            self._symbols[symbol], self._numbers[number.node.expr] = number.node.expr, number
+        return self.like(made, operand)
 
-    def like(self, value: Any) -> Any:
-        """Tensors like those of a value, in memory of their own, or in one that they share.
+    def like(self, made: Made, operand: Any = None) -> Any:
+        """Tensors like those of the original. Whether they have its form is for the caller to ask."""
+        if made.source is not None:
+            tensors = [self._part(each, operand) for each in made.tensors]
+        elif made.elements is not None:
+            memory = torch.empty([*map(self._factor, made.elements)], dtype=made.tensors[0].dtype, device="meta")
+            tensors = [self._in(memory, each) for each in made.tensors]
+        else:
+            tensors = [self._alone(each) for each in made.tensors]
+        return pytree.tree_unflatten(tensors, made.structure)
 
-        Whether they have its form is for the caller to ask.
-        """
-        tensors, structure = pytree.tree_flatten(value)
-        memories: dict[int, Any] = {}
-        shares = len({*storages_of(value)}) < len(tensors)
-        made = [self._view(each, memories) if shares else self._made(each) for each in tensors]
-        return pytree.tree_unflatten(made, structure)
+    def _alone(self, like: _Like) -> Any:
+        sizes = [*map(self._number, like.sizes)]
+        if like.is_dense:
+            meta = torch.empty(sizes, dtype=like.dtype, device="meta")
+        else:
+            meta = torch.empty_strided(sizes, [*map(self._number, like.strides)], dtype=like.dtype, device="meta")
+        return self._result(meta, like)
 
-    def _made(self, original: FakeTensor) -> Any:
-        sizes, strides = ([self._number(number) for number in each] for each in (original.shape, original.stride()))
-        meta = torch.empty(sizes, dtype=original.dtype, device="meta")
-        if [*map(expression, meta.stride())] != [*map(expression, strides)]:
-            meta = torch.empty_strided(sizes, strides, dtype=original.dtype, device="meta")
-        made = FakeTensor(self._fake_mode, meta, original.device)
-        return _Result.apply(_ANCHOR, [made]) if original.requires_grad else made
+    def _in(self, memory: torch.Tensor, like: _Like, start: int = 0) -> Any:
+        sizes, strides = ([*map(self._number, each)] for each in (like.sizes, like.strides))
+        return self._result(memory.as_strided(sizes, strides, self._number(like.offset) + start), like)
 
-    def _view(self, original: FakeTensor, memories: dict[int, Any]) -> Any:
-        """memories: by the original's."""
-        key = storage_key(original)
-        if key not in memories:
-            elements = self._number(original.untyped_storage().nbytes() // original.element_size())
-            memories[key] = torch.empty(elements, dtype=original.dtype, device="meta")
-        sizes, strides = ([self._number(number) for number in each] for each in (original.shape, original.stride()))
-        meta = memories[key].as_strided(sizes, strides, self._number(original.storage_offset()))
-        return FakeTensor(self._fake_mode, meta, original.device)
+    def _part(self, like: _Like, operand: Any) -> Any:
+        start = operand.storage_offset()
+        sizes, strides = ([*map(self._number, each)] for each in (like.sizes, like.strides))
+        with torch.no_grad(), in_kernel_invocation_manager(self._fake_mode):
+            meta = operand.as_strided(sizes, strides, self._number(like.offset) + start)
+        return self._result(meta, like)
+
+    def _result(self, meta: torch.Tensor, like: _Like) -> Any:
+        made = FakeTensor(self._fake_mode, meta, like.device)
+        return _Result.apply(_ANCHOR, [made]) if like.requires_grad else made
+
+    def _factor(self, factor: Any) -> Any:
+        if not isinstance(factor, sympy.Symbol):
+            return self._number(factor)
+        return self._of_expression(renamed(factor, self._symbols))
 
     def _number(self, number: Any) -> Any:
         if not is_symbolic(number):
             return number
-        found = renamed(number.node.expr, self._symbols)
-        if found == number.node.expr:
-            return number
+        if id(number) not in self._renamed:
+            found = renamed(number.node.expr, self._symbols)
+            of_copy = number if found == number.node.expr else self._of_expression(found)
+            self._renamed[id(number)] = number, of_copy
+        return self._renamed[id(number)][1]
+
+    def _of_expression(self, found: Any) -> Any:
         if found not in self._numbers:
             self._numbers[found] = self._shape_env.create_symintnode(found, hint=None)
         return self._numbers[found]

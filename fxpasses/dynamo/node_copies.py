@@ -37,9 +37,11 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from fxpasses.dynamo.equal_guards import storage_size
-from fxpasses.dynamo.fresh_results import FreshResults, fresh_in
+from fxpasses.dynamo.fresh_results import FreshResults, Made, made_in
 from fxpasses.dynamo.made_sizes import Known, renamed
+from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import expression, is_symbolic
+from fxpasses.graph.traits import CASTS
 
 
 class Different(Exception):
@@ -105,25 +107,34 @@ class Original:
     """Nodes to copy, as they were when the last of them had been written.
 
     form: what is to be the same of a copy's value. forms: of the nodes' values, and of those in bodies. sizes: the
-    symbols that they have made, and what was known of them. fresh: the nodes whose copies need not run.
+    symbols that they have made, and what was known of them. made: how to make the values of nodes whose copies need not
+    run.
     """
 
     nodes: Sequence[Node]
     form: Callable[[Any], Any]
     forms: Mapping[Node, Any]
     sizes: Mapping[Any, Known]
-    fresh: frozenset[Node]
+    made: Mapping[Node, Made]
 
     @staticmethod
     def of(
-        output: Any, nodes: Sequence[Node], sizes: Mapping[Any, Known], form: Callable[[Any], Any] = form_of
+        output: Any,
+        nodes: Sequence[Node],
+        sizes: Mapping[Any, Known],
+        returned: Collection[Node],
+        form: Callable[[Any], Any] = form_of,
     ) -> Original:
+        """returned: the nodes that are used outside, which a program may write to."""
         every = [*nodes, *inner_nodes(output, nodes)]
         forms = {node: form(node.meta["example_value"]) for node in every if "example_value" in node.meta}
         results = FreshResults(output, sizes, {})
-        made = {node: form(results.like(node.meta["example_value"])) for node in fresh_in(every, sizes)}
-        fresh = frozenset(node for node, its_form in made.items() if its_form == forms[node])
-        return Original(nodes, form, forms, sizes, fresh)
+        made = {}
+        for found in made_in(every, sizes, returned):
+            operand = found.source.meta["example_value"] if found.source is not None else None
+            if form(results.like(found, operand)) == forms[found.node]:
+                made[found.node] = found
+        return Original(nodes, form, forms, sizes, made)
 
 
 class Copying:
@@ -216,8 +227,12 @@ class Copying:
             if node.target is operator.setitem:
                 utils.get_fake_value(copy, self.tx, allow_non_graph_fake=True)
             return
-        if node in self._original.fresh:
-            value = self._fresh.of(node)
+        if node in self._original.made and node not in self._arguments:
+            made = self._original.made[node]
+            sources = copy.all_input_nodes if made.source is not None else []
+            value = self._fresh.of(made, *(source.meta["example_value"] for source in sources))
+        elif _returns_operand(node):
+            value = copy.args[0].meta["example_value"]  # type: ignore[union-attr]
         elif _is_item(node):
             operand, place = copy.args
             value = operand.meta["example_value"][place]  # type: ignore[union-attr]
@@ -290,6 +305,12 @@ def _is_item(node: Node) -> bool:
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return False
     return isinstance(node.args[0].meta.get("example_value"), (tuple, list)) and type(node.args[1]) is int
+
+
+def _returns_operand(node: Node) -> bool:
+    """Whether a conversion has nothing to convert, and returns its operand: it would for all tensors of this form."""
+    is_conversion = operator_of(node) in CASTS and node.all_input_nodes == [node.args[0]]
+    return is_conversion and node.all_input_nodes[0].meta.get("example_value") is node.meta["example_value"]
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint

@@ -164,6 +164,15 @@ class WithViews(Layer):
         return x + y[..., :8].flatten(0, 1).view_as(x) * y[..., 8:]
 
 
+class OfParts(Layer):
+    """Its views are of an argument, and of what it returns."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        left, right = x.chunk(2, dim=-1)
+        y = self.norm(torch.cat([right, left], -1))
+        return y, y.flatten(0, 1)[:, 1:], y.expand_as(x).to(x.dtype)
+
+
 class WithBuffer(Layer):
     table: Tensor
 
@@ -225,6 +234,14 @@ def with_tuples(model: Model, layer: nn.Module, place: int, x: Tensor, mask: Ten
     return y + x
 
 
+def writing_to_parts(model: Model, layer: nn.Module, place: int, x: Tensor, mask: Tensor | None) -> Tensor:
+    y, part, whole = layer(x)
+    part.mul_(2)
+    whole[0].add_(1)
+    x.mul_(3)
+    return y * x
+
+
 def alternating(model: Model, layer: nn.Module, place: int, x: Tensor, mask: Tensor | None) -> Tensor:
     assert mask is not None
     return layer(x, mask if place % 2 else mask + 1)
@@ -268,6 +285,7 @@ COPIED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "an index that nothing reads": (lambda: Model([Layer(place) for place in range(N)]), N - 1),
     "dropout": (lambda: Model([WithDropout() for _ in range(N)]), N - 1),
     "views and writes": (lambda: Model([WithViews() for _ in range(N)]), N - 1),
+    "writes to views, by its caller": (lambda: Model([OfParts() for _ in range(N)], writing_to_parts), N - 1),
     "buffers": (lambda: Model([WithBuffer() for _ in range(N)]), N - 1),
     "nested": (lambda: Model([Nested() for _ in range(N)]), _NESTED),
     "in layers that differ": (lambda: Model([NestedByPlace(place) for place in range(N)]), 2 * N - 1),

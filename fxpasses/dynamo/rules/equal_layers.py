@@ -329,7 +329,7 @@ class Layers:
             return result
         orders = [each for each in tx.output.guard_on_key_order if move.moves(each)]
         shared = [pair for pair in recording.met_before if move.moves(pair[0]) and not move.moves(pair[1])]
-        original = Original.of(tx.output, nodes, made)
+        original = Original.of(tx.output, nodes, made, {*leaves(results)})
         kept = _Traced(call, self._changes, asked, shared, orders, tensors, original, results, called, speculated)
         self._kept[call.kind].append(kept)
         return result
