@@ -175,8 +175,10 @@ class Grouping:
             self._emit.settle(number, value)
         self._erase(left | known.keys())
         self._emit.update(results)
-        # The nodes that masks were computed from, such as `one_hot`; and conditions, unless an earlier loop had them.
-        unused = {node for node in shared if not node.users} | (self.proof.conditions - legality.inside)
+        # The nodes that masks were computed from, such as `one_hot`, and what branches asked of experts' numbers; and
+        # conditions, unless an earlier loop had them.
+        unused = {node for node in shared | (self.proof.idle - legality.inside) if not node.users}
+        unused |= self.proof.conditions - legality.inside
         erase_unused(self.graph, unused.intersection(self.graph.nodes), legality.assertions_on)
         read = " and a copy of its offsets to the host" if lifting.offsets_on_host is not None else ""
         return f"{spelling} → level 2, one grouped program{read} ({routing})"

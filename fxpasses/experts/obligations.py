@@ -41,21 +41,26 @@ from fxpasses.graph.calls import operator_of
 from fxpasses.graph.reachability import reached
 from fxpasses.graph.refusals import NotProved
 from fxpasses.graph.symbols import is_symbolic
-from fxpasses.graph.traits import COMPARISONS
+from fxpasses.graph.traits import COMPARISONS, VIEWS
 
 _COMPARISONS = COMPARISONS | {"sym_not"}
 _NUMBERS = _COMPARISONS | {"add", "sub", "sym_sum", "sym_size"}
 # Operators that succeed on all tensors of known sizes; and queries for an expert's tokens and for their number.
 _HARMLESS = _COMPARISONS | {*CASTS, *RESHAPES, "getitem", "select"}
+_PURE = COMPARISONS | VIEWS  # by name; other operators run
 _QUERIES = frozenset({"where", "nonzero", "getitem", "sym_size", "size", "numel", "len", "getattr"})
 
 
 @dataclass(frozen=True)
 class Proof:
-    """discharged: the numbers of the branches that are proved. conditions: the nodes that only their conditions use."""
+    """discharged: the numbers of the branches that are proved. conditions: the nodes that only their conditions use.
+
+    idle: pure nodes of these alone that are not the loop's, such as those of `if e == padding: continue`.
+    """
 
     discharged: frozenset[int]
     conditions: frozenset[Node]
+    idle: frozenset[Node]
 
 
 def prove(
@@ -71,10 +76,10 @@ def prove(
     Raises `NotProved`.
     """
     if not marked.branches or selected is None:
-        return Proof(frozenset(), frozenset())
+        return Proof(frozenset(), frozenset(), frozenset())
     numbers = {number for node in own for number, role in marks(node) if role == INSIDE}
     marked.refresh()
-    conditions = set[Node]()
+    conditions, idle = set[Node](), set[Node]()
     until = max(marked.position[merge.node] for merge in loop.merges)
     for number in sorted(numbers):
         branch = marked.branches[number]
@@ -84,11 +89,13 @@ def prove(
         condition, ids = _condition_of(marked, branch, ends[0], routing, selected)
         _check_not_written(marked, routing, ids, condition, until)
         conditions.add(condition)
-        _check_body(marked, branch, own, fake_mode)
+        idle |= _check_body(marked, branch, own, fake_mode)
         if branch.parts:
             _check_joined(loop, selected)
         _check_live_outs(marked, branch, loop, ends[0])
-    return Proof(frozenset(numbers), frozenset(conditions))
+    # The nodes of further branches are left for their proofs.
+    idle = {node for node in idle if all(number in numbers for number, _ in marks(node))}
+    return Proof(frozenset(numbers), frozenset(conditions), frozenset(idle))
 
 
 def prove_idle(marked: Marked, fake_mode: Any, discharged: set[int]) -> None:
@@ -120,15 +127,22 @@ def erase_answers(graph: Graph) -> None:
 
 def erase_unused(graph: Graph, nodes: Iterable[Node], assertions_on: Callable[[set[Node]], set[Node]]) -> None:
     """Erase the nodes whose only users are assertions of their sizes, and then their unused operands."""
-    waiting, erased = list(nodes), set()
+    free, used, erased = list[Node](), list[Node](), set[Node]()
+
+    def put(node: Node) -> None:
+        (used if node.users else free).append(node)
 
     def erase(node: Node) -> None:
-        waiting.extend(node.all_input_nodes)
+        operands = node.all_input_nodes
         erased.add(node)
         graph.erase_node(node)
+        for operand in operands:
+            put(operand)
 
-    while waiting:
-        node = waiting.pop()
+    for node in nodes:
+        put(node)
+    while free or used:
+        node = (free or used).pop()  # first those that leave others without users
         if node in erased or not _is_removable(node):
             continue
         for part in (*node.users, node):  # a user with only assertions as users: another query of the same mask
@@ -184,8 +198,9 @@ def _check_not_written(marked: Marked, routing: Routing, ids: Node, condition: N
             raise NotProved(f"`{node.name}` may write to the routing", node)
 
 
-def _check_body(marked: Marked, branch: SpeculatedBranch, own: set[Node], fake_mode: Any) -> None:
-    """Raise `NotProved` unless the rest of the body is pure, and cannot fail without tokens."""
+def _check_body(marked: Marked, branch: SpeculatedBranch, own: set[Node], fake_mode: Any) -> set[Node]:
+    """The rest of the body. Raises `NotProved` unless it is pure, and cannot fail without tokens."""
+    rest: set[Node] = set()
     inside = marked.all(branch.number, INSIDE)
     _check_gradients(marked, [node for node in inside if sets_gradients(node)])
     for node in inside:
@@ -194,8 +209,11 @@ def _check_body(marked: Marked, branch: SpeculatedBranch, own: set[Node], fake_m
         if not _is_harmless(node):
             raise NotProved(f"`{node.name}` may fail where there are no tokens", node)
         _check_assertions(node, own)
-        if node.op.startswith("call") and (text := effects.impurity(node, fake_mode)) is not None:
+        is_known = not node.op.startswith("call") or operator_of(node) in _PURE
+        if not is_known and (text := effects.impurity(node, fake_mode)) is not None:
             raise NotProved(f"{text}, where there are tokens", node)
+        rest.add(node)
+    return rest
 
 
 def _check_gradients(marked: Marked, inside: list[Node]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from torch._dynamo.output_graph import OutputGraph
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.branches import marks
 from fxpasses.experts.capture.equal_rounds import Rounds
+from fxpasses.experts.group_experts import GroupExperts
+from fxpasses.graph.aliases import written_operands
 from tests.dynamo.test_equal_layers import value_of
 from tests.experts.models import HIDDEN
 from tests.experts.spellings import DECOYS, SPELLINGS, Moe, Spelling
@@ -304,3 +307,22 @@ class Adding(Loop):
 
 def test_sums_that_are_new_tensors(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     assert assert_as_traced(Adding(of_experts), seen, monkeypatch) == 0
+
+
+def test_grouping_leaves_nothing_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`if e == EXPERTS: continue` has asked for each expert: the graph must not grow with their number."""
+    graphs: list[torch.fx.Graph] = []
+    group = GroupExperts.__call__
+
+    def note(self: Any, gm: torch.fx.GraphModule, context: Any) -> Any:
+        report = group(self, gm, context)
+        graphs.append(gm.graph)
+        return report
+
+    monkeypatch.setattr(GroupExperts, "__call__", note)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    compiled(Loop(of_experts))(x)
+    (graph,) = graphs
+    unused = [node for node in graph.nodes if node.op.startswith("call") and not node.users and not node.is_impure()]
+    assert [node for node in unused if not written_operands(node)] == []
+    assert not any(node.target in (operator.eq, operator.ne) for node in graph.nodes)

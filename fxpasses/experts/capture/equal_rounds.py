@@ -155,7 +155,7 @@ class Rounds:
         bound = [symbol for node in nodes for symbol in node.meta.get("unbacked_bindings") or ()]
         if sorted(bound, key=str) != sorted(sizes, key=str) or any(map(self._trace.is_metadata, sizes)):
             return None
-        original = Original.of(output, nodes, sizes, form_anywhere)
+        original = Original.of(output, nodes, sizes, (), form_anywhere)
         calls = {name: count - before.calls.get(name, 0) for name, count in now.calls.items()}
         return _Round(opened, element, original, reads, {name: count for name, count in calls.items() if count})
 
