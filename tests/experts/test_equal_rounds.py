@@ -309,6 +309,26 @@ def test_sums_that_are_new_tensors(seen: Seen, monkeypatch: pytest.MonkeyPatch) 
     assert assert_as_traced(Adding(of_experts), seen, monkeypatch) == 0
 
 
+class Unweighted(Loop):
+    """The sum has a gradient from the second round on, and so the third is the first that begins with one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        idx = torch.topk(self.gate(x), TOP).indices
+        mask = F.one_hot(idx, num_classes=EXPERTS).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            e = e[0]
+            _, tok = torch.where(mask[e])
+            y = x[tok] @ self.w[e]
+            y = y if out.requires_grad else y * 2
+            out.index_add_(0, tok, y.detach() if e < 1 else y)
+        return out
+
+
+def test_tensors_that_a_round_changes(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert assert_as_traced(Unweighted(of_experts), seen, monkeypatch) == LEFT - 1
+
+
 def test_grouping_leaves_nothing_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """`if e == EXPERTS: continue` has asked for each expert: the graph must not grow with their number."""
     graphs: list[torch.fx.Graph] = []

@@ -9,7 +9,8 @@ another, but for the expert, if it begins in the same state and does not depend 
 
 - The state: speculation has it that a round changes no object that is older than itself, and that all variables that
   are live at its end are as before, here without an exception. A round is only copied if it has added neither a guard
-  nor an input, nor anything else that is kept outside of the graph.
+  nor an input, nor anything else that is kept outside of the graph; and if the tensors that it has used are as before
+  in all but their contents: the first round gives the sum a gradient.
 - The expert is known by its tensor, the loop's variable. All uses of the number that it is known to be are noted
   (`assumed_values.Read`). A copy has its own number where it is the index of a tensor, `mask[e]`, and where it has
   decided a jump, it has to decide it alike. Where it was used otherwise, as in `experts[e]` of a list of modules or in
@@ -25,7 +26,7 @@ translators, `num_calls`; the keys of `nn_module_stack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ from fxpasses.dynamo.failures import FeatureRejected
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.interceptions import Handlers, Proceed, opcodes
 from fxpasses.dynamo.made_sizes import made_since
-from fxpasses.dynamo.node_copies import Copying, Different, Original, can_copy, form_anywhere
+from fxpasses.dynamo.node_copies import Copying, Different, Original, can_copy, form_anywhere, form_of
 from fxpasses.dynamo.noted import noted_beside_graph
 from fxpasses.dynamo.trace import Trace
 from fxpasses.experts.capture.assumed_values import Read
@@ -65,11 +66,13 @@ def for_iter(trace: Trace, proceed: Proceed, tx: Any, inst: Any) -> Any:
 class _State:
     """What a round must leave as it is, and what it adds to: the symbols of sizes, reads, and calls of modules.
 
-    guards: to which it adds none that says anything new.
+    guards: to which it adds none that says anything new. operands: the tensors that the round before has used, and what
+    a trace may ask of them, which it must leave as well, and use no others.
     """
 
     kept: Any
     guards: list[Any]
+    operands: Mapping[Node, Any]
     sizes: frozenset[Any]
     reads: int
     calls: Mapping[str, int]
@@ -93,14 +96,18 @@ class Rounds:
         self._trace = trace
         self._speculation = trace.state(Speculation)
         self._begun: tuple[OpenBranch, _State] | None = None
+        self._last: OpenBranch | None = None
 
     def begun(self, tx: Any, place: int) -> None:
         """Called after FOR_ITER, when speculation has begun a round of its loop."""
         opened = self._speculation.open[-1] if len(self._speculation.open) == 1 else None
         if opened is None or opened.tx is not tx or opened.start != place or opened.branch.kind != "hit":
             return
-        may_be_copied = 0 < opened.branch.index <= _MOST_TRIES and not self._is_in_another_graph(tx)
-        self._begun = (opened, self._state(tx)) if may_be_copied else None
+        last, self._last, self._begun = self._last, opened, None
+        if last is None or last.tx is not tx or last.start != place or self._is_in_another_graph(tx):
+            return
+        if 0 < opened.branch.index <= _MOST_TRIES:
+            self._begun = opened, self._state(tx, _operands_of(_nodes_of(last)))
 
     def ended(self, tx: Any, place: int) -> None:
         """Called before FOR_ITER, when the branch of a round has ended, if it was one: copies it for the elements left.
@@ -127,14 +134,14 @@ class Rounds:
         trace = self._trace
         return bool(tx.output.current_tracer.parent is not None or trace.operators or trace.part or tx.output.export)
 
-    def _state(self, tx: Any) -> _State:
+    def _state(self, tx: Any, operands: Collection[Node] = ()) -> _State:
         output, values = tx.output, self._speculation.values
         inputs = len(output.current_tracer.graph.find_nodes(op="placeholder"))
         kept = [inputs, len(output.guard_on_key_order), set(output.nn_modules), values.asked]
         kept += [len(self._trace.answers), len(self._trace.branches), noted_beside_graph(self._trace, output)]
-        return _State(
-            kept, list(output.guards), frozenset(output.shape_env.var_to_range), len(values.reads), dict(tx.num_calls)
-        )
+        forms = {node: form_of(_value(node)) for node in operands}
+        sizes = frozenset(output.shape_env.var_to_range)
+        return _State(kept, list(output.guards), forms, sizes, len(values.reads), dict(tx.num_calls))
 
     def _traced(self, opened: OpenBranch, before: _State, element: Node) -> _Round | None:
         """The round that has just ended, if its trace would be another round's as well."""
@@ -144,7 +151,10 @@ class Rounds:
             return None
         if not {*map(content_of, now.guards)} <= {*map(content_of, before.guards)}:
             return None
-        nodes = list(nodes_after(opened.last_node, opened.graph._root))[::-1]
+        nodes = _nodes_of(opened)
+        operands = _operands_of(nodes) - {element}
+        if any(node not in before.operands or form_of(_value(node)) != before.operands[node] for node in operands):
+            return None
         is_of_operators = all(node.op.startswith("call") and can_copy(output, node) for node in nodes)
         if not is_of_operators or any(map(writes_integers, nodes)) or not {*element.users} <= {*nodes}:
             return None
@@ -198,6 +208,17 @@ def _left(iterator: Any) -> list[Node]:
         return []
     items = iterator.items[iterator.index - 1 :]
     return [item.as_proxy().node for item in items] if all(type(item) is TensorVariable for item in items) else []
+
+
+def _nodes_of(opened: OpenBranch) -> list[Node]:
+    """The nodes of a round that has just ended."""
+    return list(nodes_after(opened.last_node, opened.graph._root))[::-1]
+
+
+def _operands_of(nodes: list[Node]) -> set[Node]:
+    """The values that nodes use, but for their own."""
+    used = {operand for node in nodes for operand in node.all_input_nodes}
+    return {node for node in used.difference(nodes) if "example_value" in node.meta}
 
 
 def _value(node: Node) -> Any:
