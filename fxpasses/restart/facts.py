@@ -25,12 +25,11 @@ from fxpasses.dynamo.equal_guards import Reader
 from fxpasses.restart.pickling import CannotPickle
 
 
-def fact_of(guard: Any, read: Reader, numbers: dict[int, int]) -> Any:
-    """What a guard states in the frame that `read` reads, as plain data.
+def fact_of(guard: Any, names: Names) -> Any:
+    """What a guard states in the frame that `names` is of, as plain data.
 
-    numbers: of the modules met so far, by identity, so that facts tell which guards are about one module. Raises
-    `CannotPickle` for a guard that no other process can state, and what Python raises where the frame has no such
-    value.
+    Raises `CannotPickle` for a guard that no other process can state, and what Python raises where the frame has no
+    such value.
     """
     kind = guard.create_fn_name()
     if kind in _ABOUT_PROCESS:
@@ -41,7 +40,7 @@ def fact_of(guard: Any, read: Reader, numbers: dict[int, int]) -> Any:
     named = create.keywords if isinstance(create, functools.partial) else {}
     if getattr(create, "args", None) or not named.keys() <= _OPERANDS:
         raise CannotPickle(f"a guard of the kind {kind} has other operands: {create}")
-    return _FACTS[kind](read(guard.originating_source), named, _Names(read, numbers))
+    return _FACTS[kind](names.read(guard.originating_source), named, names)
 
 
 _OPERANDS = frozenset(("attr", "invert", "key", "recompile_hint", "source_b", "value"))
@@ -62,18 +61,17 @@ _ABOUT_PROCESS = frozenset(
 )  # fmt: skip
 
 
-class _Names:
-    """Names objects that guards compare by identity."""
+class Names:
+    """Names what guards compare by identity in the frame that `read` reads: modules by numbers, so that facts tell
+    which guards are about one module, and types by what they are, since several may have one name."""
 
-    def __init__(self, read: Reader, numbers: dict[int, int]) -> None:
-        self.read, self._numbers = read, numbers
+    def __init__(self, read: Reader) -> None:
+        self.read = read
+        self.digest: Callable[[type], str] = functools.cache(class_digest)
+        self._numbers: dict[int, int] = {}
 
     def kind(self, value: Any) -> Any:
-        """The type of a value: its name, and what it is, since several types may have one name."""
-        kinds = self.read.notes
-        if type(value) not in kinds:
-            kinds[type(value)] = type_name(type(value)), class_digest(type(value))
-        return kinds[type(value)]
+        return type_name(type(value)), self.digest(type(value))
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         """Raises `CannotPickle` for an object that has no name."""
@@ -222,45 +220,45 @@ def _text(value: Any) -> str:
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _type(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _type(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     return names.kind(value)
 
 
-def _constant(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _constant(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     return names(value) if isinstance(value, types.CodeType) else constant(value)
 
 
-def _identity(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _identity(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     return names(value)
 
 
-def _length(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _length(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     return type_name(type(value)), len(value)
 
 
-def _keys(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _keys(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     keys = list(dict.keys(value)) if isinstance(value, dict) else list(value.keys())
     return type_name(type(value)), [names(key) for key in keys]
 
 
-def _contains(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _contains(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     keys = [key for name, key in named.items() if name == "key"]
     return [(names(key), key in value) for key in keys]
 
 
-def _has_attribute(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _has_attribute(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     return named["attr"], hasattr(value, named["attr"])
 
 
-def _in_dict(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _in_dict(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     return named["attr"], named["attr"] in vars(value)
 
 
-def _no_hooks(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _no_hooks(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     return len(value)
 
 
-def _duplicate(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _duplicate(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     other = named["source_b"]
     return other.name, value is names.read(other)
 
@@ -279,11 +277,11 @@ def tensor_fact(tensor: Any) -> Any:
 _NOTES = frozenset({"_dynamo_static_input_type"})  # which Dynamo leaves on what it has traced
 
 
-def _tensor(value: Any, named: Mapping[str, Any], names: _Names) -> Any:
+def _tensor(value: Any, named: Mapping[str, Any], names: Names) -> Any:
     return tensor_fact(value)
 
 
-_FACTS: Mapping[str, Callable[[Any, Mapping[str, Any], _Names], Any]] = {
+_FACTS: Mapping[str, Callable[[Any, Mapping[str, Any], Names], Any]] = {
     "TYPE_MATCH": _type,
     "TENSOR_MATCH": _tensor,
     "DUPLICATE_INPUT": _duplicate,

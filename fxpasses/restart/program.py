@@ -21,7 +21,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 
 from fxpasses.dynamo.rules.idempotent_hooks import distinct
 from fxpasses.graph.bodies import nodes_in
-from fxpasses.restart.facts import class_digest, constant, digest_of, function_digest, tensor_fact, type_name
+from fxpasses.restart.facts import constant, digest_of, function_digest, tensor_fact, type_name
 from fxpasses.restart.pickling import CannotPickle
 
 _CONFIGURATIONS = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
@@ -80,8 +80,11 @@ def order_of_sets() -> str:
     return str(hash("fxpasses"))
 
 
-def classes(values: Iterable[Any]) -> dict[str, str]:
-    """Digests of the types of values, and of values that are types, with all that these inherit, by name."""
+def classes(values: Iterable[Any], digest: Callable[[type], str]) -> dict[str, str]:
+    """Digests of the types of values, and of values that are types, with all that these inherit, by name.
+
+    digest: `class_digest`.
+    """
     kinds: dict[type, None] = {}
     for value in values:
         for kind in (value if isinstance(value, type) else type(value)).__mro__:
@@ -90,7 +93,7 @@ def classes(values: Iterable[Any]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for kind in kinds:
         if kind.__flags__ & _OF_PYTHON:
-            found.setdefault(type_name(kind), []).append(f"{class_digest(kind)}{_registered(kind)}")
+            found.setdefault(type_name(kind), []).append(f"{digest(kind)}{_registered(kind)}")
     return {name: " ".join(sorted(digests)) for name, digests in found.items()}
 
 
@@ -308,13 +311,13 @@ def _started() -> float:
 _IMPORTED = time.time()
 
 
-def modules_digest(roots: Iterable[torch.nn.Module]) -> str:
+def modules_digest(roots: Iterable[torch.nn.Module], digest: Callable[[type], str]) -> str:
     """A digest of modules with all that they own: their classes, hooks, flags, constants, parameters and buffers.
 
-    Sizes count, values of tensors do not. Raises `CannotPickle` for hooks, which are functions of a process.
+    Sizes count, values of tensors do not. digest: `class_digest`. Raises `CannotPickle` for hooks, which are functions
+    of a process.
     """
     tensors: dict[int, int] = {}
-    digests: Any = functools.cache(class_digest)
     seen: dict[int, int] = {}
     text = []
     for root in roots:
@@ -322,7 +325,7 @@ def modules_digest(roots: Iterable[torch.nn.Module]) -> str:
             number = seen.setdefault(id(module), len(seen))
             text.append(f"{path} {number}")
             if number == len(seen) - 1:
-                text += [digests(type(module)), *_described(module, tensors)]
+                text += [digest(type(module)), *_described(module, tensors)]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 

@@ -39,7 +39,7 @@ from fxpasses.restart.dynamo_state import (
     share_memory,
     tracked_fakes,
 )
-from fxpasses.restart.facts import digest_of, fact_of, installing, is_found_by_name
+from fxpasses.restart.facts import Names, digest_of, fact_of, installing, is_found_by_name
 from fxpasses.restart.pickling import CannotPickle
 from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace
 from fxpasses.rows.choice import RowCounts
@@ -198,8 +198,8 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
     inputs = [getattr(node, "_dynamo_source", None) for node in found.captured.graph.find_nodes(op="placeholder")]
     if share_memory(map(read, filter(None, inputs))):
         raise CannotPickle("some of its inputs share memory")
-    numbers: dict[int, int] = {}
-    facts = [fact_of(guard, read, numbers) for guard in guards]
+    names = Names(read)
+    facts = [fact_of(guard, names) for guard in guards]
     about = guarded(guards, read)
     modules = given_modules(about)
     values = [*(value for _, value in about), *_all(modules)]
@@ -208,14 +208,14 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
     head = Head(
         code=code,
         options=found.options,
-        runtime=sorted(name for name in sys.modules if name.startswith("fxpasses.")),
+        runtime=_defining_operators(),
         settings=program.settings(),
         sources=program.sources(codes, [each if isinstance(each, _OF_SOURCE) else type(each) for each in values]),
-        classes=program.classes(values),
+        classes=program.classes(values, names.digest),
         operators=program.operators([found.captured]),
         environment=program.environment(codes, about),
         sets=program.order_of_sets() if found.orders_sets else "",
-        modules=program.modules_digest(modules),
+        modules=program.modules_digest(modules, names.digest),
         is_given=found.is_given,
         one_graph=bool(frame["one_graph"]),
         modes=autograd_modes(),
@@ -243,6 +243,13 @@ _OF_SOURCE = (types.FunctionType, types.MethodType, types.ModuleType, type)
 
 def _all(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     return (module for root in modules for module in root.modules())
+
+
+def _defining_operators() -> list[str]:
+    """This package's modules that define operators: graphs call them by names, which do not say the module."""
+    own = [(name, module) for name, module in sys.modules.items() if name.startswith("fxpasses.")]
+    kind = torch._library.custom_ops.CustomOpDef
+    return sorted(name for name, module in own if any(isinstance(each, kind) for each in list(vars(module).values())))
 
 
 def _examples(gm: GraphModule) -> list[Any]:

@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._ordered_set import OrderedSet
 
+from fxpasses.base.collector import visiting_what_is_new
 from fxpasses.base.containment import contained, say
 from fxpasses.base.once import warn_once
 from fxpasses.dynamo import flags, retracing, variants, whole_program
@@ -50,7 +51,7 @@ from fxpasses.restart.dynamo_state import (
     set_tracked_fakes,
     share_memory,
 )
-from fxpasses.restart.facts import digest_of, fact_of
+from fxpasses.restart.facts import Names, digest_of, fact_of
 from fxpasses.restart.pickling import CannotPickle
 from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace
 
@@ -110,7 +111,7 @@ class CompileFrame:
         if _loaded:
             found = None
             strict = bool(retracing.option(frame["compiler_fn"], "strict"))
-            with contained("looking for a saved trace", "The program is traced.", strict):
+            with contained("looking for a saved trace", "The program is traced.", strict), visiting_what_is_new():
                 found = _restored(frame, strict)
             if found is not None:
                 return found
@@ -152,8 +153,8 @@ def _restored(frame: Mapping[str, Any], strict: bool) -> Any:
     return None
 
 
-def _check(head: Head, frame: Mapping[str, Any]) -> None:
-    """Raise `Differs` if the trace is not the frame's."""
+def _guards(head: Head, frame: Mapping[str, Any]) -> list[Any]:
+    """The guards of a trace. Raises `Differs` if it is not the frame's."""
     if head.one_graph is not bool(frame["one_graph"]):
         raise OtherProgram("`fullgraph`")
     if head.is_given is not whole_program.traces_what_was_given():
@@ -172,11 +173,11 @@ def _check(head: Head, frame: Mapping[str, Any]) -> None:
         if program.file_digest(name) != digest:
             raise OtherProgram(f"the file of {name}")
     read = Reader(frame["locals"], {**frame["globals"], **_globals(head, frame)})
-    guards = _guards(head)
-    numbers: dict[int, int] = {}
+    guards = [source.make_guard(create) for source, create in head.guards]
+    names = Names(read)
     for guard, fact in zip(guards, head.facts, strict=True):
         try:
-            now = fact_of(guard, read, numbers)
+            now = fact_of(guard, names)
         except (AttributeError, CannotPickle, IndexError, KeyError, TypeError) as error:
             raise Differs(f"{guard.originating_source.name} is not there") from error
         if now != fact:
@@ -185,26 +186,23 @@ def _check(head: Head, frame: Mapping[str, Any]) -> None:
     modules = given_modules(about)
     values = [value for _, value in about]
     owned = [module for root in modules for module in root.modules()]
-    if different := program.differs(head.classes, program.classes([*values, *owned])):
+    if different := program.differs(head.classes, program.classes([*values, *owned], names.digest)):
         raise OtherProgram(f"the class {different}")
-    if head.modules != program.modules_digest(modules):
+    if head.modules != program.modules_digest(modules, names.digest):
         raise OtherProgram("what its modules are and own")
-
-
-def _guards(head: Head) -> list[Any]:
-    return [source.make_guard(create) for source, create in head.guards]
+    return guards
 
 
 def _made(trace: SavedTrace, frame: Mapping[str, Any]) -> Any:
     """What takes the place of tracing a frame. Raises `Differs`, or what fails."""
     head: Head = pickle.loads(trace.head)
-    _check(head, frame)
+    guards = _guards(head, frame)
     for name in head.runtime:
         importlib.import_module(name)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     body: Body = pickling.loads(trace.body, fake_mode)
     try:
-        return _compiled(head, body, frame, fake_mode)
+        return _compiled(head, body, guards, frame, fake_mode)
     except BaseException:
         for guard in _batch_guards(body):
             guard.release()  # Dynamo does not free a function that a guard calls
@@ -215,7 +213,9 @@ def _batch_guards(body: Body) -> list[BatchGuard]:
     return [holds for holds, *_ in body.checks if isinstance(holds, BatchGuard)]
 
 
-def _compiled(head: Head, body: Body, frame: Mapping[str, Any], fake_mode: FakeTensorMode) -> Any:
+def _compiled(
+    head: Head, body: Body, stated: Sequence[Any], frame: Mapping[str, Any], fake_mode: FakeTensorMode
+) -> Any:
     graphs: Graphs = pickling.loads(body.graphs, fake_mode)
     if different := program.differs(head.operators, program.operators([graphs.captured])):
         raise OtherProgram(f"the operator {different}")
@@ -223,9 +223,7 @@ def _compiled(head: Head, body: Body, frame: Mapping[str, Any], fake_mode: FakeT
     own = {name: f"{name}_{uuid.uuid4().hex}" for name in (*head.objects, body.name)}
     set_tracked_fakes(fake_mode.shape_env, body.tracked)
     context = TracingContext(fake_mode)
-    context.guards_context.dynamo_guards = guards = GuardsSet(
-        OrderedSet(_renamed(guard, own) for guard in _guards(head))
-    )
+    context.guards_context.dynamo_guards = guards = GuardsSet(OrderedSet(_renamed(guard, own) for guard in stated))
     for holds, feature, sources, text in body.checks:
         add_guard(guards, Check(holds, feature, frame["code"], restart="kept"), sources, text)
     graphs.captured.meta[_KEY] = Restored(head, body, graphs)

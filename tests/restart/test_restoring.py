@@ -242,7 +242,7 @@ def test_a_trace_under_other_settings_is_not_used_and_says_why(
         monkeypatch.setattr(program, "file_digest", lambda name: "another")
         change = {}
     elif "modules" in change:
-        monkeypatch.setattr(program, "modules_digest", lambda modules: "another")
+        monkeypatch.setattr(program, "modules_digest", lambda *given: "another")
         change = {}
     inductor: Any = torch._inductor.config
     patch = {"max_fusion_size": 3} if "setting" in change else {}
@@ -277,7 +277,7 @@ def test_damaged_traces_are_left_alone(part: str) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (restoring, "_check"),
+        (restoring, "_guards"),
         (restoring, "_check_batch"),
         (restoring, "_examples"),
         (restoring, "set_tracked_fakes"),
