@@ -11,12 +11,15 @@ A kind of guard that is not in the table below is not known: such a trace is not
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import enum
 import functools
 import hashlib
+import inspect
+import struct
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,16 +100,26 @@ class Names:
             return "function", value.__module__, value.__qualname__, digest_of(value.__code__), inside
         if isinstance(value, types.MethodType):
             return "method", self(value.__func__, depth + 1), self(value.__self__, depth + 1)
+        if isinstance(value, functools._lru_cache_wrapper):
+            return "cached", self(value.__wrapped__, depth + 1)
         if isinstance(value, functools.partial):
             held = [value.func, *value.args, *value.keywords.values()]
             return "partial", [*value.keywords], [self(each, depth + 1) for each in held]
+        if type(value) is inspect.Signature:
+            found = value.parameters.values()
+            inside = [
+                (each.name, each.kind.name, self(each.default, depth + 1), str(each.annotation)) for each in found
+            ]
+            return "signature", inside, str(value.return_annotation)
         if isinstance(value, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)):
             return "operator", str(value)
         if isinstance(value, _OF_C):
             of = getattr(value, "__self__", None)
             owner = self(of, depth + 1) if isinstance(of, (type, types.ModuleType)) else type_name(type(of))
             return "builtin", value.__qualname__, str(getattr(value, "__module__", None)), owner
-        if type(value) in (range, slice, frozenset):
+        if type(value) in (set, frozenset):
+            return _set(value, lambda each: self(each, depth + 1))
+        if type(value) in (range, slice):
             return constant(value)
         if isinstance(value, types.UnionType):
             return "union", [self(each, depth + 1) for each in value.__args__]
@@ -114,7 +127,38 @@ class Names:
             return type(value).__name__, [self(each, depth + 1) for each in value]
         if type(value) is dict:
             return "dict", [(self(key, depth + 1), self(each, depth + 1)) for key, each in value.items()]
+        if isinstance(value, types.MappingProxyType):
+            return "proxy", self(dict(value), depth + 1)
+        if (attributes := attributes_of(value)) is not None:
+            return "object", self.kind(value), [(name, self(each, depth + 1)) for name, each in attributes.items()]
         raise CannotPickle(f"a guard compares an object of {type_name(type(value))} by identity")
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """All that an object of Python holds; None for one that may hold more, in C."""
+    kinds = type(value).__mro__[:-1]
+    slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    largest = object.__basicsize__ + struct.calcsize("P") * (len(slots) + 2)  # `__dict__`, `__weakref__`
+    if not all(kind.__flags__ & OF_PYTHON for kind in kinds) or type(value).__basicsize__ > largest:
+        return None
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **held}
+
+
+OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: what C defines does not change
+
+
+def shared_objects(about: Iterable[tuple[str, Any]]) -> list[list[str]]:
+    """The names of the sources of one object, for each object that has several: a trace may have compared them by
+    identity, which Dynamo guards only of what is one. about: what is guarded, with its sources.
+
+    Modules and tensors are compared elsewhere, and constants may be one by accident.
+    """
+    found: dict[int, dict[str, None]] = {}
+    for name, value in about:
+        if not isinstance(value, (*_CONSTANTS, *_NAMED_BY_TEXT, tuple, torch.Tensor, torch.nn.Module)):
+            found.setdefault(id(value), {})[name] = None
+    return [[*names] for names in found.values() if len(names) > 1]
 
 
 def is_found_by_name(function: Any) -> bool:
@@ -146,11 +190,19 @@ def constant(value: Any) -> Any:
         return "type", type_name(value)
     if type(value) in (tuple, list, torch.Size):
         return type(value).__name__, [constant(each) for each in value]
-    if type(value) in (set, frozenset):  # in its order, which a trace may have read, and which depends on the process
-        return type(value).__name__, [constant(each) for each in value]
+    if type(value) in (set, frozenset):
+        return _set(value, constant)
     if type(value) in (slice, range):
         return type(value).__name__, [constant(each) for each in (value.start, value.stop, value.step)]
     raise CannotPickle(f"a guard compares a value of {type_name(type(value))}")
+
+
+def _set(value: Any, named: Callable[[Any], Any]) -> Any:
+    """A set in its order, which a trace may have read; without it, if it has elements that are hashed by identity: a
+    trace that reads their order is not saved."""
+    found = [named(each) for each in value]
+    by_value = all(type(each) in (bool, bytes, float, int, str) for each in value)
+    return type(value).__name__, found if by_value else sorted(found, key=repr)
 
 
 def type_name(kind: type) -> str:
@@ -225,7 +277,7 @@ def _type(value: Any, named: Mapping[str, Any], names: Names) -> Any:
 
 
 def _constant(value: Any, named: Mapping[str, Any], names: Names) -> Any:
-    return names(value) if isinstance(value, types.CodeType) else constant(value)
+    return names(value) if isinstance(value, (types.CodeType, set, frozenset)) else constant(value)
 
 
 def _identity(value: Any, named: Mapping[str, Any], names: Names) -> Any:

@@ -4,7 +4,8 @@ Fake tensors and symbols belong to a shape environment. All that one pickle hold
 loaded into a new one: `loads(data, fake_mode)`. What nodes remember of the modules that they come from is left out.
 
 Private names, checked on torch 2.13 and 2.15: `MetaTensorDescriber` and `MetaConverter` of
-`torch._subclasses.meta_utils`, by which inputs are described; `SymNode` and its fields; the attributes of a `ShapeEnv`.
+`torch._subclasses.meta_utils`, by which inputs are described; `SymNode` and its fields; the attributes of a `ShapeEnv`;
+`torch._C._functorch.is_functorch_wrapped_tensor`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import pickle
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
 
 from fxpasses.graph.copying import is_lazy, new_graph_module
 
@@ -71,6 +72,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO, protocol: int) -> None:
         super().__init__(stream, protocol)
         self._describer = MetaTensorDescriber(copy_data=False)
+        self._mode: FakeTensorMode | None = None  # of all fake tensors
         self._reduced: dict[type, Callable[[_Pickler, Any], Any] | None] = {}  # by type; None: as `pickle` does it
 
     def reducer_override(self, value: Any) -> Any:
@@ -100,8 +102,15 @@ def _node(node: Node, numbers: dict[Node, int]) -> Any:
     meta = {key: value for key, value in node.meta.items() if key not in _LEFT_OUT}
     if node.op == "placeholder" and isinstance(meta.get("example_value"), torch.Tensor):
         meta["example_value"] = Input(meta["example_value"])
+    if any(map(_is_within_transform, tree_leaves(meta.get("example_value")))):
+        del meta["example_value"]
     source = getattr(node, "_dynamo_source", _Operand)
     return node.op, node.target, args, kwargs, node.name, node.type, meta, source
+
+
+def _is_within_transform(value: Any) -> bool:
+    """Whether a value is of `vmap` or another transform that the graph begins and ends; compilers ask nothing of it."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 _OF_DYNAMO = ("_param_name_to_source", "_backend_id", "_source_to_user_stacks", "compile_subgraph_reason")
@@ -175,24 +184,23 @@ def _loaded_graph_module(
 
 
 def _reduced_input(pickler: _Pickler, value: Input) -> Any:
-    fake = value.fake
-    described = pickler._describer.describe_tensor(fake)
-    without = replace(described, fake_mode=None)
-    views = (without.view_func, without.base and without.base.view_func)
-    if not all(view is None or isinstance(view, _FakeTensorViewFunc) for view in views):
-        raise CannotPickle(f"an input is a view made by {views}")
-    if without.ctx is not None or without.attrs is not None:
-        raise CannotPickle(f"an input is a {type(fake).__name__}")
-    if without.base is not None:
-        without = replace(without, base=replace(without.base, fake_mode=None))
-    return _loaded_input, (_storage(fake), without)
+    described = pickler._describer.describe_tensor(value.fake)
+    for each in _parts(described):
+        if each.view_func is not None and not isinstance(each.view_func, _FakeTensorViewFunc):
+            raise CannotPickle(f"an input is a view made by {each.view_func}")
+        if each.ctx is not None or each.attrs is not None:
+            raise CannotPickle(f"an input is a {type(value.fake).__name__}")
+    return _loaded_input, (_storage(value.fake), described)
+
+
+def _parts(described: Any) -> list[Any]:
+    """A tensor's description, and those of the tensors that it holds: what it is a view of, and its gradient."""
+    held = [each for each in (described.base, described.grad) if each is not None]
+    return [described, *(part for each in held for part in _parts(each))]
 
 
 def _loaded_input(storage: int, described: Any) -> Any:
     loading = _loading.get()
-    described = replace(described, fake_mode=loading.fake_mode)
-    if described.base is not None:
-        described = replace(described, base=replace(described.base, fake_mode=loading.fake_mode))
 
     def fake(make: Callable[[], Any], device: Any) -> Any:
         with no_dispatch():
@@ -251,6 +259,17 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise NotImplementedError
+
+
+def _fake_mode(pickler: _Pickler, mode: FakeTensorMode) -> Any:
+    pickler._mode = pickler._mode or mode
+    if mode is not pickler._mode:
+        raise CannotPickle("it holds fake tensors of two traces")
+    return _loaded_fake_mode, ()
+
+
+def _loaded_fake_mode() -> FakeTensorMode:
+    return _loading.get().fake_mode
 
 
 def _sym_node(pickler: _Pickler, value: Any) -> Any:
@@ -366,5 +385,6 @@ _REDUCED: tuple[tuple[Any, Callable[[_Pickler, Any], Any]], ...] = (
     ((types.BuiltinFunctionType, types.MethodDescriptorType), _function),
     (types.FunctionType, _python_function),
     (torch.nn.Module, _module_of_program),
-    ((Node, FakeTensorMode, torch.Tensor), _refused),
+    (FakeTensorMode, _fake_mode),
+    ((Node, torch.Tensor), _refused),
 )

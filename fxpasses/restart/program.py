@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 
 from fxpasses.dynamo.rules.idempotent_hooks import distinct
 from fxpasses.graph.bodies import nodes_in
-from fxpasses.restart.facts import constant, digest_of, function_digest, tensor_fact, type_name
+from fxpasses.restart.facts import OF_PYTHON, constant, digest_of, function_digest, tensor_fact, type_name
 from fxpasses.restart.pickling import CannotPickle
 
 _CONFIGURATIONS = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
@@ -92,7 +92,7 @@ def classes(values: Iterable[Any], digest: Callable[[type], str]) -> dict[str, s
             kinds.update(dict.fromkeys((kind, *metaclass.__mro__)))
     found: dict[str, list[str]] = {}
     for kind in kinds:
-        if kind.__flags__ & _OF_PYTHON:
+        if kind.__flags__ & OF_PYTHON:
             found.setdefault(type_name(kind), []).append(f"{digest(kind)}{_registered(kind)}")
     return {name: " ".join(sorted(digests)) for name, digests in found.items()}
 
@@ -105,9 +105,6 @@ def _registered(kind: type) -> str:
         raise CannotPickle(f"{kind.__name__} decides by code which classes are its subclasses")
     registry = (reference() for reference in _abc._get_dump(kind)[0])
     return repr(sorted(type_name(other) for other in registry if other is not None))
-
-
-_OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: what C defines does not change
 
 
 def operators(graphs: Iterable[GraphModule]) -> dict[str, str]:

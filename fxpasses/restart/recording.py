@@ -39,7 +39,7 @@ from fxpasses.restart.dynamo_state import (
     share_memory,
     tracked_fakes,
 )
-from fxpasses.restart.facts import Names, digest_of, fact_of, installing, is_found_by_name
+from fxpasses.restart.facts import Names, digest_of, fact_of, installing, is_found_by_name, shared_objects
 from fxpasses.restart.pickling import CannotPickle
 from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace
 from fxpasses.rows.choice import RowCounts
@@ -102,6 +102,7 @@ class Recording:
         self.asserted: frozenset[str] = frozenset()
         self.is_given = False
         self.orders_sets = False  # whether the trace has read the order of a set's elements
+        self.orders_objects = False  # whether one of these sets has elements that are hashed by their identity
 
     def note(
         self,
@@ -157,9 +158,16 @@ def _noticing(method: Callable[..., Any]) -> Callable[..., Any]:
         current = running()
         if current is not None and type(self).__name__ in ("SetVariable", "FrozensetVariable"):
             current.orders_sets = True
+            current.orders_objects |= not all(map(_is_hashed_by_value, self.items))
         return method(self, *args, **kwargs)
 
     return call
+
+
+def _is_hashed_by_value(element: Any) -> bool:
+    """element: Dynamo's variable of a set's element, or what wraps it."""
+    variable = getattr(element, "vt", element)
+    return variable.is_python_constant() and type(variable.as_python_constant()) in (bool, bytes, float, int, str)
 
 
 _noticing_sets = Patch(
@@ -196,6 +204,8 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
     kept = [(check.holds, check.feature, sources, text) for check, sources, text in checks if check.restart == "kept"]
     guards = [guard for guard in output.guards if arguments_of(guard) is None]
     inputs = [getattr(node, "_dynamo_source", None) for node in found.captured.graph.find_nodes(op="placeholder")]
+    if found.orders_objects:
+        raise CannotPickle("it reads the order of a set of objects, which each process has another")
     if share_memory(map(read, filter(None, inputs))):
         raise CannotPickle("some of its inputs share memory")
     names = Names(read)
@@ -223,6 +233,7 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
         objects=objects,
         guards=[(guard.originating_source, installing(guard)) for guard in guards],
         facts=facts,
+        shared=shared_objects(about),
     )
     body = Body(
         graphs=found.graphs,

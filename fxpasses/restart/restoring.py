@@ -51,7 +51,7 @@ from fxpasses.restart.dynamo_state import (
     set_tracked_fakes,
     share_memory,
 )
-from fxpasses.restart.facts import Names, digest_of, fact_of
+from fxpasses.restart.facts import Names, digest_of, fact_of, shared_objects
 from fxpasses.restart.pickling import CannotPickle
 from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace
 
@@ -111,7 +111,11 @@ class CompileFrame:
         if _loaded:
             found = None
             strict = bool(retracing.option(frame["compiler_fn"], "strict"))
-            with contained("looking for a saved trace", "The program is traced.", strict), visiting_what_is_new():
+            with (
+                contained("looking for a saved trace", "The program is traced.", strict),
+                visiting_what_is_new(),
+                tracing(TracingContext(None)),  # some sources add a guard to it when they are made, or loaded
+            ):
                 found = _restored(frame, strict)
             if found is not None:
                 return found
@@ -183,6 +187,8 @@ def _guards(head: Head, frame: Mapping[str, Any]) -> list[Any]:
         if now != fact:
             raise Differs(f"{guard.create_fn_name()} {guard.originating_source.name}: {fact}, and now {now}")
     about = guarded(guards, read)
+    if head.shared != shared_objects(about):
+        raise OtherProgram("which of its objects are one")
     modules = given_modules(about)
     values = [value for _, value in about]
     owned = [module for root in modules for module in root.modules()]
@@ -298,14 +304,22 @@ def _globals(head: Head, frame: Mapping[str, Any]) -> dict[str, Any]:
 
 def _renamed(guard: Any, names: Mapping[str, str]) -> Any:
     """The guard with other names for globals: this process may have made the saved ones for something else."""
-    source = guard.originating_source
+    create, source = guard.create_fn, _renamed_source(guard.originating_source, names)
+    if isinstance(create, functools.partial):  # its operands may be sources, as those of guards on duplicates
+        operands = {name: _renamed_source(value, names) for name, value in create.keywords.items()}
+        if any(value is not operands[name] for name, value in create.keywords.items()):
+            create = functools.partial(create.func, **operands)
+    moves = source is not guard.originating_source or create is not guard.create_fn
+    return source.make_guard(create) if moves else guard
+
+
+def _renamed_source(source: Any, names: Mapping[str, str]) -> Any:
     root = source
     while (base := getattr(root, "base", None)) is not None:
         root = base
     if isinstance(root, GlobalSource) and root.global_name in names:
-        move = Relocation(root, GlobalSource(names[root.global_name]))
-        return move(source).make_guard(guard.create_fn)
-    return guard
+        return Relocation(root, GlobalSource(names[root.global_name]))(source)
+    return source
 
 
 def install() -> None:

@@ -29,7 +29,7 @@ class Head:
     modes: of autograd. imports, objects: the global names that Dynamo has made for its code and guards: modules' names,
     which stay, and others, which another process may have for something else: a class, a function, a module, or None
     for the dictionary of builtins. guards: Dynamo's, each as its source and the function that installs it. facts: what
-    each states.
+    each states. shared: see `shared_objects`.
     """
 
     code: str
@@ -49,6 +49,7 @@ class Head:
     objects: Mapping[str, Any]
     guards: Sequence[tuple[Any, Any]]
     facts: Sequence[Any]
+    shared: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)

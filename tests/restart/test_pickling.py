@@ -61,10 +61,17 @@ def test_code_with_constants_of_torch() -> None:
     assert made.co_consts == code.co_consts and made.co_code == code.co_code
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), nn.Linear(2, 2), FakeTensorMode()])
+@pytest.mark.parametrize("value", [torch.ones(2), nn.Linear(2, 2)])
 def test_what_belongs_to_a_process_is_refused(value: Any) -> None:
     with pytest.raises(CannotPickle, match=f"it holds a {type(value).__name__}"):
         pickling.dumps([value])
+
+
+def test_fake_tensors_of_two_traces_are_refused() -> None:
+    inputs = [Input(FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(2))) for _ in range(2)]
+    again(inputs[:1])
+    with pytest.raises(CannotPickle, match="fake tensors of two traces"):
+        pickling.dumps(inputs)
 
 
 def test_code_that_does_something_else_has_another_digest() -> None:
