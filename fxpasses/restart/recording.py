@@ -5,11 +5,10 @@ A trace is kept if another process can make its guards and its graph; `refusals`
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxpasses.base.patching import Patch
 from fxpasses.dynamo.dynamo_names import arguments_of
 from fxpasses.dynamo.equal_guards import Reader
 from fxpasses.dynamo.tracing import described
@@ -27,7 +25,7 @@ from fxpasses.loss.lazy_outputs import LeftOut, SavedLeftOut
 from fxpasses.options import Options
 from fxpasses.passes.pipeline import Result
 from fxpasses.report import Report
-from fxpasses.restart import pickling, program
+from fxpasses.restart import pickling, program, set_orders
 from fxpasses.restart.dynamo_state import (
     STATE,
     autograd_modes,
@@ -35,13 +33,13 @@ from fxpasses.restart.dynamo_state import (
     given_modules,
     guarded,
     modes_around,
-    set_variable,
     share_memory,
     tracked_fakes,
 )
 from fxpasses.restart.facts import Names, digest_of, fact_of, installing, is_found_by_name, shared_objects
 from fxpasses.restart.pickling import CannotPickle
 from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace
+from fxpasses.restart.set_orders import SetOrders
 from fxpasses.rows.choice import RowCounts
 
 log = logging.getLogger(__name__)
@@ -101,8 +99,7 @@ class Recording:
         self.reports: Sequence[Report] = ()
         self.asserted: frozenset[str] = frozenset()
         self.is_given = False
-        self.orders_sets = False  # whether the trace has read the order of a set's elements
-        self.orders_objects = False  # whether one of these sets has elements that are hashed by their identity
+        self.set_orders = SetOrders()
 
     def note(
         self,
@@ -146,36 +143,10 @@ def recording() -> Iterator[Recording]:
     found = Recording()
     token = _current.set(found)
     try:
-        with _noticing_sets():
+        with set_orders.noticing() as found.set_orders:
             yield found
     finally:
         _current.reset(token)
-
-
-def _noticing(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        current = running()
-        if current is not None and type(self).__name__ in ("SetVariable", "FrozensetVariable"):
-            current.orders_sets = True
-            current.orders_objects |= not all(map(_is_hashed_by_value, self.items))
-        return method(self, *args, **kwargs)
-
-    return call
-
-
-def _is_hashed_by_value(element: Any) -> bool:
-    """element: Dynamo's variable of a set's element, or what wraps it."""
-    variable = getattr(element, "vt", element)
-    return variable.is_python_constant() and type(variable.as_python_constant()) in (bool, bytes, float, int, str)
-
-
-_noticing_sets = Patch(
-    "noticing which traces read the order of sets",
-    lambda: set_variable(),
-    tp_iter_impl=_noticing,
-    unpack_var_sequence=_noticing,
-)
 
 
 def running() -> Recording | None:
@@ -204,7 +175,7 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
     kept = [(check.holds, check.feature, sources, text) for check, sources, text in checks if check.restart == "kept"]
     guards = [guard for guard in output.guards if arguments_of(guard) is None]
     inputs = [getattr(node, "_dynamo_source", None) for node in found.captured.graph.find_nodes(op="placeholder")]
-    if found.orders_objects:
+    if found.set_orders.of_objects:
         raise CannotPickle("it reads the order of a set of objects, which each process has another")
     if share_memory(map(read, filter(None, inputs))):
         raise CannotPickle("some of its inputs share memory")
@@ -224,7 +195,7 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
         classes=program.classes(values, names.digest),
         operators=program.operators([found.captured]),
         environment=program.environment(codes, about),
-        sets=program.order_of_sets() if found.orders_sets else "",
+        sets=program.order_of_sets() if found.set_orders.are_read else "",
         modules=program.modules_digest(modules, names.digest),
         is_given=found.is_given,
         one_graph=bool(frame["one_graph"]),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fxpasses.base import once
 from fxpasses.dynamo.equal_guards import Reader
-from fxpasses.restart import recording
+from fxpasses.restart import program, recording
 from fxpasses.restart.facts import Names
 from fxpasses.restart.pickling import CannotPickle
 from tests.restart.restarting import forget, traced_from, traces_of
@@ -173,3 +173,23 @@ def test_the_order_of_objects_in_a_set_is_the_processes() -> None:
     results(compiled(in_order), (X,))
     assert not recording.saved()
     assert "the order of a set of objects" in next(iter(recording.refusals().values()))
+
+
+NAMES = ["a", "bb"]
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_set_of_a_list_has_the_order_of_the_list(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loops(x: Tensor) -> Tensor:
+        found = set(NAMES)
+        if grows:
+            found.update({"ccc", "dddd"})
+        for name in found:
+            x = x.sin() + len(name) if len(name) > 4 else x + len(name)
+        return x
+
+    traces = traces_of(loops, [(X,)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monkeypatch.setattr(program, "order_of_sets", lambda: "another")
+        assert traced_from(traces, loops, [(X,)], tolerance=1e-6) == (["loops"] if grows else [])
