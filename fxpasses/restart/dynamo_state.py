@@ -3,7 +3,8 @@
 Private names, checked on torch 2.13 and 2.15: the fields of `OutputGraphGuardsState` and of `OutputGraphCommon`, from
 which `CheckFunctionManager` makes guards; what `_compile` reads of an `OutputGraph` once a frame is compiled;
 `CleanupHook`; `DynamoOutput`; `TrackedFake`; `pgo.get_code_state`, the sizes that Dynamo has seen in a frame;
-`SetVariable`; `convert_frame.torch_function_mode_stack_state_mgr`; and what else holds modes and hooks.
+`SetVariable`; `guards.profile_guard_manager`; `convert_frame.torch_function_mode_stack_state_mgr`; and what else holds
+modes and hooks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState
 from torch._guards import TracingContext
 
+from fxpasses.base.patching import Patch
 from fxpasses.dynamo.equal_guards import Reader
 from fxpasses.graph.aliases import storages_of
 from fxpasses.restart.pickling import CannotPickle
@@ -198,6 +200,14 @@ class RestoredOutput(OutputGraphCommon):
         self.cleanups = []
 
 
+# Dynamo times guards with empty caches of the processor, for its logs, which takes as long as a fifth of making them.
+_untimed = Patch(
+    "making guards without timing them",
+    lambda: importlib.import_module("torch._dynamo.guards"),
+    profile_guard_manager=lambda original: lambda root, scope, repetitions: 0.0,
+)
+
+
 class RestoredFrame:
     """Takes the place of the `DynamoOutput` that `compile_frame` returns.
 
@@ -220,7 +230,8 @@ class RestoredFrame:
             _cleanup_output_graph=lambda: None,
         )
         try:
-            self._guards = CheckFunctionManager(frame["code"], output)
+            with _untimed():
+                self._guards = CheckFunctionManager(frame["code"], output)
         except AssertionError as error:  # Dynamo's, for guards that do not hold
             raise Differs(str(error)) from error
 

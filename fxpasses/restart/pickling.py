@@ -14,6 +14,7 @@ import importlib
 import io
 import marshal
 import pickle
+import sys
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -306,17 +307,30 @@ def _fill(env: ShapeEnv, state: dict[str, Any]) -> None:
 def _operator(pickler: _Pickler, op: Any) -> Any:
     if isinstance(op, torch._ops.OpOverload):
         namespace, _, name = op._schema.name.partition("::")
-        return _loaded_operator, (namespace, name, op._overloadname)
+        return _loaded_operator, (namespace, name, op._overloadname, _defining_module(namespace, name))
     if isinstance(op, torch._ops.OpOverloadPacket):
         namespace, _, name = op._qualified_op_name.partition("::")
-        return _loaded_operator, (namespace, name, None)
+        return _loaded_operator, (namespace, name, None, _defining_module(namespace, name))
     name = str(getattr(op, "_name", ""))
     if getattr(torch.ops.higher_order, name, None) is op:
-        return _loaded_operator, ("higher_order", name, None)
+        return _loaded_operator, ("higher_order", name, None, None)
     raise CannotPickle(f"{op} is no operator that a program finds by its name")
 
 
-def _loaded_operator(namespace: str, name: str, overload: str | None) -> Any:
+def _defining_module(namespace: str, name: str) -> str | None:
+    """The module of this package that defines an operator of its own, by a function of the operator's name."""
+    if namespace != "fxpasses":
+        return None
+    for place, module in list(sys.modules.items()):
+        found = vars(module).get(name) if place.startswith("fxpasses.") else None
+        if getattr(getattr(found, "_init_fn", found), "__module__", None) == place:
+            return place
+    raise CannotPickle(f"no module has the operator fxpasses::{name}")
+
+
+def _loaded_operator(namespace: str, name: str, overload: str | None, module: str | None) -> Any:
+    if module is not None:
+        importlib.import_module(module)
     packet: Any = getattr(getattr(torch.ops, namespace), name)
     return packet if overload is None else getattr(packet, overload)
 

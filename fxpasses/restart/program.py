@@ -110,12 +110,14 @@ def _registered(kind: type) -> str:
 def operators(graphs: Iterable[GraphModule]) -> dict[str, str]:
     """Digests of the Python code behind the operators in graphs that are neither PyTorch's nor this package's.
 
-    Raises `CannotPickle` for an operator whose code is not known.
+    Raises `CannotPickle` for an operator whose code is not known, or that finds its code by a name in this process.
     """
     found = {}
     for target in {node.target for gm in graphs for node in nodes_in(gm)}:
         if isinstance(target, torch._ops.OpOverloadPacket):
             target = getattr(target, target.overloads()[0])
+        if isinstance(target, torch._ops.OpOverload) and target._schema.name in _OF_PROCESS:
+            raise CannotPickle("it calls functions of the process by their numbers")
         if isinstance(target, torch._ops.OpOverload) and target.namespace not in _NAMESPACES:
             definition = torch._library.custom_ops.OPDEFS.get(f"{target.namespace}::{target._opname}")
             if definition is None:
@@ -125,6 +127,13 @@ def operators(graphs: Iterable[GraphModule]) -> dict[str, str]:
 
 
 _NAMESPACES = frozenset(("aten", "prim", "prims", "fxpasses", "_c10d_functional", "inductor", "higher_order"))
+
+
+# Operators of this package that take functions and graphs by a number: see `register` beside each.
+_OF_PROCESS = frozenset(
+    f"fxpasses::{name}"
+    for name in ("host_function", "host_method", "loop_over_parts", "loop_over_parts_backward", "part_function")
+)
 
 
 def _definition(definition: Any) -> str:

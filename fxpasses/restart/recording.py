@@ -6,7 +6,6 @@ A trace is kept if another process can make its guards and its graph; `refusals`
 from __future__ import annotations
 
 import logging
-import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,7 +188,6 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
     head = Head(
         code=code,
         options=found.options,
-        runtime=_defining_operators(),
         settings=program.settings(),
         sources=program.sources(codes, [each if isinstance(each, _OF_SOURCE) else type(each) for each in values]),
         classes=program.classes(values, names.digest),
@@ -225,13 +223,6 @@ _OF_SOURCE = (types.FunctionType, types.MethodType, types.ModuleType, type)
 
 def _all(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     return (module for root in modules for module in root.modules())
-
-
-def _defining_operators() -> list[str]:
-    """This package's modules that define operators: graphs call them by names, which do not say the module."""
-    own = [(name, module) for name, module in sys.modules.items() if name.startswith("fxpasses.")]
-    kind = torch._library.custom_ops.CustomOpDef
-    return sorted(name for name, module in own if any(isinstance(each, kind) for each in list(vars(module).values())))
 
 
 def _examples(gm: GraphModule) -> list[Any]:

@@ -203,8 +203,6 @@ def _made(trace: SavedTrace, frame: Mapping[str, Any]) -> Any:
     """What takes the place of tracing a frame. Raises `Differs`, or what fails."""
     head: Head = pickle.loads(trace.head)
     guards = _guards(head, frame)
-    for name in head.runtime:
-        importlib.import_module(name)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     body: Body = pickling.loads(trace.body, fake_mode)
     try:

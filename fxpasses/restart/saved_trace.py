@@ -23,18 +23,16 @@ from fxpasses.rows.choice import RowCounts
 
 @dataclass(frozen=True)
 class Head:
-    """code: a digest of the frame's. options: of the backend. runtime: this package's modules that the graphs need.
-    settings, sources, classes, operators, environment, modules: see `restart/program.py`. sets: the order of sets, if
-    it may count. is_given: whether the frame is the one passed to `torch.compile`. one_graph: whether it may not break.
-    modes: of autograd. imports, objects: the global names that Dynamo has made for its code and guards: modules' names,
-    which stay, and others, which another process may have for something else: a class, a function, a module, or None
-    for the dictionary of builtins. guards: Dynamo's, each as its source and the function that installs it. facts: what
-    each states. shared: see `shared_objects`.
+    """code: a digest of the frame's. options: of the backend. settings, sources, classes, operators, environment,
+    modules: see `restart/program.py`. sets: the order of sets, if it may count. is_given: whether the frame is the one
+    passed to `torch.compile`. one_graph: whether it may not break. modes: of autograd. imports, objects: the global
+    names that Dynamo has made for its code and guards: modules' names, which stay, and others, which another process
+    may have for something else: a class, a function, a module, or None for the dictionary of builtins. guards: of
+    Dynamo, each as its source and the function that installs it. facts: what each states. shared: see `shared_objects`.
     """
 
     code: str
     options: Options
-    runtime: Sequence[str]
     settings: Mapping[str, str]
     sources: Mapping[str, str]
     classes: Mapping[str, str]

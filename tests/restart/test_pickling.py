@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import fxpasses.dynamo.runtime.host_functions  # noqa: F401 - defines an operator
 from fxpasses.graph.aliases import storages_of
-from fxpasses.restart import facts, pickling
+from fxpasses.restart import facts, pickling, program
 from fxpasses.restart.pickling import CannotPickle, Input
 from tests.support import captured
 
@@ -72,6 +78,33 @@ def test_fake_tensors_of_two_traces_are_refused() -> None:
     again(inputs[:1])
     with pytest.raises(CannotPickle, match="fake tensors of two traces"):
         pickling.dumps(inputs)
+
+
+def test_operators_of_this_package_are_found_in_a_process_without_them() -> None:
+    script = """
+import pickle, pkgutil, sys
+import torch
+import fxpasses
+from torch._subclasses import FakeTensorMode
+from fxpasses.restart import pickling
+data = pickle.load(sys.stdin.buffer)
+assert not any(name.startswith("fxpasses.sequences.operators") for name in sys.modules)
+print(pickling.loads(data, FakeTensorMode()))
+"""
+    for name in ("attention.runtime.operators", "loss.operators", "sequences.one_by_one", "sequences.operators"):
+        importlib.import_module(f"fxpasses.{name}")
+    own = [name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fxpasses::")]
+    packets = [getattr(torch.ops.fxpasses, name.partition(".")[0]) for name in own]
+    data = pickle.dumps(pickling.dumps(packets))
+    found = subprocess.run([sys.executable, "-c", script], input=data, stdout=subprocess.PIPE, check=True)
+    assert found.stdout.decode().strip() == str(packets) and len(packets) > 10
+
+
+def test_functions_that_have_numbers_in_their_process_are_refused() -> None:
+    graph = Graph()
+    graph.output(graph.call_function(torch.ops.fxpasses.host_function.default, ("1", [])))
+    with pytest.raises(CannotPickle, match="functions of the process"):
+        program.operators([GraphModule({}, graph)])
 
 
 def test_code_that_does_something_else_has_another_digest() -> None:
