@@ -50,7 +50,7 @@ def noticing() -> Iterator[SetOrders]:
 
 
 _current: ContextVar[SetOrders | None] = ContextVar("set_orders", default=None)
-_SETS = ("SetVariable", "FrozensetVariable")
+_ORDERED = ("OrderedSetVariable", "DictKeySetVariable")  # the same order in each process
 _LISTS = ("ListVariable", "TupleVariable")
 
 
@@ -64,7 +64,7 @@ def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         current = _current.get()
-        if current is not None and type(self).__name__ in _SETS:
+        if current is not None and type(self).__name__ not in _ORDERED:
             current.read(self)
         return method(self, *args, **kwargs)
 
