@@ -81,7 +81,6 @@ class Reader:
     def __init__(self, f_locals: Mapping[str, Any], f_globals: Mapping[str, Any]) -> None:
         self._globals = {**guard_names(), "G": f_globals, "L": f_locals}
         self._cache: dict[Any, Any] = {}
-        self.notes: dict[Any, Any] = {}  # what its user keeps as long
 
     def __call__(self, source: Any) -> Any:
         """Raises what Python raises where there is no such value."""
