@@ -1,9 +1,10 @@
 """Compiles a graph so that its step fits into the bytes that the user gives, and guards that it still does.
 
 A step begins with what the process holds: parameters, the optimizer's state, other models. At the first step an
-optimizer has no state yet, and compiling a graph takes memory on the CPU. And a graph for any size is planned for the
-batch that it is compiled for. So Dynamo guards that the step still fits, for what there is and for the batch at hand;
-if it does not, and a smaller step is possible, the frame is compiled and planned anew before the step runs.
+optimizer has no state yet, and compiling a graph takes memory on the CPU. A graph for any size is planned for the batch
+that it is compiled for. And a prediction may be wrong, as the allocator then shows. So Dynamo guards that the step
+still fits, for what there is and for the batch at hand; if it does not, and a smaller step is possible, the frame is
+compiled and planned anew before the step runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from fxpasses.errors import MemoryBudgetError
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.provenance import input_sources
 from fxpasses.memory import limits
-from fxpasses.memory.step import Outlook, Step, TooLarge
+from fxpasses.memory.measured import Peaks
+from fxpasses.memory.step import TOLERANCE, Step, TooLarge
 from fxpasses.options import Memory
 
 Compiled = Callable[..., Any]
@@ -78,6 +80,7 @@ def fitted(
         step.headroom = _HEADROOM
     elif outgrown and device.type == "cpu":
         step.before += round(_FOR_COMPILING * step.budget)
+    step.before += _unpredicted.get(program, 0)
     run, step = _with_fewest_tiles(step, compile)
     if not step.footprints:  # nothing was partitioned: the graph has no backward
         return run
@@ -87,7 +90,9 @@ def fitted(
     if over is None:
         return run
     if over > 0 and step.may_shrink:  # the first kind of layers was planned before the others were known
-        step = replace(step, target=step.budget - over, footprints={}, may_shrink=False, more_tiles=False, tiled=0)
+        step = replace(
+            step, target=step.budget - over, footprints={}, reports=[], may_shrink=False, more_tiles=False, tiled=0
+        )
         run = compile(step)
     if step.is_too_large():
         text = (
@@ -105,7 +110,7 @@ def fitted(
         return run
     if outgrown:
         progress.say(f"{getattr(code, 'co_qualname', code.co_name)} is planned again: {outgrown}")
-    return _guarded(run, step, gm, _StillFits(step.outlook(), device, program, leaves))
+    return _guarded(run, step, gm, _StillFits(step, device, program, leaves))
 
 
 def _with_fewest_tiles(step: Step, compile: Callable[[Step], Compiled]) -> tuple[Compiled, Step]:
@@ -118,20 +123,23 @@ def _with_fewest_tiles(step: Step, compile: Callable[[Step], Compiled]) -> tuple
     except TooLarge:
         pass
     for tiles in _TILES:
-        step = replace(step, footprints={}, may_shrink=False, tiles=tiles, more_tiles=tiles < _TILES[-1], tiled=0)
+        step = replace(
+            step, footprints={}, reports=[], may_shrink=False, tiles=tiles, more_tiles=tiles < _TILES[-1], tiled=0
+        )
         try:
             return compile(step), step
         except TooLarge:
             if not (step.tiled and step.peak() < _WORTH_IT * tried[-1].peak()):
                 break
             tried.append(step)
-    step = replace(tried[-1], footprints={}, may_shrink=False, more_tiles=False, tiled=0)
+    step = replace(tried[-1], footprints={}, reports=[], may_shrink=False, more_tiles=False, tiled=0)
     return compile(step), step
 
 
 _LARGER = "the batch is larger"
 _Program = tuple[CodeType | None, int]  # a frame's code, and the identity of a model's first parameter
 _outgrown: dict[_Program, str] = {}  # those that do not fit any more, with why
+_unpredicted: dict[_Program, int] = {}  # bytes that a step has taken beyond its prediction; plans are mended once
 _planned: list[tuple[weakref.ref[torch.Tensor], int]] = []  # the first parameters of models that fit a budget
 
 
@@ -161,7 +169,7 @@ def _guarded(run: Compiled, step: Step, gm: GraphModule, fits: _StillFits) -> Co
 
     @functools.wraps(run)
     def running(*inputs: Any) -> Any:
-        fits.has_run = True
+        fits.begin()
         return run(*inputs)
 
     return running
@@ -174,33 +182,55 @@ def _has_symbols(example: Any) -> bool:
 class _StillFits:
     """Whether the step of a graph fits, with what is in use now, for a batch. The first is that of the plan."""
 
-    def __init__(
-        self, outlook: Outlook, device: torch.device, program: _Program, parameters: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, step: Step, device: torch.device, program: _Program, parameters: Sequence[torch.Tensor]) -> None:
         self.program = program
-        self.has_run = False  # before, what a compiler needs for a while is in use
-        self._outlook, self._device = outlook, device
+        self._outlook, self._device, self._reports = step.outlook(), device, step.reports
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._planned = 1  # elements of the batch
         self._looks = 0
-        self._in_use = outlook.before
+        self._in_use = self._outlook.before
         self._has_gradients = False
+        self._peaks: Peaks | None = None  # None until it has run: before, what a compiler needs is in use
+        self._predicted = 0  # the peak of the step before
+
+    def begin(self) -> None:
+        """Called when the step of the graph begins."""
+        if self._peaks is None:
+            self._peaks = Peaks(self._device)
+            self._predicted = self._outlook.peak(self._in_use, 1.0, self._has_gradients)
 
     def __call__(self, *batch: Any) -> bool:
         elements = sum(value.numel() for value in batch if isinstance(value, torch.Tensor))
-        if not self.has_run:
+        if self._peaks is None:
             self._planned = max(elements, 1)
             return True
+        beyond = 0
         if self._looks < _LOOKS:
             self._looks += 1
+            beyond = self._beyond_prediction(self._peaks)
             self._in_use = limits.in_use(self._device)
             self._has_gradients = any(p is not None and p.grad is not None for p in (ref() for ref in self._parameters))
         larger = elements / self._planned
-        if self._outlook.fits(self._in_use, larger, self._has_gradients):
+        self._predicted = self._outlook.peak(self._in_use, larger, self._has_gradients)
+        fits = self._predicted <= self._outlook.budget
+        if (fits and not beyond) or is_repeated() or cache_entries.may_not_recompile():
             return True
-        if is_repeated() or cache_entries.may_not_recompile():
-            return True
-        is_larger = self._outlook.fits(self._in_use, 1.0, self._has_gradients)
-        more = f"{size(max(0, self._in_use - self._outlook.before))} more are in use"
-        _outgrown[self.program] = _LARGER if is_larger else more
+        if beyond:
+            _unpredicted[self.program] = beyond
+            why = f"a step took {size(beyond)} more than predicted"
+        elif self._outlook.peak(self._in_use, 1.0, self._has_gradients) <= self._outlook.budget:
+            why = _LARGER
+        else:
+            why = f"{size(max(0, self._in_use - self._outlook.before))} more are in use"
+        _outgrown[self.program] = why
         return False
+
+    def _beyond_prediction(self, peaks: Peaks) -> int:
+        """By how many bytes the last step has exceeded its prediction, if it has not fit and no plan was mended yet."""
+        measured = peaks.new()
+        if measured is None:
+            return 0
+        for report in self._reports:
+            report.figures["peak_bytes_measured"] = measured
+        is_wrong = measured > TOLERANCE * self._outlook.budget and self.program not in _unpredicted
+        return max(0, measured - self._predicted) if is_wrong else 0

@@ -99,6 +99,7 @@ class MemoryPartitioner(CustomPartitionerFn):
         fits = "fits into" if peak <= self.step.budget else "does not fit into"
         report.changes.append(f"the predicted peak of {size(peak)} {fits} {size(self.step.budget)}")
         self.reports.append(report)
+        self.step.reports.append(report)
 
     def __getstate__(self) -> dict[str, Any]:
         """Inductor pickles its settings for the keys of its cache; what is planned is in the graphs."""

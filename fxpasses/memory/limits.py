@@ -22,9 +22,20 @@ def in_use(device: torch.device) -> int:
     0 where the system does not say.
     """
     if device.type == "cpu":
-        found = [line for line in _lines(_STATUS) if line.startswith("VmRSS:")]
-        return 1024 * int(found[0].split()[1]) if found else 0
+        return _of_process("VmRSS")
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def highest(device: torch.device) -> int:
+    """The most bytes that `in_use` has been so far, or since somebody has reset PyTorch's statistics."""
+    if device.type == "cpu":
+        return _of_process("VmHWM")
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _of_process(field: str) -> int:
+    found = [line for line in _lines(_STATUS) if line.startswith(f"{field}:")]
+    return 1024 * int(found[0].split()[1]) if found else 0
 
 
 def available(device: torch.device) -> int | None:

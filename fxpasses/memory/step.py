@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from fxpasses.base.units import size
 from fxpasses.memory.footprint import Footprint
+from fxpasses.report import Report
 
-_TOLERANCE = 1.05  # a prediction may be wrong by so much before a step is taken not to fit
+TOLERANCE = 1.05  # a prediction may be wrong by so much before a step is taken not to fit
 NONE: Mapping[str, Footprint] = MappingProxyType({})
 
 
@@ -47,6 +48,7 @@ class Step:
     many the rows of layers are computed. more_tiles: whether there may be more, so that a step that does not fit need
     not be compiled. tiled: the regions that are. could_tile: whether there could be more of a layer's.
     compiled: the pieces that run once, which another try at this step need not compile again, with their footprints.
+    reports: on its plan.
     """
 
     budget: int
@@ -63,6 +65,7 @@ class Step:
     tiled: int = 0
     could_tile: bool = False
     compiled: dict[str, tuple[Any, Footprint | None]] = field(default_factory=dict)
+    reports: list[Report] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.target = self.target or self.budget
@@ -92,7 +95,7 @@ class Step:
 
     def is_too_large(self, larger: float = 1.0) -> bool:
         """Whether a batch so many times as large is sure not to fit."""
-        return self.peak(larger=larger) > _TOLERANCE * self.budget
+        return self.peak(larger=larger) > TOLERANCE * self.budget
 
     def outlook(self) -> Outlook:
         """What is to be remembered of a plan."""
@@ -117,9 +120,9 @@ class Outlook:
     needs: Sequence[Need]
     with_gradients: Sequence[Need]
 
-    def fits(self, in_use: int, larger: float, has_gradients: bool) -> bool:
-        """Whether a step fits beside what is in use, for a batch that is so many times as large."""
-        return in_use + max_of(self.with_gradients if has_gradients else self.needs, larger) <= self.budget
+    def peak(self, in_use: int, larger: float, has_gradients: bool) -> int:
+        """The predicted peak of a step beside what is in use, for a batch that is so many times as large."""
+        return in_use + max_of(self.with_gradients if has_gradients else self.needs, larger)
 
 
 class Need(NamedTuple):

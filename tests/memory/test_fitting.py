@@ -71,6 +71,15 @@ def in_use(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def highest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The allocator's highest mark."""
+    found = [0]
+    monkeypatch.setattr(limits, "highest", lambda device: found[0])
+    monkeypatch.setattr(fitting, "_unpredicted", {})
+    return found
+
+
 def batch(rows: int = ROWS) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -142,6 +151,32 @@ def test_an_optimizer_that_gets_its_state_is_planned_for(in_use: list[int], caps
     for each in found:
         torch.testing.assert_close(each, expected, rtol=0, atol=0)
     assert peak_of(lambda: step(program, model, x)) <= most - most // 3
+
+
+def test_a_step_that_took_more_than_predicted_is_planned_anew_once(
+    highest: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, most = added(Model, PLENTY)
+    torch._dynamo.reset()
+    PLANS.clear()
+    model, x = Model(), batch()
+    program = compiled(model, "aot_eager", memory=round(1.02 * most))
+    with fxpasses.inspect.record() as record:
+        found = [step(program, model, x)]
+        highest[0] = round(1.04 * most)  # within the tolerance
+        found.append(step(program, model, x))
+        assert len(PLANS) == 1
+        highest[0] = round(1.2 * most)
+        found += [step(program, model, x) for _ in range(2)]
+        assert len(PLANS) == 2 and PLANS[-1].before == pytest.approx(0.24 * most, rel=0.05)
+        highest[0] = 2 * most
+        found += [step(program, model, x) for _ in range(2)]
+    assert len(PLANS) == 2
+    assert capsys.readouterr().err.count("more than predicted") == 1
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=0, atol=0)
+    reports = [each for graph in record.graphs for each in graph.reports if each.pass_name == "memory"]
+    assert [each.figures["peak_bytes_measured"] for each in reports] == [round(1.2 * most), 2 * most]
 
 
 def test_a_larger_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
