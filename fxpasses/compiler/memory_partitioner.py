@@ -15,10 +15,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 from fxpasses.base.containment import contained
-from fxpasses.base.units import size
+from fxpasses.base.units import many, size
 from fxpasses.fold.outlining import Place
 from fxpasses.memory.footprint import Footprint, footprint_of
-from fxpasses.memory.recompute import RATIOS, least_recomputing, partitions
+from fxpasses.memory.recompute import RATIOS, Recomputed, least_recomputing, partitions, recomputed
 from fxpasses.memory.step import Step, TooLarge
 from fxpasses.offload.candidates import moved_bytes
 from fxpasses.offload.inputs import movable, operands_of, results_of
@@ -83,15 +83,25 @@ class MemoryPartitioner(CustomPartitionerFn):
         ratio, found = least_recomputing(at, peak, self.step.target)
         self.step.footprints[name] = known[id(found)]
         self.step.may_shrink |= ratio > RATIOS[-1]
-        self._report(ratio, known[id(found)])
+        everything = next(iter(known.values()))  # the first that was tried saves most
+        self._report(ratio, known[id(found)], everything, recomputed(found))
         return found
 
-    def _report(self, ratio: float, footprint: Footprint) -> None:
+    def _report(self, ratio: float, footprint: Footprint, everything: Footprint, again: Recomputed) -> None:
         peak = self.step.peak()
-        saved = size(footprint.saved)
-        less = f"{saved} are saved for backward in each call, and the rest is computed again" if ratio < 1 else ""
-        report = Report(NAME, changed=ratio < 1, summary=less)
+        report = Report(NAME, changed=ratio < 1)
         report.figures = {"peak_bytes": peak, "bytes_saved": footprint.saved, "sizes_unknown": footprint.unknown}
+        if ratio < 1:
+            share = round(100 * again.flops / max(again.forward, 1))
+            report.summary = f"{size(footprint.saved)} of {size(everything.saved)} are saved for backward in each call"
+            report.changes.append(
+                f"{many(again.operators, 'operator')} of forward run again in backward, with {share} % of its FLOPs"
+            )
+            report.figures |= {
+                "bytes_saved_without": everything.saved,
+                "operators_recomputed": again.operators,
+                "flops_recomputed": again.flops,
+            }
         if self.step.tiled:
             report.changed = True
             report.figures["tiles"] = self.step.tiles

@@ -16,14 +16,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpasses.graph.copying import copy_graph_module
+from fxpasses.graph.flops import flops_of
+from fxpasses.graph.symbols import batch_sizes_of
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +88,27 @@ def least_recomputing(
     fitting = [place for place, (_, peak) in tried.items() if peak <= most]
     best = min(fitting) if fitting else min(tried, key=lambda place: tried[place][1])
     return ratios[best], tried[best][0]
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What backward computes again of forward. flops: floating-point operations; forward: those of all of forward."""
+
+    operators: int
+    flops: int
+    forward: int
+
+
+def recomputed(partition: Partition) -> Recomputed:
+    """PyTorch's partitioner leaves a recomputed node its name."""
+    forward, backward = ([node for node in gm.graph.nodes if node.op == "call_function"] for gm in partition)
+    names = {node.name for node in forward}
+    again = [node for node in backward if node.name in names]
+    return Recomputed(len(again), sum(map(_flops, again)), sum(map(_flops, forward)))
+
+
+def _flops(node: Node) -> int:
+    return flops_of(node, pytree.tree_leaves(node.meta.get("val")), batch_sizes_of) or 0
 
 
 def _is_savable(node: Node) -> bool:

@@ -412,7 +412,12 @@ def test_a_report_says_what_was_decided() -> None:
         step(compiled(model, "aot_eager", memory=round(0.7 * most)), model, batch())
     (report,) = [each for graph in record.graphs for each in graph.reports if each.pass_name == "memory"]
     assert report.changed and "are saved for backward in each call" in report.summary
-    assert 0.5 * most < report.figures["peak_bytes"] <= 0.7 * most
+    figures = report.figures
+    assert 0.5 * most < figures["peak_bytes"] <= 0.7 * most
+    assert 0 < figures["bytes_saved"] < figures["bytes_saved_without"] == ROWS * WIDTH * 4 * (2 + 2 * 4) + ROWS * 4 * 2
+    assert figures["operators_recomputed"] > 0
+    forward = 2 * 2 * ROWS * WIDTH * 4 * WIDTH  # of the products, and each of them is half
+    assert figures["flops_recomputed"] in (0, forward // 2, forward)
 
 
 RANDOM = 300
