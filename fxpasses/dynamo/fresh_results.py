@@ -149,13 +149,21 @@ def _is_of_torch(target: Any) -> bool:
     return not isinstance(target, torch._ops.HigherOrderOperator) and module.partition(".")[0] in ("torch", "_operator")
 
 
+def is_leaf(value: torch.Tensor) -> bool | None:
+    """None for a part of a tensor that was written to afterwards, of which autograd refuses to tell."""
+    try:
+        return value.is_leaf
+    except RuntimeError:
+        return None
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a result is a fake tensor like any other."""
     return (
         type(value) is FakeTensor
         and value.layout is torch.strided
         and value.constant is None
-        and not (value.requires_grad and value.is_leaf)
+        and not (value.requires_grad and is_leaf(value) is not False)
         and not (value.is_conj() or value.is_neg() or value.is_inference())
     )
 

@@ -37,7 +37,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from fxpasses.dynamo.equal_guards import storage_size
-from fxpasses.dynamo.fresh_results import FreshResults, Made, made_in
+from fxpasses.dynamo.fresh_results import FreshResults, Made, is_leaf, made_in
 from fxpasses.dynamo.made_sizes import Known, renamed
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import expression, is_symbolic
@@ -66,7 +66,7 @@ def _form(value: Any, is_placed: bool = True) -> Any:
         strides = value.stride() if value.layout is torch.strided else ()
         place = value.storage_offset() if value.layout is torch.strided and is_placed else 0
         sizes = tuple(map(expression, (*value.shape, *strides, place, storage_size(value))))
-        flags = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference()
+        flags = value.requires_grad, is_leaf(value), value.is_conj(), value.is_neg(), value.is_inference()
         return type(value), len(value.shape), sizes, value.dtype, value.device, value.layout, flags
     return type(value), expression(value) if is_symbolic(value) else repr(value)
 

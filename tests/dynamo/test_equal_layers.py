@@ -393,6 +393,16 @@ class Filling(Layer):
         return x
 
 
+class LeavingParts(Layer):
+    """Autograd refuses to tell of parts of a tensor that was written to."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = torch.stack([self.norm(x), x])
+        left, right = y.unbind(0)
+        total = left.sum() + right.sum()
+        return x + y.mul_(0.5)[0] * total
+
+
 def changed(change: Callable[[Any], object], *places: int) -> Callable[[], Model]:
     def make() -> Model:
         layers = [Layer() for _ in range(N)]
@@ -415,6 +425,7 @@ def owned() -> Model:
 
 
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "parts left behind": (lambda: Model([LeavingParts() for _ in range(N)]), 0),
     "an index that decides": (lambda: Model([ByPlace(place) for place in range(N)]), 0),
     "a constant of one": (changed(lambda layer: setattr(layer, "scale", 0.25), 1), N - 2),
     "a flag of one": (changed(lambda layer: layer.norm.eval(), 1), N - 1),  # which a norm does not read

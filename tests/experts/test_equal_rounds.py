@@ -253,12 +253,32 @@ def writing_to_the_sum(loop: Loop, e: Tensor, rows: Tensor, out: Tensor) -> Tens
     return rows @ loop.w[e]
 
 
+def taking_one_part_twice(loop: Loop, e: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Dynamo has one node for `parts[1]`, whatever names the part."""
+    parts = loop.w.unbind(0)
+    return rows @ parts[e] + rows @ parts[1]
+
+
+def taking_all_parts(loop: Loop, e: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    parts = [*loop.w]
+    return rows @ (parts[e] - torch.stack(parts).mean(0))
+
+
+def leaving_parts_behind(loop: Loop, e: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Autograd refuses to tell of parts of a tensor that was written to."""
+    y = rows @ loop.w[e]
+    left, right = y.chunk(2, dim=-1)
+    total = left.sum() + right.sum()
+    return y.mul_(2) + total
+
+
 UNLIKE = [
     computing_with_the_number, choosing_a_module, choosing_a_number, indexing_by_several, comparing,
-    asking_for_the_place,
+    asking_for_the_place, taking_one_part_twice, taking_all_parts,
 ]  # fmt: skip
 ALIKE = [
     counting, asking_for_tokens, drawing, drawing_in_python, changing_an_attribute, reading_the_sum, writing_to_the_sum,
+    leaving_parts_behind,
 ]  # fmt: skip
 
 

@@ -163,9 +163,9 @@ def get_item(trace: Trace, proceed: Proceed, self: Any, tx: Any, args: Any, kwar
     values = trace.state(Speculation).values
     if values.of(args[0]) is not None:
         return NOT_HANDLED
-    number = _number_or(values, args[1])
+    number, last = _number_or(values, args[1]), tx.output.current_tracer.graph._root.prev
     result = proceed(self, tx, [args[0], number], kwargs)
-    _note_number(values, args[1], number, result)
+    _note_number(values, args[1], number, result, last)
     return result
 
 
@@ -217,8 +217,11 @@ def _number_or(values: AssumedValues, index: Any) -> Any:
     return ConstantVariable.create(value.item())
 
 
-def _note_number(values: AssumedValues, asked: Any, number: Any, result: Any = None) -> None:
-    """Note where `_number_or` has put a number in place of a tensor, and the node of `x[number]`, if that is one."""
+def _note_number(values: AssumedValues, asked: Any, number: Any, result: Any = None, last: Node | None = None) -> None:
+    """Note where `_number_or` has put a number in place of a tensor, and the node of `x[number]`, if that is one.
+
+    last: the graph's before. An item of a tuple, as of `w.unbind()`, has a node that others with this number use too.
+    """
     if number is asked:
         return
     if isinstance(asked, TupleVariable):
@@ -226,6 +229,7 @@ def _note_number(values: AssumedValues, asked: Any, number: Any, result: Any = N
             _note_number(values, one, other)
         return
     node: Any = result.as_proxy().node if isinstance(result, TensorVariable) else None
-    is_index = node is not None and node.target is operator.getitem and isinstance(node.args[0], Node)
+    is_new = node is not None and node.prev is last and isinstance(node.args[0], Node)
+    is_index = is_new and node.target is operator.getitem and isinstance(node.args[0].meta.get("example_value"), Tensor)
     is_index = is_index and type(node.args[1]) is int and node.args[1] == number.as_python_constant()
     values.reads.append(Read(asked.as_proxy().node, index_of=node if is_index else None))
