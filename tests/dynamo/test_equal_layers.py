@@ -164,6 +164,16 @@ class WithViews(Layer):
         return x + y[..., :8].flatten(0, 1).view_as(x) * y[..., 8:]
 
 
+class LeavingParts(Layer):
+    """Autograd refuses to tell of parts of a tensor that was written to."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = torch.stack([self.norm(x), x])
+        left, right = y.unbind(0)
+        total = left.sum() + right.sum()
+        return x + y.mul_(0.5)[0] * total
+
+
 class OfParts(Layer):
     """Its views are of an argument, and of what it returns."""
 
@@ -299,6 +309,7 @@ COPIED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "tied": (lambda: Model(tied()), N - 1),
     "gradients off inside": (lambda: Model([Switching() for _ in range(N)]), N - 1),
     "autocast inside": (lambda: Model([Casting() for _ in range(N)]), N - 1),
+    "parts left behind": (lambda: Model([LeavingParts() for _ in range(N)]), N - 1),
     "two kinds": (lambda: Model([Layer() if i % 2 else WithDropout() for i in range(2 * N)]), 2 * N - 2),
 }
 
@@ -393,16 +404,6 @@ class Filling(Layer):
         return x
 
 
-class LeavingParts(Layer):
-    """Autograd refuses to tell of parts of a tensor that was written to."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = torch.stack([self.norm(x), x])
-        left, right = y.unbind(0)
-        total = left.sum() + right.sum()
-        return x + y.mul_(0.5)[0] * total
-
-
 def changed(change: Callable[[Any], object], *places: int) -> Callable[[], Model]:
     def make() -> Model:
         layers = [Layer() for _ in range(N)]
@@ -425,7 +426,6 @@ def owned() -> Model:
 
 
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "parts left behind": (lambda: Model([LeavingParts() for _ in range(N)]), 0),
     "an index that decides": (lambda: Model([ByPlace(place) for place in range(N)]), 0),
     "a constant of one": (changed(lambda layer: setattr(layer, "scale", 0.25), 1), N - 2),
     "a flag of one": (changed(lambda layer: layer.norm.eval(), 1), N - 1),  # which a norm does not read
