@@ -98,13 +98,26 @@ class Transfer:
     to: str = "host"
 
 
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a step was predicted to take, in bytes: the process's most while each call of a piece runs.
+
+    budget: the bytes that it has. saving_all: forward's calls in order, then backward's, if all is saved that backward
+    needs. planned: the same as it is compiled.
+    """
+
+    budget: int
+    saving_all: list[int]
+    planned: list[int]
+
+
 @dataclass
 class Report:
     """The outcome of one pass on one graph.
 
     summary: one line for a person; "" if nothing changed. figures: counts by name (bytes where the name says so).
     seconds: the time of the pass. asked: the number of changes that it requested, as FXPASSES_CHANGES counts them.
-    transfers: activations that leave the device between forward and backward.
+    transfers: activations that leave the device between forward and backward. plan: of a step that has to fit.
     """
 
     pass_name: str
@@ -116,6 +129,7 @@ class Report:
     seconds: float = 0.0
     asked: int = 0
     transfers: list[Transfer] = field(default_factory=list)
+    plan: MemoryPlan | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.pass_name}: {self.summary or 'nothing to do'}"]

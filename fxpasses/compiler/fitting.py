@@ -104,6 +104,10 @@ def fitted(
             raise MemoryBudgetError(text)
         warn_once(("memory", "does not fit", program, step.budget), text)
         return run
+    with contained("drawing a plan of memory", "Its report has no drawing."):
+        plan = step.plan()
+        for report in step.reports:
+            report.plan = plan
     _planned[:] = [each for each in _planned if each[0]() is not None]
     _planned.extend((weakref.ref(leaf), step.budget) for leaf in leaves[:1])
     if code is None or step.peak() > step.budget:

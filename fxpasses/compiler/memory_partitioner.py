@@ -83,7 +83,7 @@ class MemoryPartitioner(CustomPartitionerFn):
         ratio, found = least_recomputing(at, peak, self.step.target)
         self.step.footprints[name] = known[id(found)]
         self.step.may_shrink |= ratio > RATIOS[-1]
-        everything = next(iter(known.values()))  # the first that was tried saves most
+        everything = self.step.saving_all[name] = next(iter(known.values()))  # the first that was tried saves most
         self._report(ratio, known[id(found)], everything, recomputed(found))
         return found
 

@@ -67,6 +67,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
         "compile_seconds": graph.compile_seconds,
         "figures": {"before": asdict(before), "after": asdict(after)},
         "transfers": [asdict(transfer) for report in graph.reports for transfer in report.transfers],
+        "plan": next((asdict(report.plan) for report in graph.reports if report.plan is not None), None),
         "passes": [_pass(stage) for stage in graph.stages[1:]],
         "left_alone": [asdict(miss) for miss in misses],
         "left_alone_line": left_alone(misses) if misses else "",

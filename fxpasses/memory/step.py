@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fxpasses.base.units import size
 from fxpasses.memory.footprint import Footprint
-from fxpasses.report import Report
+from fxpasses.report import MemoryPlan, Report
 
 TOLERANCE = 1.05  # a prediction may be wrong by so much before a step is taken not to fit
 NONE: Mapping[str, Footprint] = MappingProxyType({})
@@ -44,11 +44,11 @@ class Step:
     budget: the bytes that the process may use on the device. before: those that it uses before the step.
     has_gradients: whether gradients are among these, and backward adds to them. headroom: how many times larger the
     batch may become for which the step is planned. calls: in forward's order. returned: the values that the program
-    returns. footprints: of the pieces that are partitioned. may_shrink: whether a piece could save less. tiles: in how
-    many the rows of layers are computed. more_tiles: whether there may be more, so that a step that does not fit need
-    not be compiled. tiled: the regions that are. could_tile: whether there could be more of a layer's.
-    compiled: the pieces that run once, which another try at this step need not compile again, with their footprints.
-    reports: on its plan.
+    returns. footprints: of the pieces that are partitioned; saving_all: of layers, if they saved all that backward
+    needs. may_shrink: whether a piece could save less. tiles: in how many the rows of layers are computed. more_tiles:
+    whether there may be more, so that a step that does not fit need not be compiled. tiled: the regions that are.
+    could_tile: whether there could be more of a layer's. compiled: the pieces that run once, which another try at this
+    step need not compile again, with their footprints. reports: on its plan.
     """
 
     budget: int
@@ -58,6 +58,7 @@ class Step:
     calls: Sequence[Call] = (Call(""),)
     returned: frozenset[str] = frozenset()
     footprints: dict[str, Footprint] = field(default_factory=dict)
+    saving_all: dict[str, Footprint] = field(default_factory=dict)
     may_shrink: bool = False
     target: int = 0
     tiles: int = 1
@@ -92,6 +93,15 @@ class Step:
         layers = [known[call.piece] for call in self.calls if call.is_layer and call.piece in known]
         like = max(layers, key=lambda found: found.kept, default=Footprint())
         return [(call, known.get(call.piece, like if call.is_layer else Footprint())) for call in self.calls]
+
+    def plan(self) -> MemoryPlan:
+        """The course of the step, as planned and with everything saved."""
+
+        def course(footprints: Mapping[str, Footprint]) -> list[int]:
+            found = needs(self._with_footprints(footprints), self.returned, self.has_gradients)
+            return [self.before + each.of_batch + each.of_gradients for each in found]
+
+        return MemoryPlan(self.budget, course({**self.footprints, **self.saving_all}), course(self.footprints))
 
     def is_too_large(self, larger: float = 1.0) -> bool:
         """Whether a batch so many times as large is sure not to fit."""

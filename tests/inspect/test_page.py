@@ -13,7 +13,7 @@ from fxpasses.base.sample import Sample
 from fxpasses.inspect.codec import read, write
 from fxpasses.inspect.html import page, page_data
 from fxpasses.inspect.model import CAPTURED, Graph, Partition, Run, Saved, Source, Stage, Step
-from fxpasses.report import Report, Transfer
+from fxpasses.report import MemoryPlan, Report, Transfer
 from tests.inspect.programs import recorded
 from tests.inspect.stages import call, given, ref, result, stage
 from tests.inspect.test_changes_random import large
@@ -243,6 +243,31 @@ def test_transfers_are_written_and_read(tmp_path):
     assert [one["name"] for one in data["transfers"]] == ["act_0", "act_1", "act_2"]
     assert ["saved for backward, on the device", "16.0 MiB", "4.0 MiB", ""] in data["rows"]
     assert ["moved off the device and back", "0 B", "12.0 MiB", ""] in data["rows"]
+
+
+def planned() -> Run:
+    """A step of two calls and their backward, with a plan."""
+    run = run_of(stage(given("x"), result("x")), stage(given("x"), result("x")))
+    plan = MemoryPlan(60 << 20, [20 << 20, 40 << 20, 80 << 20, 50 << 20], [20 << 20, 30 << 20, 55 << 20, 50 << 20])
+    run.graphs[0].stages[1].report = Report("memory", plan=plan)
+    return run
+
+
+def test_a_plan_of_memory_is_written_and_read(tmp_path):
+    write(planned(), tmp_path / "record.jsonl")
+    assert read(tmp_path / "record.jsonl") == planned()
+    assert page_data(planned())["graphs"][0]["plan"]["budget"] == 60 << 20
+    assert page_data(padded())["graphs"][0]["plan"] is None
+
+
+@pytest.mark.slow
+def test_a_plan_of_memory_is_drawn(opened):
+    browser = opened(planned())
+    press(browser, "4")
+    assert text_of(browser, "#plan figcaption") == (
+        "Memory of a step in 60.0 MiB: 80.0 MiB if all is saved (grey), 55.0 MiB as planned (blue)"
+    )
+    assert count(browser, "#plan path") == 2 and count(browser, "#plan .budget") == 1
 
 
 def padded() -> Run:

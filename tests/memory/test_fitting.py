@@ -6,6 +6,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -404,7 +405,7 @@ def test_inference_has_no_plan() -> None:
     assert not any(plan.footprints for plan in PLANS)
 
 
-def test_a_report_says_what_was_decided() -> None:
+def test_a_report_says_what_was_decided(tmp_path: Path) -> None:
     _, most = added(Model, PLENTY)
     torch._dynamo.reset()
     model = Model()
@@ -418,6 +419,13 @@ def test_a_report_says_what_was_decided() -> None:
     assert figures["operators_recomputed"] > 0
     forward = 2 * 2 * ROWS * WIDTH * 4 * WIDTH  # of the products, and each of them is half
     assert figures["flops_recomputed"] in (0, forward // 2, forward)
+    plan = report.plan
+    assert plan is not None and max(plan.planned) == figures["peak_bytes"] <= plan.budget == round(0.7 * most)
+    assert max(plan.saving_all) == pytest.approx(most, rel=0.01)
+    assert len(plan.planned) == len(plan.saving_all) == 2 * len(PLANS[-1].calls)
+    record.save(tmp_path / "record.jsonl")
+    read = fxpasses.inspect.load(tmp_path / "record.jsonl")
+    assert [each.plan for graph in read.graphs for each in graph.reports if each.plan] == [plan]
 
 
 RANDOM = 300

@@ -29,7 +29,7 @@ function memory(graph, step, open) {
       el("button", {onclick: () => open(name === "before" ? {before: peak[0]} : {after: peak[0]})}, graph.stages[index].nodes[peak[0]].name));
   });
   const curves = points.filter(([, , list]) => list.length).map(([, name, list]) => curve(name, list.map((p) => p[1]), top));
-  return el("div", {class: "scroll"}, stepMemory(graph), el("h2", {}, "Live memory in forward"),
+  return el("div", {class: "scroll"}, plannedMemory(graph), stepMemory(graph), el("h2", {}, "Live memory in forward"),
     el("p", {class: "faint"}, `In the order of the nodes${step ? " (grey: before, blue: after)" : ""}; the top is ${bytes(top)}. An eager run of the traced sizes, without what autograd keeps.`),
     chart("live", "Live memory in forward", HEIGHT, ...curves), axis("first node", "last node"), el("ul", {}, notes), kept(graph), transfers(graph));
 }
@@ -44,6 +44,18 @@ function stepMemory(graph) {
     svg("svg", {class: "chart step", role: "img", "aria-label": `peak ${bytes(before.peak_bytes)} before, ${bytes(after.peak_bytes)} after`, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none"},
       line("before", before), line("after", after), curve("before", before.live, top), ...(same ? [] : [curve("after", after.live, top)])),
     axis("forward", "backward"), el("p", {class: "faint"}, "Operator by operator, for the first batch's sizes, besides parameters and the batch; a vertical line is where backward begins."));
+}
+
+function plannedMemory(graph) {
+  // A step that has to fit: the process's memory call by call, if all is saved, and as it is planned.
+  if (!graph.plan) return "";
+  const {budget, saving_all, planned} = graph.plan, most = (list) => list.reduce((a, b) => Math.max(a, b), 0);
+  const top = Math.max(1, budget, most(saving_all), most(planned)), y = HEIGHT - 1 - budget / top * (HEIGHT - 11);
+  const line = (name, x1, y1, x2, y2) => svg("line", {class: name, x1, x2, y1, y2});
+  return el("figure", {id: "plan"}, el("figcaption", {}, `Memory of a step in ${bytes(budget)}: ${bytes(most(saving_all))} if all is saved (grey), ${bytes(most(planned))} as planned (blue)`),
+    svg("svg", {class: "chart step", role: "img", "aria-label": `budget ${bytes(budget)}, planned ${bytes(most(planned))}`, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none"},
+      line("budget", 0, y, WIDTH, y), line("turn", WIDTH / 2, 0, WIDTH / 2, HEIGHT), curve("before", saving_all, top), curve("after", planned, top)),
+    axis("forward", "backward"), el("p", {class: "faint"}, "Predicted, call by call of the graph's pieces, with all that the process held before; the line across is the budget."));
 }
 
 function axis(...labels) { return el("div", {class: "axis faint"}, labels.map((label) => el("span", {}, label))); }
