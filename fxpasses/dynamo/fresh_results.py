@@ -9,7 +9,8 @@ runs.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `FakeTensor(mode, meta tensor, device)` and its `constant`;
 `in_kernel_invocation_manager`, in which a fake tensor is the meta tensor that it has; of the shape environment,
-`create_symintnode`, `create_unbacked_symint` and `_constrain_range_for_size`; `unbacked_bindings` in a node's `meta`.
+`create_symintnode`, `create_unbacked_symint` and `_constrain_range_for_size`; `unbacked_bindings` in a node's `meta`;
+`torch.ops.inductor.resize_storage_bytes_`, which takes a symbolic size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx import Node
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from fxpasses.dynamo.made_sizes import Known, renamed
 from fxpasses.graph.aliases import storages, written_operands
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.symbols import expression, is_symbolic
+from fxpasses.graph.symbols import is_symbolic
 from fxpasses.graph.traits import SQUEEZES, VIEWS
 
 # Return parts of their first operand's memory, at places that only its sizes and strides and the arguments decide.
@@ -36,10 +36,7 @@ _PARTS = VIEWS | SQUEEZES | {"chunk", "flatten", "narrow", "select", "split", "u
 
 @dataclass(frozen=True)
 class _Like:
-    """A tensor to be made. offset: in the memory that it shares, or after the place where the operand begins.
-
-    is_dense: whether its strides are those of a new tensor of its sizes.
-    """
+    """A tensor to be made. offset: in its memory, or after the place where the operand begins."""
 
     sizes: tuple[Any, ...]
     strides: tuple[Any, ...]
@@ -47,22 +44,21 @@ class _Like:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    is_dense: bool
 
 
 @dataclass(frozen=True)
 class Made:
     """How to make the result of a copy of a node.
 
-    source: the operand whose memory it is in, if it is a view. elements: factors of the size of the memory that its
-    tensors share; None if each has its own.
+    source: the operand whose memory it is in, if it is a view. memory: the bytes of each tensor's memory, or, if there
+    is but one number, of the memory that all tensors share; none for a view.
     """
 
     node: Node
     tensors: tuple[_Like, ...]
     structure: Any
     source: Node | None
-    elements: tuple[Any, ...] | None
+    memory: tuple[Any, ...]
 
 
 def made_in(nodes: Iterable[Node], sizes: Mapping[Any, Known], returned: Collection[Node]) -> Iterator[Made]:
@@ -101,13 +97,11 @@ def _is_of_plain_tensors(node: Node, written: set[int], sizes: Mapping[Any, Know
 def _fresh(node: Node, own: list[int]) -> Iterator[Made]:
     """Of an operator that allocates its results."""
     results, structure = pytree.tree_flatten(node.meta["example_value"])
+    memory = tuple(value.untyped_storage().nbytes() for value in results)
     if len(set(own)) == len(results):
-        yield Made(node, tuple(map(_like, results)), structure, None, None)
-        return
-    is_plain = not any(value.requires_grad or value.dtype != results[0].dtype for value in results)
-    if is_plain and len(set(own)) == 1:
-        number = results[0].untyped_storage().nbytes() // results[0].element_size()
-        yield Made(node, tuple(map(_like, results)), structure, None, _factors(number))
+        yield Made(node, tuple(map(_like, results)), structure, None, memory)
+    elif len(set(own)) == 1 and not any(value.requires_grad or value.dtype != results[0].dtype for value in results):
+        yield Made(node, tuple(map(_like, results)), structure, None, memory[:1])
 
 
 def _view(node: Node, own: list[int], given: list[int]) -> Iterator[Made]:
@@ -121,25 +115,12 @@ def _view(node: Node, own: list[int], given: list[int]) -> Iterator[Made]:
     if not is_tensor or any(value is operand for value in results) or is_symbolic(operand.storage_offset()):
         return
     start = operand.storage_offset()
-    yield Made(node, tuple(_like(value, value.storage_offset() - start) for value in results), structure, source, None)
+    yield Made(node, tuple(_like(value, value.storage_offset() - start) for value in results), structure, source, ())
 
 
 def _like(value: FakeTensor, offset: Any = None) -> _Like:
-    sizes, strides = tuple(value.shape), tuple(value.stride())
-    empty = torch.empty(sizes, device="meta")
-    is_dense = [*map(expression, empty.stride())] == [*map(expression, strides)]
     offset = value.storage_offset() if offset is None else offset
-    return _Like(sizes, strides, offset, value.dtype, value.device, value.requires_grad, is_dense)
-
-
-def _factors(number: Any) -> tuple[Any, ...]:
-    """Numbers and symbols whose product a number is, if it is one of these; else itself.
-
-    Tensors of a size that is an expression are made slowly: PyTorch asks whether it is negative.
-    """
-    found = sympy.Mul.make_args(expression(number)) if is_symbolic(number) else ()
-    are_known = found and all(factor.is_Integer or isinstance(factor, sympy.Symbol) for factor in found)
-    return tuple(int(factor) if factor.is_Integer else factor for factor in found) if are_known else (number,)
+    return _Like(tuple(value.shape), tuple(value.stride()), offset, value.dtype, value.device, value.requires_grad)
 
 
 def _is_of_torch(target: Any) -> bool:
@@ -190,24 +171,21 @@ class FreshResults:
         """Tensors like those of the original. Whether they have its form is for the caller to ask."""
         if made.source is not None:
             tensors = [self._part(each, operand) for each in made.tensors]
-        elif made.elements is not None:
-            memory = torch.empty([*map(self._factor, made.elements)], dtype=made.tensors[0].dtype, device="meta")
-            tensors = [self._in(memory, each) for each in made.tensors]
         else:
-            tensors = [self._alone(each) for each in made.tensors]
+            memory = [self._memory(size, like.dtype) for size, like in zip(made.memory, made.tensors, strict=False)]
+            shared = memory * len(made.tensors) if len(memory) == 1 else memory
+            tensors = [self._in(found, each) for found, each in zip(shared, made.tensors, strict=True)]
         return pytree.tree_unflatten(tensors, made.structure)
 
-    def _alone(self, like: _Like) -> Any:
-        sizes = [*map(self._number, like.sizes)]
-        if like.is_dense:
-            meta = torch.empty(sizes, dtype=like.dtype, device="meta")
-        else:
-            meta = torch.empty_strided(sizes, [*map(self._number, like.strides)], dtype=like.dtype, device="meta")
-        return self._result(meta, like)
+    def _memory(self, size: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with a memory of so many bytes. `torch.empty` would ask ten questions about symbolic sizes."""
+        memory = torch.empty(0, dtype=dtype, device="meta")
+        torch.ops.inductor.resize_storage_bytes_(memory, self._number(size))
+        return memory
 
-    def _in(self, memory: torch.Tensor, like: _Like, start: int = 0) -> Any:
+    def _in(self, memory: torch.Tensor, like: _Like) -> Any:
         sizes, strides = ([*map(self._number, each)] for each in (like.sizes, like.strides))
-        return self._result(memory.as_strided(sizes, strides, self._number(like.offset) + start), like)
+        return self._result(memory.as_strided(sizes, strides, self._number(like.offset)), like)
 
     def _part(self, like: _Like, operand: Any) -> Any:
         start = operand.storage_offset()
@@ -219,11 +197,6 @@ class FreshResults:
     def _result(self, meta: torch.Tensor, like: _Like) -> Any:
         made = FakeTensor(self._fake_mode, meta, like.device)
         return _Result.apply(_ANCHOR, [made]) if like.requires_grad else made
-
-    def _factor(self, factor: Any) -> Any:
-        if not isinstance(factor, sympy.Symbol):
-            return self._number(factor)
-        return self._of_expression(renamed(factor, self._symbols))
 
     def _number(self, number: Any) -> Any:
         if not is_symbolic(number):
