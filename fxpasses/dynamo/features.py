@@ -179,6 +179,19 @@ class Feature(enum.Enum):
         "BigBird's random blocks, drawn from a constant seed, break the graph",
         until="Dynamo seeds NumPy's generator as the program does",
     )
+    QUERIES = _Line(
+        "sizes of queries",
+        _rule("query_sizes"),
+        "graphs assert that `torch.where(mask)` finds no more elements than the mask has, which takes time",
+        until="PyTorch asserts no range that an operator ensures",
+        needs=(),
+    )
+    CODE = _Line(
+        "unused code",
+        _rule("unused_code"),
+        "code is generated for each graph that Dynamo completes, which takes time",
+        until="Dynamo makes no module of a graph to write assertions into it",
+    )
     SPECULATION = _Line(
         "speculation",
         _of_experts("speculation_handlers"),
