@@ -184,7 +184,6 @@ class Feature(enum.Enum):
         _rule("query_sizes"),
         "graphs assert that `torch.where(mask)` finds no more elements than the mask has, which takes time",
         until="PyTorch asserts no range that an operator ensures",
-        needs=(),
     )
     CODE = _Line(
         "unused code",

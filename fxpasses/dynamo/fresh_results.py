@@ -5,7 +5,7 @@
 
 Operators on fake tensors of a size without a value take milliseconds, most of them for questions about the size, whose
 answers are known from the original. What is written to, is returned as a view, or has put an assertion on the size,
-runs.
+runs. A write, `out.index_add_(0, tok, y)`, only advances the version of its operand, unless it gives it a gradient.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: `FakeTensor(mode, meta tensor, device)` and its `constant`;
 `in_kernel_invocation_manager`, in which a fake tensor is the meta tensor that it has; of the shape environment,
@@ -15,6 +15,7 @@ Private names, checked on torch 2.11, 2.13 and 2.15: `FakeTensor(mode, meta tens
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ from fxpasses.graph.traits import SQUEEZES, VIEWS
 
 # Return parts of their first operand's memory, at places that only its sizes and strides and the arguments decide.
 _PARTS = VIEWS | SQUEEZES | {"chunk", "flatten", "narrow", "select", "split", "unbind", "unflatten"}
+# Write elements of their first operand, whose sizes and dtype stay.
+_WRITES = frozenset(
+    {"add_", "copy_", "div_", "fill_", "index_add_", "index_copy_", "index_put_", "masked_fill_", "mul_",
+     "scatter_", "scatter_add_", "scatter_reduce_", "sub_", "zero_"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,8 @@ def made_in(nodes: Iterable[Node], sizes: Mapping[Any, Known], returned: Collect
 
     sizes: the symbols that the nodes have made, and what is known of them. returned: the nodes that are used outside.
     """
-    nodes = list(nodes)
-    if any(known.asserted or known.replacement is not None for known in sizes.values()):
+    nodes, numbers = list(nodes), dict[Any, Any]()
+    if _are_asserted(sizes):
         return
     operators = [node for node in nodes if not isinstance(node.target, torch._ops.HigherOrderOperator)]
     written = {storage for node in operators for operand in written_operands(node) for storage in storages(operand)}
@@ -77,9 +83,25 @@ def made_in(nodes: Iterable[Node], sizes: Mapping[Any, Known], returned: Collect
             continue
         own, given = storages(node), [storage for operand in node.all_input_nodes for storage in storages(operand)]
         if set(own).isdisjoint(given):
-            yield from _fresh(node, own)
+            yield from _fresh(node, own, numbers)
         elif outside.isdisjoint(own):
-            yield from _view(node, own, given)
+            yield from _view(node, own, given, numbers)
+
+
+def writes_in(nodes: Iterable[Node], sizes: Mapping[Any, Known]) -> Iterator[Node]:
+    """The nodes that do nothing but write elements of their first operand, and return it."""
+    if _are_asserted(sizes):
+        return
+    for node in nodes:
+        if operator_of(node) in _WRITES and _is_of_torch(node.target) and written_operands(node) == [*node.args[:1]]:
+            (operand,) = written_operands(node)
+            value = node.meta.get("example_value")
+            if value is operand.meta.get("example_value") and _is_plain(value) and not value._is_view():
+                yield node
+
+
+def _are_asserted(sizes: Mapping[Any, Known]) -> bool:
+    return any(known.asserted or known.replacement is not None for known in sizes.values())
 
 
 def _is_of_plain_tensors(node: Node, written: set[int], sizes: Mapping[Any, Known]) -> bool:
@@ -94,17 +116,18 @@ def _is_of_plain_tensors(node: Node, written: set[int], sizes: Mapping[Any, Know
     return len(storages(node)) == len(results) and written.isdisjoint(storages(node))
 
 
-def _fresh(node: Node, own: list[int]) -> Iterator[Made]:
+def _fresh(node: Node, own: list[int], numbers: dict[Any, Any]) -> Iterator[Made]:
     """Of an operator that allocates its results."""
     results, structure = pytree.tree_flatten(node.meta["example_value"])
-    memory = tuple(value.untyped_storage().nbytes() for value in results)
+    likes = tuple(_like(value, value.storage_offset(), numbers) for value in results)
+    memory = _interned([value.untyped_storage().nbytes() for value in results], numbers)
     if len(set(own)) == len(results):
-        yield Made(node, tuple(map(_like, results)), structure, None, memory)
+        yield Made(node, likes, structure, None, memory)
     elif len(set(own)) == 1 and not any(value.requires_grad or value.dtype != results[0].dtype for value in results):
-        yield Made(node, tuple(map(_like, results)), structure, None, memory[:1])
+        yield Made(node, likes, structure, None, memory[:1])
 
 
-def _view(node: Node, own: list[int], given: list[int]) -> Iterator[Made]:
+def _view(node: Node, own: list[int], given: list[int], numbers: dict[Any, Any]) -> Iterator[Made]:
     """Of an operator that returns parts of its only operand's memory."""
     results, structure = pytree.tree_flatten(node.meta["example_value"])
     if len(node.all_input_nodes) != 1 or given != [own[0]] or len(set(own)) > 1 or operator_of(node) not in _PARTS:
@@ -115,12 +138,19 @@ def _view(node: Node, own: list[int], given: list[int]) -> Iterator[Made]:
     if not is_tensor or any(value is operand for value in results) or is_symbolic(operand.storage_offset()):
         return
     start = operand.storage_offset()
-    yield Made(node, tuple(_like(value, value.storage_offset() - start) for value in results), structure, source, ())
+    likes = tuple(_like(value, value.storage_offset() - start, numbers) for value in results)
+    yield Made(node, likes, structure, source, ())
 
 
-def _like(value: FakeTensor, offset: Any = None) -> _Like:
-    offset = value.storage_offset() if offset is None else offset
-    return _Like(tuple(value.shape), tuple(value.stride()), offset, value.dtype, value.device, value.requires_grad)
+def _like(value: FakeTensor, offset: Any, numbers: dict[Any, Any]) -> _Like:
+    sizes, strides = (_interned(each, numbers) for each in (value.shape, value.stride()))
+    (offset,) = _interned([offset], numbers)
+    return _Like(sizes, strides, offset, value.dtype, value.device, value.requires_grad)
+
+
+def _interned(found: Iterable[Any], numbers: dict[Any, Any]) -> tuple[Any, ...]:
+    """Numbers, with one object for all that have the same expression, of which a copy then has one as well."""
+    return tuple(numbers.setdefault(number.node.expr, number) if is_symbolic(number) else number for number in found)
 
 
 def _is_of_torch(target: Any) -> bool:
@@ -149,6 +179,17 @@ def _is_plain(value: Any) -> bool:
     )
 
 
+def distance(made: Made, place: Any) -> int | None:
+    """By how many elements `x[place]` begins later in its operand than the original, `x[2]`; None if not known."""
+    node = made.node
+    if made.source is None or node.target is not operator.getitem or type(node.args[1]) is not int:
+        return None
+    operand = made.source.meta["example_value"]
+    size, stride = operand.shape[0], operand.stride(0)
+    is_known = type(place) is type(size) is type(stride) is int and 0 <= node.args[1] < size and 0 <= place < size
+    return (place - node.args[1]) * stride if is_known else None
+
+
 class FreshResults:
     """symbols: those of the copy's sizes, by the original's, to which those that results bind are added."""
 
@@ -158,19 +199,22 @@ class FreshResults:
         self._numbers: dict[Any, Any] = {}  # by expression
         self._renamed: dict[int, tuple[Any, Any]] = {}  # a number and that of the copy, by the identity of the former
 
-    def of(self, made: Made, operand: Any = None) -> Any:
-        """The result of a copy of a node. operand: of a view, the fake tensor of which it is one."""
+    def of(self, made: Made, operand: Any = None, further: int = 0) -> Any:
+        """The result of a copy of a node. operand: of a view, the fake tensor of which it is one.
+
+        further: by how many elements a view begins later in its operand than the original's.
+        """
         for symbol in made.node.meta.get("unbacked_bindings") or ():
             number = self._shape_env.create_unbacked_symint()
             known = self._sizes[symbol]
             self._shape_env._constrain_range_for_size(number.node.expr, 0, known.most)
             self._symbols[symbol], self._numbers[number.node.expr] = number.node.expr, number
-        return self.like(made, operand)
+        return self.like(made, operand, further)
 
-    def like(self, made: Made, operand: Any = None) -> Any:
+    def like(self, made: Made, operand: Any = None, further: int = 0) -> Any:
         """Tensors like those of the original. Whether they have its form is for the caller to ask."""
         if made.source is not None:
-            tensors = [self._part(each, operand) for each in made.tensors]
+            tensors = [self._part(each, operand, further) for each in made.tensors]
         else:
             memory = [self._memory(size, like.dtype) for size, like in zip(made.memory, made.tensors, strict=False)]
             shared = memory * len(made.tensors) if len(memory) == 1 else memory
@@ -187,8 +231,8 @@ class FreshResults:
         sizes, strides = ([*map(self._number, each)] for each in (like.sizes, like.strides))
         return self._result(memory.as_strided(sizes, strides, self._number(like.offset)), like)
 
-    def _part(self, like: _Like, operand: Any) -> Any:
-        start = operand.storage_offset()
+    def _part(self, like: _Like, operand: Any, further: int) -> Any:
+        start = operand.storage_offset() + further
         sizes, strides = ([*map(self._number, each)] for each in (like.sizes, like.strides))
         with torch.no_grad(), in_kernel_invocation_manager(self._fake_mode):
             meta = operand.as_strided(sizes, strides, self._number(like.offset) + start)

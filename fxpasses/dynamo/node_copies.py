@@ -30,14 +30,14 @@ import torch
 from torch._dynamo import utils
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from fxpasses.dynamo.equal_guards import storage_size
-from fxpasses.dynamo.fresh_results import FreshResults, Made, is_leaf, made_in
+from fxpasses.dynamo.fresh_results import FreshResults, Made, distance, is_leaf, made_in, writes_in
 from fxpasses.dynamo.made_sizes import Known, renamed
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import expression, is_symbolic
@@ -108,7 +108,7 @@ class Original:
 
     form: what is to be the same of a copy's value. forms: of the nodes' values, and of those in bodies. sizes: the
     symbols that they have made, and what was known of them. made: how to make the values of nodes whose copies need not
-    run.
+    run. writes: the nodes that only write to their first operand.
     """
 
     nodes: Sequence[Node]
@@ -116,6 +116,7 @@ class Original:
     forms: Mapping[Node, Any]
     sizes: Mapping[Any, Known]
     made: Mapping[Node, Made]
+    writes: frozenset[Node]
 
     @staticmethod
     def of(
@@ -134,7 +135,7 @@ class Original:
             operand = found.source.meta["example_value"] if found.source is not None else None
             if form(results.like(found, operand)) == forms[found.node]:
                 made[found.node] = found
-        return Original(nodes, form, forms, sizes, made)
+        return Original(nodes, form, forms, sizes, made, frozenset(writes_in(every, sizes)))
 
 
 class Copying:
@@ -160,6 +161,8 @@ class Copying:
         self.symbols: dict[Any, Any] = {}
         self._fresh = FreshResults(self._output, original.sizes, self.symbols)
         self._made: list[Node] = []
+        self._as_original: set[Node] = set()  # whose copies are so by the way in which they were made
+        self._untracked: set[Any] = set()  # symbols that Dynamo does not know yet where to read
         self._bodies: list[str] = []
         self._had_gradients = torch.is_grad_enabled()
         self._entered: dict[Node, Any] = {}  # regions of autocast
@@ -227,10 +230,16 @@ class Copying:
             if node.target is operator.setitem:
                 utils.get_fake_value(copy, self.tx, allow_non_graph_fake=True)
             return
-        if node in self._original.made and node not in self._arguments:
-            made = self._original.made[node]
-            sources = copy.all_input_nodes if made.source is not None else []
-            value = self._fresh.of(made, *(source.meta["example_value"] for source in sources))
+        made, further = self._original.made.get(node), 0
+        if made is not None and node in self._arguments:
+            further = distance(made, copy.args[1])
+        if made is not None and further is not None:
+            operand = copy.all_input_nodes[0].meta["example_value"] if made.source is not None else None
+            value = self._fresh.of(made, operand, further)
+            self._as_original.add(node)
+        elif node in self._original.writes and self._is_as_written(node, copy):
+            value = copy.args[0].meta["example_value"]  # type: ignore[union-attr]
+            torch.autograd.graph.increment_version(value)
         elif _returns_operand(node):
             value = copy.args[0].meta["example_value"]  # type: ignore[union-attr]
         elif _is_item(node):
@@ -245,9 +254,21 @@ class Copying:
                 value = utils.get_fake_value(copy, self.tx, allow_non_graph_fake=True)
         utils.set_example_value(copy, value)
         self._learn(node, copy)
+        if self._untracked and isinstance(value, _SIZED):
+            self._track(copy, value)
+
+    def _is_as_written(self, node: Node, copy: Node) -> bool:
+        """Whether a copy's operand is already as the original's after its write, but for its elements."""
+        value = copy.args[0].meta["example_value"]  # type: ignore[union-attr]
+        is_plain = type(value) is FakeTensor and value.constant is None and not value._is_view()
+        return is_plain and self._original.form(value) == renamed(self._original.forms[node], self.symbols)
+
+    def _track(self, copy: Node, value: Any) -> None:
+        """Let Dynamo know where bodies may read sizes that a copy has made."""
         tracer = self._output.current_tracer
-        if self.symbols and isinstance(value, _SIZED) and copy.graph is tracer.graph:
-            tracer.track_produced_symints(value, tracer.proxy(copy))  # for bodies that read the size later
+        if copy.graph is tracer.graph:
+            tracer.track_produced_symints(value, tracer.proxy(copy))
+            self._untracked.difference_update(map(expression, value.shape if isinstance(value, torch.Tensor) else [value]))
 
     def _switch(self, copy: Node) -> None:
         if copy.target is torch._C._set_grad_enabled:
@@ -263,11 +284,14 @@ class Copying:
         if [*bound.values()] != [*made.values()]:
             raise Different(f"{copy.name} makes other sizes than {node.name}")
         self.symbols.update(zip(bound, made, strict=True))
+        self._untracked.update(made)
 
     def _check(self) -> None:
         if self._entered or torch.is_grad_enabled() is not self._had_gradients:
             raise Different("the copies end in another mode")
         for node, form in self._original.forms.items():
+            if node in self._as_original:
+                continue
             copy = self.copies[node]
             if self._original.form(copy.meta["example_value"]) != renamed(form, self.symbols):
                 raise Different(f"{copy.name} is not as {node.name}")

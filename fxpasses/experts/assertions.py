@@ -7,6 +7,7 @@ form, but with a smaller number, and may fail.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,10 +33,16 @@ class Sizes:
         total: Any = None,
     ) -> None:
         self._counts, self._known, self._most = frozenset(counts), dict(known or {}), most
-        self._last: dict[Any, Any] = {}
-        if total is not None and counts:
-            last, rest = counts[-1], total - sum(counts[:-1])
-            self._last = {u: value.subs(last, rest) if value.has(last) else value for u, value in self._known.items()}
+        self._ordered, self._total = tuple(counts), total
+
+    @functools.cached_property
+    def _last(self) -> dict[Any, Any]:
+        """The sizes' symbols, with the last expert's number of rows as what the others leave of the total."""
+        if self._total is None or not self._ordered:
+            return {}
+        *others, last = self._ordered
+        rest = self._total - sympy.Add(*others)
+        return {u: value.subs(last, rest) if value.has(last) else value for u, value in self._known.items()}
 
     def number(self, node: Node) -> int | None:
         """The value of a symbolic number, if it follows from the number of all experts' rows; else None."""

@@ -7,6 +7,7 @@ not matter: the compiler of the graph computes these values anew.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ def check_well_formed(gm: GraphModule, before: GraphModule) -> None:
     In each nested graph, values are used after they are computed, and names are unique; a checkpoint has an operand for
     each placeholder of its body; and no size's symbol is used before it is bound, unless it was so before the pass.
     """
-    late_before = {symbol for _, graph in _nested(before) for symbol, _ in _used_too_early(graph.graph)}
+    late_before = functools.cache(lambda: {u for _, graph in _nested(before) for u, _ in _used_too_early(graph.graph)})
     for name, nested in _nested(gm):
         place = f"the body `{name}`" if name else "the graph"
         try:
@@ -38,7 +39,7 @@ def check_well_formed(gm: GraphModule, before: GraphModule) -> None:
             if operands != placeholders:
                 raise PassError(f"it leaves `{call.name}` with {operands} operands for {placeholders} placeholders")
         for symbol, node in _used_too_early(nested.graph):
-            if symbol not in late_before:
+            if symbol not in late_before():
                 raise PassError(f"it leaves `{node.name}` in {place} with a size {symbol} that is read only later")
 
 
