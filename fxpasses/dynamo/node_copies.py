@@ -36,6 +36,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from fxpasses.base.collector import visiting_what_is_new
 from fxpasses.dynamo.equal_guards import storage_size
 from fxpasses.dynamo.fresh_results import FreshResults, Made, distance, is_leaf, made_in, writes_in
 from fxpasses.dynamo.made_sizes import Known, renamed
@@ -167,6 +168,7 @@ class Copying:
         self._had_gradients = torch.is_grad_enabled()
         self._entered: dict[Node, Any] = {}  # regions of autocast
 
+    @visiting_what_is_new()
     def copy(self, wrapped: Collection[Node]) -> dict[Node, Any]:
         """Copy the nodes; returns Dynamo's variables for the copies of those in `wrapped`.
 
@@ -230,9 +232,8 @@ class Copying:
             if node.target is operator.setitem:
                 utils.get_fake_value(copy, self.tx, allow_non_graph_fake=True)
             return
-        made, further = self._original.made.get(node), 0
-        if made is not None and node in self._arguments:
-            further = distance(made, copy.args[1])
+        made = self._original.made.get(node)
+        further = distance(made, copy.args[1]) if made is not None and node in self._arguments else 0
         if made is not None and further is not None:
             operand = copy.all_input_nodes[0].meta["example_value"] if made.source is not None else None
             value = self._fresh.of(made, operand, further)
@@ -268,7 +269,9 @@ class Copying:
         tracer = self._output.current_tracer
         if copy.graph is tracer.graph:
             tracer.track_produced_symints(value, tracer.proxy(copy))
-            self._untracked.difference_update(map(expression, value.shape if isinstance(value, torch.Tensor) else [value]))
+            self._untracked.difference_update(
+                map(expression, value.shape if isinstance(value, torch.Tensor) else [value])
+            )
 
     def _switch(self, copy: Node) -> None:
         if copy.target is torch._C._set_grad_enabled:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpasses.base import overrides
+from fxpasses.base.collector import visiting_what_is_new
 from fxpasses.base.containment import contained, error_text, is_unsaid, say
 from fxpasses.base.once import warn_once
 from fxpasses.errors import PassError
@@ -128,6 +129,7 @@ def run_passes(
     return run_further(passes, Result(original, list(example_inputs)), options, after_pass)
 
 
+@visiting_what_is_new()
 def run_further(
     passes: Sequence[Pass],
     result: Result,

@@ -40,6 +40,18 @@ def test_old_objects_are_set_apart_and_new_ones_collected() -> None:
     assert old() is None
 
 
+def test_a_part_of_compiling_sets_apart_what_is_there_at_its_beginning() -> None:
+    with visiting_what_is_new():
+        made = weakref.ref(Node())
+        with visiting_what_is_new():
+            gc.collect()
+            assert made() is not None
+        gc.collect()
+        assert made() is not None
+    gc.collect()
+    assert made() is None
+
+
 def test_the_last_of_several_threads_ends_it() -> None:
     entered, leave = threading.Event(), threading.Event()
 

@@ -54,7 +54,9 @@ def _plain_queries(graph: Graph, shape_env: Any) -> Iterator[tuple[Node, Any]]:
     """The queries of whose sizes only the operators' own ranges are known, with the symbols that they bind."""
     numbers = [value for node in graph.nodes if is_symbolic(value := node.meta.get("example_value"))]
     used = {found for number in numbers for found in free_symbols(number)}
-    used |= {found for each in shape_env.deferred_runtime_asserts.values() for at in each for found in at.expr.free_symbols}
+    used |= {
+        found for each in shape_env.deferred_runtime_asserts.values() for at in each for found in at.expr.free_symbols
+    }
     for node in graph.nodes:
         bindings = node.meta.get("unbacked_bindings")
         if not bindings or (most := _most(node)) is None:
