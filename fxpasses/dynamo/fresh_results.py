@@ -96,8 +96,8 @@ def writes_in(nodes: Iterable[Node], sizes: Mapping[Any, Known]) -> Iterator[Nod
         if operator_of(node) in _WRITES and _is_of_torch(node.target) and written_operands(node) == [*node.args[:1]]:
             (operand,) = written_operands(node)
             value = node.meta.get("example_value")
-            is_operand = isinstance(value, FakeTensor) and value is operand.meta.get("example_value")
-            if is_operand and _is_plain(value) and not value._is_view():
+            is_operand = value is operand.meta.get("example_value")
+            if isinstance(value, FakeTensor) and is_operand and _is_plain(value) and not value._is_view():
                 yield node
 
 
