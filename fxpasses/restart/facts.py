@@ -72,20 +72,31 @@ class Names:
         self.read = read
         self.digest: Callable[[type], str] = functools.cache(class_digest)
         self._numbers: dict[int, int] = {}
+        self._named = 0
 
     def kind(self, value: Any) -> Any:
-        return type_name(type(value)), self.digest(type(value))
+        return *self._type(type(value)), self.digest(type(value))
+
+    def _type(self, kind: type) -> tuple[str, int]:
+        """Several types may have one name: the number tells which guards are about one."""
+        return type_name(kind), self._number(kind) if kind.__flags__ & OF_PYTHON else 0
+
+    def _number(self, value: Any) -> int:
+        return self._numbers.setdefault(id(value), len(self._numbers))
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
-        """Raises `CannotPickle` for an object that has no name."""
+        """Raises `CannotPickle` for an object that has no name, or holds very many others."""
+        self._named += 1
+        if self._named > _MOST_NAMED:
+            raise CannotPickle(f"its guards compare more than {_MOST_NAMED} objects by identity")
         if isinstance(value, (*_CONSTANTS, *_NAMED_BY_TEXT)):
             return constant(value)
         if value is Ellipsis or value is NotImplemented:  # an object of the program may have an `__eq__` of its own
             return "constant", repr(value)
         if isinstance(value, torch.nn.Module):
-            return "module", type_name(type(value)), self._numbers.setdefault(id(value), len(self._numbers))
+            return "module", type_name(type(value)), self._number(value)
         if isinstance(value, type):
-            return "type", type_name(value)
+            return "type", *self._type(value)
         if isinstance(value, types.ModuleType):
             return "file", value.__name__
         if isinstance(value, types.CodeType):
@@ -156,7 +167,9 @@ def shared_objects(about: Iterable[tuple[str, Any]]) -> list[list[str]]:
     """
     found: dict[int, dict[str, None]] = {}
     for name, value in about:
-        if not isinstance(value, (*_CONSTANTS, *_NAMED_BY_TEXT, tuple, torch.Tensor, torch.nn.Module)):
+        if type(value) is not tuple and not isinstance(
+            value, (*_CONSTANTS, *_NAMED_BY_TEXT, torch.Tensor, torch.nn.Module)
+        ):
             found.setdefault(id(value), {})[name] = None
     return [[*names] for names in found.values() if len(names) > 1]
 
@@ -177,7 +190,15 @@ _OF_C = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
     types.MethodWrapperType, types.GetSetDescriptorType,
 )  # fmt: skip
+_MOST_NAMED = 50_000  # objects in the guards of a frame
 _DEEPEST = 4
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is hashed and compared by what it is, in each process."""
+    if type(value) in (tuple, frozenset):
+        return all(map(is_constant, value))
+    return isinstance(value, _NAMED_BY_TEXT) or type(value) in _CONSTANTS
 
 
 def constant(value: Any) -> Any:
@@ -277,7 +298,7 @@ def _type(value: Any, named: Mapping[str, Any], names: Names) -> Any:
 
 
 def _constant(value: Any, named: Mapping[str, Any], names: Names) -> Any:
-    return names(value) if isinstance(value, (types.CodeType, set, frozenset)) else constant(value)
+    return names(value) if isinstance(value, (types.CodeType, set, frozenset, type)) else constant(value)
 
 
 def _identity(value: Any, named: Mapping[str, Any], names: Names) -> Any:

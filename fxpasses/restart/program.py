@@ -99,12 +99,12 @@ def classes(values: Iterable[Any], digest: Callable[[type], str]) -> dict[str, s
 
 def _registered(kind: type) -> str:
     """The classes that count as subclasses of an abstract one, because the program has said so."""
-    if not isinstance(kind, abc.ABCMeta) or _is_versioned(kind.__module__):
+    if not isinstance(kind, abc.ABCMeta):
         return ""
-    if "__subclasshook__" in vars(kind):
+    if "__subclasshook__" in vars(kind) and not is_versioned(kind.__module__):
         raise CannotPickle(f"{kind.__name__} decides by code which classes are its subclasses")
     registry = (reference() for reference in _abc._get_dump(kind)[0])
-    return repr(sorted(type_name(other) for other in registry if other is not None))
+    return repr(sorted(type_name(each) for each in registry if each is not None and not is_versioned(each.__module__)))
 
 
 def operators(graphs: Iterable[GraphModule]) -> dict[str, str]:
@@ -152,7 +152,7 @@ def environment(codes: Iterable[types.CodeType], values: Iterable[tuple[str, Any
     found, reads = dict[str, str | None](), False
     for code in codes:
         reads |= code in _OF_ENVIRONMENT
-        if not (_is_versioned_file(code.co_filename) or _READ.isdisjoint(code.co_names)):
+        if not (is_versioned_file(code.co_filename) or _READ.isdisjoint(code.co_names)):
             found.update((name, os.environ.get(name)) for name in _variables(code))
     if reads and not found:
         raise CannotPickle("it reads variables of the environment whose names are not written where it does")
@@ -205,7 +205,7 @@ def sources(codes: Iterable[types.CodeType], objects: Iterable[Any]) -> dict[str
     of_file = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
     names, generated = set[str](), set[types.CodeType]()
     for code in codes:
-        if _is_versioned_file(code.co_filename):
+        if is_versioned_file(code.co_filename):
             continue
         if code.co_filename in of_file:
             names.add(of_file[code.co_filename])
@@ -227,7 +227,7 @@ def _methods(names: Iterable[str]) -> Iterator[types.CodeType]:
                 yield from (method.__code__ for method in vars(kind).values() if isinstance(method, types.FunctionType))
 
 
-def _is_versioned_file(name: str) -> bool:
+def is_versioned_file(name: str) -> bool:
     if name.startswith("<frozen "):  # a module of Python's own
         return True
     return name.startswith((_TORCH, _PACKAGE, _STANDARD)) and not name.startswith(_OTHER_PACKAGES)
@@ -247,7 +247,7 @@ def _reachable(names: set[str]) -> set[str]:
         if name in seen:
             continue
         seen.add(name)
-        if _is_versioned(name):
+        if is_versioned(name):
             continue
         found.add(name)
         module = sys.modules.get(name)
@@ -267,12 +267,12 @@ def _is_function(value: Any) -> bool:
     return isinstance(value, (types.FunctionType, types.MethodType))
 
 
-def _is_versioned(name: str) -> bool:
+def is_versioned(name: str) -> bool:
     """Whether a module is Python's, PyTorch's or this package's, which all have a version in the file."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or not os.path.isabs(file):  # `torch.ops` has such a file
         return name not in sys.modules or name.partition(".")[0] in ("torch", *sys.stdlib_module_names)
-    return file.startswith(_NUMPY) or _is_versioned_file(file)
+    return file.startswith(_NUMPY) or is_versioned_file(file)
 
 
 _NUMPY = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "numpy", "")

@@ -24,7 +24,7 @@ from fxpasses.loss.lazy_outputs import LeftOut, SavedLeftOut
 from fxpasses.options import Options
 from fxpasses.passes.pipeline import Result
 from fxpasses.report import Report
-from fxpasses.restart import pickling, program, set_orders
+from fxpasses.restart import hashes, pickling, program
 from fxpasses.restart.dynamo_state import (
     STATE,
     autograd_modes,
@@ -36,9 +36,9 @@ from fxpasses.restart.dynamo_state import (
     tracked_fakes,
 )
 from fxpasses.restart.facts import Names, digest_of, fact_of, installing, is_found_by_name, shared_objects
+from fxpasses.restart.hashes import Hashes
 from fxpasses.restart.pickling import CannotPickle
-from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace
-from fxpasses.restart.set_orders import SetOrders
+from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace, digest_of_body
 from fxpasses.rows.choice import RowCounts
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Recording:
         self.reports: Sequence[Report] = ()
         self.asserted: frozenset[str] = frozenset()
         self.is_given = False
-        self.set_orders = SetOrders()
+        self.hashes = Hashes()
 
     def note(
         self,
@@ -142,7 +142,7 @@ def recording() -> Iterator[Recording]:
     found = Recording()
     token = _current.set(found)
     try:
-        with set_orders.noticing() as found.set_orders:
+        with hashes.noticing() as found.hashes:
             yield found
     finally:
         _current.reset(token)
@@ -174,8 +174,8 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
     kept = [(check.holds, check.feature, sources, text) for check, sources, text in checks if check.restart == "kept"]
     guards = [guard for guard in output.guards if arguments_of(guard) is None]
     inputs = [getattr(node, "_dynamo_source", None) for node in found.captured.graph.find_nodes(op="placeholder")]
-    if found.set_orders.of_objects:
-        raise CannotPickle("it reads the order of a set of objects, which each process has another")
+    if found.hashes.refusal:
+        raise CannotPickle(found.hashes.refusal)
     if share_memory(map(read, filter(None, inputs))):
         raise CannotPickle("some of its inputs share memory")
     names = Names(read)
@@ -185,15 +185,29 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
     values = [*(value for _, value in about), *_all(modules)]
     codes = [frame["code"], *output.traced_code]
     code = digest_of(frame["code"])
+    body = pickling.dumps(
+        Body(
+            graphs=found.graphs,
+            reports=found.reports,
+            asserted=found.asserted,
+            name=name,
+            bytecode=bytecode,
+            state={field: getattr(output, field) for field in STATE},
+            tracked=tracked_fakes(output),
+            checks=kept,
+            sizes=automatic_dynamic(frame["code"]),
+        )
+    )
     head = Head(
         code=code,
+        body=digest_of_body(body),
         options=found.options,
         settings=program.settings(),
         sources=program.sources(codes, [each if isinstance(each, _OF_SOURCE) else type(each) for each in values]),
         classes=program.classes(values, names.digest),
         operators=program.operators([found.captured]),
         environment=program.environment(codes, about),
-        sets=program.order_of_sets() if found.set_orders.are_read else "",
+        sets=program.order_of_sets() if found.hashes.of_texts else "",
         modules=program.modules_digest(modules, names.digest),
         is_given=found.is_given,
         one_graph=bool(frame["one_graph"]),
@@ -204,18 +218,7 @@ def _pickled(found: Recording, frame: Mapping[str, Any], output: Any, bytecode: 
         facts=facts,
         shared=shared_objects(about),
     )
-    body = Body(
-        graphs=found.graphs,
-        reports=found.reports,
-        asserted=found.asserted,
-        name=name,
-        bytecode=bytecode,
-        state={field: getattr(output, field) for field in STATE},
-        tracked=tracked_fakes(output),
-        checks=kept,
-        sizes=automatic_dynamic(frame["code"]),
-    )
-    return SavedTrace(code, pickling.dumps(head), pickling.dumps(body))
+    return SavedTrace(code, pickling.dumps(head), body)
 
 
 _OF_SOURCE = (types.FunctionType, types.MethodType, types.ModuleType, type)

@@ -53,7 +53,7 @@ from fxpasses.restart.dynamo_state import (
 )
 from fxpasses.restart.facts import Names, digest_of, fact_of, shared_objects
 from fxpasses.restart.pickling import CannotPickle
-from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace
+from fxpasses.restart.saved_trace import Body, Graphs, Head, SavedTrace, digest_of_body
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +185,9 @@ def _guards(head: Head, frame: Mapping[str, Any]) -> list[Any]:
         except (AttributeError, CannotPickle, IndexError, KeyError, TypeError) as error:
             raise Differs(f"{guard.originating_source.name} is not there") from error
         if now != fact:
-            raise Differs(f"{guard.create_fn_name()} {guard.originating_source.name}: {fact}, and now {now}")
+            raise Differs(
+                f"{guard.create_fn_name()} {guard.originating_source.name}: {fact!s:.200}, and now {now!s:.200}"
+            )
     about = guarded(guards, read)
     if head.shared != shared_objects(about):
         raise OtherProgram("which of its objects are one")
@@ -203,6 +205,8 @@ def _made(trace: SavedTrace, frame: Mapping[str, Any]) -> Any:
     """What takes the place of tracing a frame. Raises `Differs`, or what fails."""
     head: Head = pickle.loads(trace.head)
     guards = _guards(head, frame)
+    if digest_of_body(trace.body) != head.body:
+        raise OtherProgram("the file: a part of another trace is in its place")
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     body: Body = pickling.loads(trace.body, fake_mode)
     try:

@@ -6,6 +6,7 @@ is the frame's; the `Body` has the graphs, and is loaded once it is known to be.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
@@ -23,15 +24,17 @@ from fxpasses.rows.choice import RowCounts
 
 @dataclass(frozen=True)
 class Head:
-    """code: a digest of the frame's. options: of the backend. settings, sources, classes, operators, environment,
-    modules: see `restart/program.py`. sets: the order of sets, if it may count. is_given: whether the frame is the one
-    passed to `torch.compile`. one_graph: whether it may not break. modes: of autograd. imports, objects: the global
-    names that Dynamo has made for its code and guards: modules' names, which stay, and others, which another process
-    may have for something else: a class, a function, a module, or None for the dictionary of builtins. guards: of
-    Dynamo, each as its source and the function that installs it. facts: what each states. shared: see `shared_objects`.
+    """code: a digest of the frame's. body: of the body that belongs to it. options: of the backend. settings,
+    sources, classes, operators, environment, modules: see `restart/program.py`. sets: the order of sets, if it may
+    count. is_given: whether the frame is the one passed to `torch.compile`. one_graph: whether it may not break.
+    modes: of autograd. imports, objects: the global names that Dynamo has made for its code and guards: modules'
+    names, which stay, and others, which another process may have for something else: a class, a function, a module,
+    or None for the dictionary of builtins. guards: of Dynamo, each as its source and the function that installs it.
+    facts: what each states. shared: see `shared_objects`.
     """
 
     code: str
+    body: str
     options: Options
     settings: Mapping[str, str]
     sources: Mapping[str, str]
@@ -84,6 +87,10 @@ class Body:
     tracked: Sequence[Any]
     checks: Sequence[tuple[Any, Feature, Sequence[str], str]]
     sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def digest_of_body(pickled: bytes) -> str:
+    return hashlib.sha256(pickled).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ unless its objects are related in another way."""
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import functools
 import inspect
@@ -11,7 +12,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -173,6 +174,128 @@ def test_the_order_of_objects_in_a_set_is_the_processes() -> None:
     results(compiled(in_order), (X,))
     assert not recording.saved()
     assert "the order of a set of objects" in next(iter(recording.refusals().values()))
+
+
+def part_of(kind: type) -> Any:
+    class Part(kind):
+        factor = kind.factor * 2
+
+    return Part
+
+
+class One:
+    factor = 1.0
+
+
+LOCAL = part_of(One), part_of(One)  # of one name, and of the same content
+
+
+class OfClasses(nn.Module):
+    """Asks which of two objects is of a class."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.parts, self.kind = [kind() for kind in LOCAL], LOCAL[place]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2.0 if isinstance(self.parts[0], self.kind) else 3.0)
+
+
+class Named(NamedTuple):
+    factor: float
+
+
+class OfTuples(nn.Module):
+    def __init__(self, are_one: bool) -> None:
+        super().__init__()
+        self.part = Named(2.0)
+        self.other = self.part if are_one else Named(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.part.factor if self.part is self.other else 3.0 * self.other.factor)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [(OfClasses(0), OfClasses(1)), (OfTuples(False), OfTuples(True)), (OfTuples(True), OfTuples(False))],
+)
+def test_what_is_one_in_another_process(saved: nn.Module, now: nn.Module) -> None:
+    traces = traces_of(saved, [(X,)])
+    assert traced_from(traces, saved, [(X,)]) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert traced_from(traces, now, [(X,)]) == ["forward"]
+
+
+def by_function(x: Tensor) -> Tensor:
+    return x * (2.0 if F.relu in FUNCTIONS else 3.0)
+
+
+def by_key(x: Tensor) -> Tensor:
+    return x * {F.relu: 2.0, F.gelu: 3.0}.get(F.gelu, 1.0)
+
+
+def by_identity(x: Tensor) -> Tensor:
+    return x * float(id(LOCAL[0]) % 7 + 1)
+
+
+def by_hash(x: Tensor) -> Tensor:
+    return x * float(hash(LOCAL[0]) % 7 + 1)
+
+
+@pytest.mark.parametrize(
+    ("asks", "why"),
+    [
+        (by_function, "looks for an object"),
+        (by_identity, "the identity of an object"),
+        (by_hash, "the hash of an object"),
+    ],
+)
+def test_what_each_process_answers_in_its_own_way(asks: Any, why: str) -> None:
+    forget()
+    recording.start()
+    results(compiled(asks, strict=False), (X,))
+    assert not recording.saved()
+    assert why in next(iter(recording.refusals().values()))
+
+
+def by_hash_of_text(x: Tensor) -> Tensor:
+    return x * float(hash("abc") % 7 + 1)
+
+
+def test_the_hash_of_a_text_is_that_of_processes_with_one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = traces_of(by_hash_of_text, [(X,)])
+    assert traced_from(traces, by_hash_of_text, [(X,)]) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monkeypatch.setattr(program, "order_of_sets", lambda: "another")
+        assert traced_from(traces, by_hash_of_text, [(X,)]) == ["by_hash_of_text"]
+
+
+def test_parts_of_two_traces_are_no_trace() -> None:
+    scale = [2.0]
+
+    def scaled_by(x: Tensor) -> Tensor:
+        return x * scale[0]
+
+    one = traces_of(scaled_by, [(X,)])
+    scale[0] = 3.0
+    other = traces_of(scaled_by, [(X,)])
+    mixed = [dataclasses.replace(one[0], body=other[0].body), dataclasses.replace(other[0], body=one[0].body)]
+    with pytest.warns(UserWarning, match="a part of another trace"):
+        assert traced_from(mixed, scaled_by, [(X,)]) == ["scaled_by"]
+
+
+def test_very_many_objects_have_no_name() -> None:
+    shared = [[[[0] * 40] * 40] * 40] * 40
+    with pytest.raises(CannotPickle, match="more than 50000 objects"):
+        named(shared)
+
+
+def test_what_counts_as_a_subclass_of_a_class_of_python() -> None:
+    before = program._registered(collections.abc.Reversible)
+    collections.abc.Reversible.register(Settings)
+    assert program._registered(collections.abc.Reversible) != before
 
 
 NAMES = ["a", "bb"]
