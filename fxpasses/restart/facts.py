@@ -174,14 +174,14 @@ def shared_objects(about: Iterable[tuple[str, Any]]) -> list[list[str]]:
     return [[*names] for names in found.values() if len(names) > 1]
 
 
-def is_found_by_name(function: Any) -> bool:
-    """Whether a function is what its module calls by its name, so that the module's code says what it is."""
-    if not isinstance(function, types.FunctionType):
+def is_found_by_name(value: Any) -> bool:
+    """Whether a function or a type is what its module calls by its name, so that the module's code says what it is."""
+    if not isinstance(value, (types.FunctionType, type)):
         return False
-    found: Any = sys.modules.get(function.__module__)
-    for name in function.__qualname__.split("."):
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
-    return found is function
+    return found is value
 
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))

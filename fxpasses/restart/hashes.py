@@ -23,7 +23,7 @@ from typing import Any
 
 from fxpasses.base.patching import Patch
 from fxpasses.restart.dynamo_state import set_variable
-from fxpasses.restart.facts import is_constant
+from fxpasses.restart.facts import is_constant, is_found_by_name
 from fxpasses.restart.program import is_versioned, is_versioned_file
 
 
@@ -60,10 +60,14 @@ class Hashes:
 def _is_constant(element: Any) -> bool:
     """element: Dynamo's variable of an element, or what wraps it."""
     variable = getattr(element, "vt", element)
+    if type(variable).__name__ == _NUMBER_OF_OBJECT:
+        return True
     if not variable.is_python_constant():
         return False
     value = variable.as_python_constant()
-    return is_constant(value) or (isinstance(value, type) and is_versioned(value.__module__))
+    return is_constant(value) or (
+        isinstance(value, type) and (is_versioned(value.__module__) or is_found_by_name(value))
+    )
 
 
 @contextmanager
@@ -80,6 +84,7 @@ def noticing() -> Iterator[Hashes]:
 
 _current: ContextVar[Hashes | None] = ContextVar("hashes", default=None)
 _ORDERED = ("OrderedSetVariable", "DictKeySetVariable")  # the same order in each process
+_NUMBER_OF_OBJECT = "FakeIdVariable"  # that of an object that the trace has made, which can only be a key
 _LISTS = ("ListVariable", "TupleVariable")
 
 
@@ -127,7 +132,7 @@ def _identifying(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, tx: Any, *args: Any) -> Any:
         result, current = method(self, tx, *args), _current.get()
-        is_key = type(result).__name__ == "FakeIdVariable" or is_versioned_file(tx.f_code.co_filename)
+        is_key = type(result).__name__ == _NUMBER_OF_OBJECT or is_versioned_file(tx.f_code.co_filename)
         if current is not None and not is_key:  # PyTorch's own code computes nothing with it
             current.refusal = "it reads the identity of an object as a number"
         return result

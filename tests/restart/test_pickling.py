@@ -96,7 +96,8 @@ print(pickling.loads(data, FakeTensorMode()))
     own = [name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fxpasses::")]
     packets = [getattr(torch.ops.fxpasses, name.partition(".")[0]) for name in own]
     data = pickle.dumps(pickling.dumps(packets))
-    found = subprocess.run([sys.executable, "-c", script], input=data, stdout=subprocess.PIPE, check=True)
+    found = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True)
+    assert found.returncode == 0, found.stderr.decode()
     assert found.stdout.decode().strip() == str(packets) and len(packets) > 10
 
 
