@@ -16,7 +16,7 @@ MAY_NAME = {
         "collectives/ddp_buckets.py", "compiler/lowering.py", "compiler/lowering_backward.py",
         "compiler/lowering_by_operator.py", "inspect/cli/doctor.py", "inspect/dynamo_history.py",
         "inspect/minimise.py", "integrations/inductor_hooks.py", "loss/lazy_tensor.py", "loss/row_program.py",
-        "restart/dynamo_state.py", "restart/program.py", "restart/restoring.py",
+        "restart/dynamo_state.py", "restart/hashes.py", "restart/program.py", "restart/restoring.py",
     },
     "_guards": {
         "attention/runtime/operators.py", "collectives/ddp_buckets.py", "collectives/eager_sequences.py",

@@ -318,14 +318,19 @@ def _operator(pickler: _Pickler, op: Any) -> Any:
 
 
 def _defining_module(namespace: str, name: str) -> str | None:
-    """The module of this package that defines an operator of its own, by a function of the operator's name."""
+    """The module of this package that defines an operator of its own, as a `custom_op` or by a function of its name."""
     if namespace != "fxpasses":
         return None
+    functions = None
     for place, module in list(sys.modules.items()):
-        found = vars(module).get(name) if place.startswith("fxpasses.") else None
-        if getattr(getattr(found, "_init_fn", found), "__module__", None) == place:
+        found: Any = vars(module).get(name) if place.startswith("fxpasses.") else None
+        if getattr(found, "_qualname", None) == f"{namespace}::{name}" and found._init_fn.__module__ == place:
             return place
-    raise CannotPickle(f"no module has the operator fxpasses::{name}")
+        if getattr(found, "__module__", None) == place and place.endswith(".operators"):
+            functions = place
+    if functions is None:
+        raise CannotPickle(f"no module has the operator fxpasses::{name}")
+    return functions
 
 
 def _loaded_operator(namespace: str, name: str, overload: str | None, module: str | None) -> Any:

@@ -91,7 +91,8 @@ data = pickle.load(sys.stdin.buffer)
 assert not any(name.startswith("fxpasses.sequences.operators") for name in sys.modules)
 print(pickling.loads(data, FakeTensorMode()))
 """
-    for name in ("attention.runtime.operators", "loss.operators", "sequences.one_by_one", "sequences.operators"):
+    modules = "attention.runtime.operators", "loss.operators", "offload.runtime.operators", "sequences.one_by_one"
+    for name in (*modules, "offload.runtime.chain", "sequences.operators"):
         importlib.import_module(f"fxpasses.{name}")
     own = [name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fxpasses::")]
     packets = [getattr(torch.ops.fxpasses, name.partition(".")[0]) for name in own]
