@@ -93,7 +93,7 @@ def _observed() -> Iterator[_Clock]:
     with contextlib.ExitStack() as stack:
         for name, also in (("log_event_start", clock.begin), ("log_event_end", clock.end)):
             stack.enter_context(patch.object(logger, name, beside(getattr(logger, name), also)))
-        if "fxpasses" in sys.modules:
+        if "fxpasses.compiler.backend" in sys.modules:
             backend = importlib.import_module("fxpasses.compiler.backend")
             for name, phase in (("run_further", PASSES), ("_recompiled", AOT)):
                 stack.enter_context(patch.object(backend, name, _as_phase(clock, phase, getattr(backend, name))))

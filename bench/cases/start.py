@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import sys
@@ -12,7 +13,18 @@ from typing import Any
 
 from bench.case import Case, Parameters, Program, scale
 from bench.cases.compile_time import BY_LAYER, by_layer
-from bench.cases.compilers import EAGER, OURS, STOCK, Compiler, contender, eager, inductor, ours
+from bench.cases.compilers import (
+    EAGER,
+    OURS,
+    STOCK,
+    STOCK_FLAGS,
+    Compiler,
+    contender,
+    eager,
+    inductor,
+    inductor_with_flags,
+    ours,
+)  # fmt: skip
 from bench.first_call import AOT, CXX, DYNAMO, INDUCTOR, PASSES, STEP
 
 EAGER_START, FROM_FILE = "fastpack, eager start", "fastpack, a file"
@@ -108,6 +120,8 @@ def _program(parameters: Parameters, device: str) -> tuple[Any, list[dict[str, A
 
     from bench.cases.decoders import new_decoder, packed_batches
 
+    if parameters["model"] == "demo":
+        return _demo(parameters, device)
     if parameters["model"] != "bert":
         experts = parameters["experts"]
         more = {"experts_implementation": "eager", "num_experts": experts} if experts else {}
@@ -128,6 +142,25 @@ def _program(parameters: Parameters, device: str) -> tuple[Any, list[dict[str, A
     return BertForSequenceClassification(config).to(device).train(), batches
 
 
+def _demo(parameters: Parameters, device: str) -> tuple[Any, list[dict[str, Any]]]:
+    """What `make demo` trains: each layer asks for the lengths of the batch, and is checkpointed."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import packed_training
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("packed", packed_training.packed_attention)
+
+    given = argparse.Namespace(
+        layers=parameters["layers"], tokens=parameters["tokens"], steps=4, seed=0, device=device,
+        attention="mask", padded=False,
+    )  # fmt: skip
+    return packed_training.new_model(given), packed_training.packed_batches(given)
+
+
+def _without_flags(parameters: Parameters, device: str) -> str:
+    return "" if parameters["model"] == "demo" else "the same graph as without flags"
+
+
 def _until_compiled(step: Any) -> None:
     """Run steps while a process compiles their graph (`fastpack.start`)."""
     module: Any = sys.modules.get("fxpasses.compiler.eager_start")  # in contenders of ours alone
@@ -145,6 +178,7 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     found += [{"model": "qwen3", "layers": 28, **rest}, {"model": "bert", "layers": 4, **rest}]
     found += [{"model": "qwen3_moe", "layers": 4, **rest, "experts": experts} for experts in (8, 128)]
     found += [{"model": "llama", "layers": n, **rest, "width": "1024"} for n in (4, 28)]
+    found.append({"model": "demo", "layers": 8, **rest})
     return [*found, {"model": "llama", "layers": 28, **rest, "ranks": 2}]
 
 
@@ -182,6 +216,7 @@ CASE = Case(
     contenders=[
         contender(EAGER, build, eager),
         contender(STOCK, build, inductor),
+        contender(STOCK_FLAGS, build, inductor_with_flags, unavailable=_without_flags),
         contender(BY_LAYER, build, by_layer),
         ours(OURS, build),
         ours(EAGER_START, build, start="eager"),
