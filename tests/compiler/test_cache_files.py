@@ -16,7 +16,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 import fxpasses
-from fxpasses.compiler import cache_files
+from fxpasses.compiler import cache_files, kernel_libraries
 
 
 @pytest.fixture
@@ -179,7 +179,9 @@ def test_a_process_with_an_empty_cache_compiles_nothing_but_other_programs(tmp_p
 
     assert run("first", "16")[0] == ["2 0"]
     with zipfile.ZipFile(path) as file:
-        kept = {name.removeprefix("libraries/") for name in file.namelist() if name.startswith("libraries/")}
+        names = {name.removeprefix("libraries/") for name in file.namelist() if name.startswith("libraries/")}
+    kept = {name for name in names if name.endswith(".so")}
+    assert all(name.startswith(kernel_libraries.FOLDER) for name in names - kept) and names > kept
     found, libraries = run("second", "16", "24")
     assert found == ["0 1", "2 1"]
     made = 2  # of the other program, one for forward and one for backward
