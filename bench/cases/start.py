@@ -175,9 +175,10 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     if quick:
         return [{"model": "llama", "layers": 2, **rest}]
     found = [{"model": "llama", "layers": n, **rest} for n in (4, 28, 40)]
-    found += [{"model": "qwen3", "layers": 28, **rest}, {"model": "bert", "layers": 4, **rest}]
+    found += [{"model": "qwen3", "layers": n, **rest} for n in (4, 28, 40)]
+    found.append({"model": "bert", "layers": 4, **rest})
     found += [{"model": "qwen3_moe", "layers": 4, **rest, "experts": experts} for experts in (8, 128)]
-    found += [{"model": "llama", "layers": n, **rest, "width": "1024"} for n in (4, 28)]
+    found += [{"model": model, "layers": n, **rest, "width": "1024"} for model in ("llama", "qwen3") for n in (4, 28)]
     found.append({"model": "demo", "layers": 8, **rest})
     return [*found, {"model": "llama", "layers": 28, **rest, "ranks": 2}]
 
