@@ -6,8 +6,8 @@ share libraries. Beside Inductor's cache a note for each kernel names the librar
     fxpasses_kernels/3f/3f09...  ->  "k5/ck5v...main.so 2"      the function at position 2
 
 So a process may load the kernels in another order than they were compiled in, or only some of them, and a kernel of
-which there is a note costs no call of the compiler. The key of a note has what Inductor's keys have: the source and
-the compiler's command, and the version of PyTorch, whose headers it includes.
+which there is a note costs no call of the compiler. The key of a note has what Inductor's keys have: the source,
+bindings included, and the compiler's command, and the version of PyTorch, whose headers it includes.
 
 Private names, checked on torch 2.11, 2.13 and 2.15: of `CppPythonBindingsCodeCache` the attributes that its subclasses
 override, `_load_library`, and, in its template, `parse_arg` and how Python calls a kernel; `cache_dir`, `CppBuilder`,
@@ -180,7 +180,7 @@ def notes() -> list[Path]:
 
 
 def _command() -> str:
-    """How kernels are compiled, as Inductor puts it into its keys."""
+    """How kernels are compiled, as Inductor puts it into its keys, and bound to Python."""
     from torch._inductor import config
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
@@ -194,7 +194,8 @@ def _command() -> str:
         "vec_isa": pick_vec_isa(),
     }
     line = CppBuilder(name="o", sources="i", BuildOption=CppTorchDeviceOptions(**given)).get_command_line()
-    return "\n".join([line, torch.__version__, str(torch.version.git_version), torch.__file__])
+    bindings = _BINDING + _METHOD + _LISTED
+    return "\n".join([line, bindings, torch.__version__, str(torch.version.git_version), torch.__file__])
 
 
 # The source of a library
