@@ -173,7 +173,8 @@ def _guarded(run: Compiled, step: Step, gm: GraphModule, fits: _StillFits) -> Co
 
     @functools.wraps(run)
     def running(*inputs: Any) -> Any:
-        fits.begin()
+        with contained("measuring the memory of a step", "Its plan stays as it is."):
+            fits.begin()
         return run(*inputs)
 
     return running

@@ -180,6 +180,22 @@ def test_a_step_that_took_more_than_predicted_is_planned_anew_once(
     assert [each.figures["peak_bytes_measured"] for each in reports] == [round(1.2 * most), 2 * most]
 
 
+def test_a_step_that_cannot_be_measured_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: Any) -> int:
+        raise OSError("on purpose")
+
+    expected, most = added(Model, PLENTY)
+    torch._dynamo.reset()
+    model, x = Model(), batch()
+    program = compiled(model, "aot_eager", memory=round(1.02 * most), strict=False)
+    monkeypatch.setattr(limits, "highest", fail)
+    with pytest.warns(UserWarning, match="measuring the memory of a step failed .*on purpose") as warned:
+        found = [step(program, model, x) for _ in range(3)]
+    assert len([each for each in warned if "on purpose" in str(each.message)]) == 1
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=0, atol=0)
+
+
 def test_a_larger_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     """Before it runs, and with room for one that is larger still."""
     _, most = added(Model, PLENTY)
