@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,13 +44,6 @@ REFUSED = {
 }
 WITHOUT_CACHE = ("causal/jamba",)  # its own fails in eager mode
 TOLERANCE = 2e-6  # of a mixture's or a state-space model's sums, as where the frame is traced
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(capture_flags: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recording, "_is_on", False)
-    yield
-    forget()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import itertools
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpasses.base import once
 from fxpasses.dynamo.equal_guards import Reader
 from fxpasses.restart import program, recording
 from fxpasses.restart.facts import Names
@@ -29,14 +28,6 @@ from tests.support import compiled, results
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="traces are kept from torch 2.13 on")
 X = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(capture_flags: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recording, "_is_on", False)
-    monkeypatch.setattr(once, "_given", set())
-    yield
-    forget()
 
 
 class Settings:

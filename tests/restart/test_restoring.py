@@ -9,7 +9,7 @@ import importlib
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
-from fxpasses.base import once
 from fxpasses.compiler import backend
 from fxpasses.experts.runtime import grouped_linear
 from fxpasses.metadata.runtime.prologue import live_prologues
@@ -37,14 +36,6 @@ from tests.support import compiled, results
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="traces are kept from torch 2.13 on")
 WIDTH = 4
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(capture_flags: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recording, "_is_on", False)
-    monkeypatch.setattr(once, "_given", set())
-    yield
-    forget()
 
 
 class Layer(nn.Module):
