@@ -147,6 +147,11 @@ _unpredicted: dict[_Program, int] = {}  # bytes that a step has taken beyond its
 _planned: list[tuple[weakref.ref[torch.Tensor], int]] = []  # the first parameters of models that fit a budget
 
 
+def _forget(program: _Program) -> None:
+    _outgrown.pop(program, None)
+    _unpredicted.pop(program, None)
+
+
 def _bytes(budget: int | str, device: torch.device) -> int:
     if isinstance(budget, int):
         return budget
@@ -220,6 +225,7 @@ class _StillFits:
         fits = self._predicted <= self._outlook.budget
         if (fits and not beyond) or is_repeated() or cache_entries.may_not_recompile():
             return True
+        self._forget_with_the_model()
         if beyond:
             _unpredicted[self.program] = beyond
             why = f"a step took {size(beyond)} more than predicted"
@@ -229,6 +235,11 @@ class _StillFits:
             why = f"{size(max(0, self._in_use - self._outlook.before))} more are in use"
         _outgrown[self.program] = why
         return False
+
+    def _forget_with_the_model(self) -> None:
+        """Another model's first parameter may get the identity of this one's."""
+        if (parameter := self._parameters[0]() if self._parameters else None) is not None:
+            weakref.finalize(parameter, _forget, self.program)
 
     def _beyond_prediction(self, peaks: Peaks) -> int:
         """By how many bytes the last step has exceeded its prediction, if it has not fit and no plan was mended yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
 import warnings
@@ -178,6 +179,22 @@ def test_a_step_that_took_more_than_predicted_is_planned_anew_once(
         torch.testing.assert_close(each, expected, rtol=0, atol=0)
     reports = [each for graph in record.graphs for each in graph.reports if each.pass_name == "memory"]
     assert [each.figures["peak_bytes_measured"] for each in reports] == [round(1.2 * most), 2 * most]
+
+
+def test_another_model_is_not_planned_for_what_a_collected_one_took(highest: list[int]) -> None:
+    """It may have the same code, and parameters at the same addresses."""
+    _, most = added(Model, PLENTY)
+    torch._dynamo.reset()
+    model, x = Model(), batch()
+    program = compiled(model, "aot_eager", memory=round(1.02 * most))
+    step(program, model, x)
+    highest[0] = round(1.2 * most)
+    step(program, model, x)
+    assert fitting._unpredicted
+    del model, program
+    torch._dynamo.reset()
+    gc.collect()
+    assert not fitting._unpredicted
 
 
 def test_a_step_that_cannot_be_measured_runs(monkeypatch: pytest.MonkeyPatch) -> None:

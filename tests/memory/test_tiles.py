@@ -239,6 +239,7 @@ class Wide(nn.Module):
 @pytest.fixture
 def nothing_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "in_use", lambda device: 0)
+    monkeypatch.setattr(limits, "highest", lambda device: 0)
 
 
 @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
