@@ -224,7 +224,7 @@ def _recompiled(
         choice.guard(graphs.rows, graphs.packed, trace.code)
     if settings.offload.tier != "off":
         leaves.guard(gm, example_inputs)
-    result = Result(graphs.rewritten, list(example_inputs), graphs.program)
+    result = Result(graphs.rewritten, list(example_inputs), graphs.program, rows=graphs.rows if graphs.packed else None)
     for report in restored.body.reports:
         observer.after_pass(report, result, "")
     observer.lowering()
@@ -274,6 +274,9 @@ def _rewritten(
             packed = counts.packs(trace.inputs(gm, counts.positions))
             choice.guard(counts, packed, trace.code)
             rows, packs = counts, packed
+            if packed:
+                counts.note_sizes(trace.inputs(gm, counts.positions), result.gm)
+                result.rows = counts
     if not packs:
         others = [each for each in passes if not isinstance(each, LiveRows)]
         return run_further(others, captured, settings, after_pass), rows, False
@@ -411,7 +414,7 @@ def _lower_main(
     result: Result, gm: GraphModule, settings: Options, salt: str, code: CodeType | None, on_report: OnReport
 ) -> Callable[..., Any]:
     compile = functools.partial(_lower_pieces, result, settings, salt, on_report)
-    return fitted(settings.memory, gm, result.example_inputs, code, compile, settings.strict)
+    return fitted(settings.memory, gm, result.example_inputs, code, compile, result.rows, settings.strict)
 
 
 def _lower_pieces(

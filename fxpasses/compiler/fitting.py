@@ -36,6 +36,7 @@ from fxpasses.memory import limits
 from fxpasses.memory.measured import Peaks
 from fxpasses.memory.step import TOLERANCE, Step, TooLarge
 from fxpasses.options import Memory
+from fxpasses.passes.pipeline import ComputedRows
 
 Compiled = Callable[..., Any]
 
@@ -53,6 +54,7 @@ def fitted(
     example_inputs: Sequence[Any],
     code: CodeType | None,
     compile: Callable[[Step | None], Compiled],
+    rows: ComputedRows | None = None,
     strict: bool = False,
 ) -> Compiled:
     """What `compile` returns for a step with this budget, or for none. gm: the graph that Dynamo captured.
@@ -114,7 +116,7 @@ def fitted(
         return run
     if outgrown:
         progress.say(f"{getattr(code, 'co_qualname', code.co_name)} is planned again: {outgrown}")
-    return _guarded(run, step, gm, _StillFits(step, device, program, leaves))
+    return _guarded(run, step, gm, _StillFits(step, device, program, leaves, rows))
 
 
 def _with_fewest_tiles(step: Step, compile: Callable[[Step], Compiled]) -> tuple[Compiled, Step]:
@@ -173,6 +175,8 @@ def _guarded(run: Compiled, step: Step, gm: GraphModule, fits: _StillFits) -> Co
     inputs = gm.graph.find_nodes(op="placeholder")
     named = [(node, name) for node, name in zip(inputs, input_sources(gm), strict=True) if name]
     sources = [name for node, name in named if _has_symbols(node.meta.get("example_value"))]
+    if fits.rows is not None:
+        sources = list(fits.rows.sources)
     check = Check(fits, None, fits.program[0], "how much memory a step takes")
     guard_compiled_graph(check, sources or [name for _, name in named[:1]], f"a step takes {size(step.budget)} or less")
 
@@ -192,11 +196,18 @@ def _has_symbols(example: Any) -> bool:
 class _StillFits:
     """Whether the step of a graph fits, with what is in use now, for a batch. The first is that of the plan."""
 
-    def __init__(self, step: Step, device: torch.device, program: _Program, parameters: Sequence[torch.Tensor]) -> None:
-        self.program = program
+    def __init__(
+        self,
+        step: Step,
+        device: torch.device,
+        program: _Program,
+        parameters: Sequence[torch.Tensor],
+        rows: ComputedRows | None,
+    ) -> None:
+        self.program, self.rows = program, rows
         self._outlook, self._device, self._reports = step.outlook(), device, step.reports
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._planned = 1  # elements of the batch
+        self._planned = 1.0  # elements of the batch, or its computed rows
         self._looks = 0
         self._in_use = self._outlook.before
         self._has_gradients = False
@@ -210,9 +221,11 @@ class _StillFits:
             self._predicted = self._outlook.peak(self._in_use, 1.0, self._has_gradients)
 
     def __call__(self, *batch: Any) -> bool:
-        elements = sum(value.numel() for value in batch if isinstance(value, torch.Tensor))
+        elements = float(sum(value.numel() for value in batch if isinstance(value, torch.Tensor)))
+        if self.rows is not None:
+            elements = self.rows.computed(*batch)
         if self._peaks is None:
-            self._planned = max(elements, 1)
+            self._planned = max(elements, 1.0)
             return True
         beyond = 0
         if self._looks < _LOOKS:

@@ -37,7 +37,7 @@ from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.partial_graph import NotKnown, PartialGraph, input_of
 from fxpasses.dynamo.size_defaults import SizeDefaults, is_of_one
 from fxpasses.dynamo.unproved import Function
-from fxpasses.graph.symbols import is_younger
+from fxpasses.graph.symbols import BatchValues, is_younger
 from fxpasses.metadata.runtime.prologue import autocast_state
 
 if TYPE_CHECKING:
@@ -480,8 +480,8 @@ class Trace:
         return bool(refused) and self.place() in refused
 
 
-class _Values(dict[Any, Any]):
-    """A dict of the values of all symbols, each computed on lookup."""
+class _Values(BatchValues):
+    """A dict of the values of all symbols, each computed on lookup; what passes note is in the dict itself."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -500,6 +500,8 @@ class _Values(dict[Any, Any]):
         return value
 
     def get(self, symbol: Any, default: Any = None) -> Any:
+        if (noted := super().get(symbol)) is not None:
+            return noted
         try:
             value = self._trace.answer(symbol) if isinstance(symbol, sympy.Symbol) else None
         except Exception as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -131,6 +132,25 @@ def in_batch(size: Any) -> Any:
     of_batch, of_sizes = shape_env.real_tensor_prop_unbacked_vals, shape_env.backed_var_to_val
     values = {found: (of_batch if found in unbacked else of_sizes).get(found) for found in free_symbols(size)}
     return None if None in values.values() else expression(size).xreplace(values)
+
+
+class BatchValues(dict[Any, Any]):
+    """The values of symbols for a batch, for `in_batch`. It is False, so that PyTorch does not decide by them."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def note_batch_values(value: Any, values: dict[Any, int]) -> None:
+    """Let `in_batch` know the values of unbacked symbols. value: a size, or a tensor with sizes, that has some."""
+    sizes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else [value]
+    for size in sizes:
+        if is_symbolic(size):
+            shape_env = size.node.shape_env
+            if not isinstance(shape_env.real_tensor_prop_unbacked_vals, BatchValues):
+                shape_env.real_tensor_prop_unbacked_vals = BatchValues(shape_env.real_tensor_prop_unbacked_vals)
+            shape_env.real_tensor_prop_unbacked_vals.update(values)
+            return
 
 
 def hint_of(size: Any) -> int:

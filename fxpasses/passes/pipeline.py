@@ -92,11 +92,21 @@ class Pass(Protocol):
     def __call__(self, gm: GraphModule, context: Context) -> Report: ...
 
 
+class ComputedRows(Protocol):
+    """Counts the rows that a graph computes for a batch. sources: Dynamo's, of the inputs that `computed` takes."""
+
+    @property
+    def sources(self) -> Sequence[str]: ...
+
+    def computed(self, *inputs: Any) -> float: ...
+
+
 @dataclass
 class Result:
     """The graph after all passes, the examples for its placeholders, the prologue, and a report for each pass.
 
-    discharged, branches, is_whole: see `Context`; the proofs of dropped passes do not count.
+    discharged, branches, is_whole: see `Context`; the proofs of dropped passes do not count. rows: of a graph that
+    computes some rows of a batch only.
     """
 
     gm: GraphModule
@@ -107,6 +117,7 @@ class Result:
     discharged: frozenset[int] = frozenset()
     branches: Sequence[SpeculatedBranch] = ()
     is_whole: bool = False
+    rows: ComputedRows | None = None
 
 
 AfterPass = Callable[[Report, Result, str], None]

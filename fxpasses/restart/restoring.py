@@ -271,6 +271,8 @@ def _check_batch(body: Body, graphs: Graphs, frame: Mapping[str, Any]) -> None:
         inputs = [eval(source, {**guard_names(), **names}) for source in graphs.rows.sources]
         if graphs.rows.packs(inputs) is not graphs.packed:
             raise Differs("how many rows are needed")
+        if graphs.packed:
+            graphs.rows.note_sizes(inputs, graphs.rewritten)
     read = Reader(frame["locals"], frame["globals"])
     for fake, source, _ in body.tracked:
         if isinstance(fake, torch.Tensor):

@@ -21,6 +21,7 @@ from fxpasses.dynamo.checks import Check
 from fxpasses.dynamo.dynamo_names import guard_compiled_graph
 from fxpasses.dynamo.guarding import can_guard
 from fxpasses.graph.provenance import input_sources
+from fxpasses.graph.symbols import is_unbacked, note_batch_values, symbol
 from fxpasses.graph.values import Ref
 from fxpasses.metadata.draft import Draft, Extra
 from fxpasses.metadata.runtime.prologue import OperatorFailed, Prologue
@@ -36,17 +37,19 @@ class RowCounts:
     """Counts the rows of a batch.
 
     prologue: computes the size of each set, and the number of all rows. positions, sources: those of the graph's inputs
-    that it reads. shares: for each set, its share of the step's products; the other products are on all rows.
+    that it reads. shares: for each set, its share of the step's products; the other products are on all rows. symbols:
+    of the sizes of the sets.
     """
 
     prologue: Prologue
     positions: tuple[int, ...]
     sources: tuple[str, ...]
     shares: tuple[float, ...]
+    symbols: tuple[Any, ...] = ()
     _counted: list[tuple[Any, tuple[float, float]]] = field(default_factory=list)  # inputs, and a guard's result
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowCounts, (self.prologue, self.positions, self.sources, self.shares)
+        return RowCounts, (self.prologue, self.positions, self.sources, self.shares, self.symbols)
 
     def of_step(self, inputs: Sequence[Any]) -> tuple[float, float]:
         """`parts`, taken from the guard of this step, if it has computed them."""
@@ -76,6 +79,19 @@ class RowCounts:
         dead = 0.0 if on_all > 1e-6 else max(0.0, 1 - max(sets) / max(rows, 1))
         return packed + on_all, dead
 
+    def computed(self, *inputs: Any) -> float:
+        """The number of rows that are computed, weighted by their products. inputs: those at `sources`."""
+        *sets, rows = self.prologue(dict(zip(self.positions, inputs, strict=True)))
+        return sum(size * share for size, share in zip(sets, self.shares, strict=True)) + rows * (1 - sum(self.shares))
+
+    def note_sizes(self, inputs: Sequence[Any], gm: GraphModule) -> None:
+        """Have the sizes of the sets known to what asks for the sizes of the batch being traced. gm: the packed graph;
+        inputs: those at `sources`."""
+        *sets, _ = self.prologue(dict(zip(self.positions, inputs, strict=True)))
+        examples = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+        if (example := next((x for x in examples if isinstance(x, torch.Tensor) and is_unbacked(x)), None)) is not None:
+            note_batch_values(example, dict(zip(self.symbols, sets, strict=True)))
+
     def packs(self, inputs: Sequence[Any]) -> bool:
         found = self.parts(inputs)
         if all(isinstance(x, torch.Tensor) for x in inputs):
@@ -102,7 +118,8 @@ def row_counts(draft: Draft | None, gm: GraphModule) -> RowCounts | None:
     if not all(sources[position] for position in positions):
         return None
     shares = tuple(float(entry.args[1]) for entry in entries)
-    return RowCounts(Prologue(program), positions, tuple(sources[position] for position in positions), shares)
+    symbols = tuple(symbol(entry.fake.shape[0]) for entry in entries)
+    return RowCounts(Prologue(program), positions, tuple(sources[position] for position in positions), shares, symbols)
 
 
 def counted(compiled: Callable[..., Any], counts: RowCounts) -> Callable[..., Any]:

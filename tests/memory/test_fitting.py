@@ -229,6 +229,51 @@ def test_a_larger_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) -> No
     assert "Model.forward is planned again: the batch is larger" in capsys.readouterr().err
 
 
+class Labelled(Model):
+    """Tokens [B, T, W], of which only those with labels reach the loss."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def labelled(count: int, texts: int = 4, tokens: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.full((texts, tokens), -100)
+    labels[:, :count] = 3
+    return torch.randn(texts, tokens, WIDTH, generator=generator), labels
+
+
+def test_what_only_labelled_tokens_need_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """`live_rows` computes as many rows as the batch has labels."""
+
+    def of(model: nn.Module, program: Any, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+        program(*batch).backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return found  # type: ignore[return-value]
+
+    few, more = labelled(ROWS // 4), labelled(3 * ROWS // 8)
+    model = Labelled()
+    program = compiled(model, "aot_eager", memory=PLENTY)
+    of(model, program, few)
+    most = peak_of(lambda: of(model, program, few))
+    assert PLANS[-1].peak() == pytest.approx(most, rel=0.05)
+    torch._dynamo.reset()
+    PLANS.clear()
+    budget = round(0.85 * most)
+    model = Labelled()
+    program = compiled(model, "aot_eager", memory=budget)
+    for batch, plans in ((few, 1), (more, 2), (few, 2)):
+        expected = of(model, model, batch)
+        torch.testing.assert_close(of(model, program, batch), expected, rtol=1e-5, atol=1e-6)
+        assert len(PLANS) == plans
+        if batch is few:
+            assert peak_of(lambda: of(model, program, few)) <= 1.05 * budget
+    assert "planned again: the batch is larger" in capsys.readouterr().err
+
+
 def test_gradients_that_are_added_to_are_there_from_the_start(in_use: list[int]) -> None:
     model, x = Model(), batch()
     program = compiled(model, "aot_eager", memory=PLENTY)
