@@ -33,6 +33,7 @@ from fxpasses.errors import MemoryBudgetError
 from fxpasses.graph.collectives import communicates
 from fxpasses.graph.provenance import input_sources
 from fxpasses.memory import limits
+from fxpasses.memory.footprint import bytes_in_batch
 from fxpasses.memory.measured import Peaks
 from fxpasses.memory.step import TOLERANCE, Step, TooLarge
 from fxpasses.options import Memory
@@ -77,7 +78,9 @@ def fitted(
         before = limits.in_use(device)
     if before is None:
         return compile(None)
-    step = Step(_bytes(options.budget, device), before, any(leaf.grad is not None for leaf in leaves))
+    made = [each for each in example_inputs[len(input_sources(gm)) :] if isinstance(each, torch.Tensor)]
+    given = sum(bytes_in_batch(each) or 0 for each in made if each.device == device)
+    step = Step(_bytes(options.budget, device), before, any(leaf.grad is not None for leaf in leaves), given)
     if outgrown == _LARGER:
         step.headroom = _HEADROOM
     elif outgrown and device.type == "cpu":

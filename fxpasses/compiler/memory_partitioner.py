@@ -18,7 +18,7 @@ from fxpasses.base.containment import contained
 from fxpasses.base.units import many, size
 from fxpasses.fold.outlining import Place
 from fxpasses.memory.footprint import Footprint, footprint_of
-from fxpasses.memory.recompute import RATIOS, Recomputed, least_recomputing, partitions, recomputed
+from fxpasses.memory.recompute import RATIOS, Recomputed, least_recomputing, partitions, recomputed, saving_more
 from fxpasses.memory.step import Step, TooLarge
 from fxpasses.offload.candidates import moved_bytes
 from fxpasses.offload.inputs import movable, operands_of, results_of
@@ -80,7 +80,9 @@ class MemoryPartitioner(CustomPartitionerFn):
             known[id(tried)] = footprint(tried)
             return self.step.peak({name: known[id(tried)]}, self.step.headroom)
 
-        ratio, found = least_recomputing(at, peak, self.step.target)
+        ratio, found, larger = least_recomputing(at, peak, self.step.target)
+        if ratio < 1 and peak(found) <= self.step.target:
+            found = saving_more(at, lambda tried: peak(tried) <= self.step.target, ratio, found, larger)
         self.step.footprints[name] = known[id(found)]
         self.step.may_shrink |= ratio > RATIOS[-1]
         everything = self.step.saving_all[name] = next(iter(known.values()))  # the first that was tried saves most

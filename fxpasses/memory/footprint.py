@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from fxpasses.graph.aliases import AliasSets, storages_of
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import bytes_of, in_batch
+from fxpasses.memory.workspace import workspace_of
 from fxpasses.offload.saved import Partition
 
 # Reductions, and other operators that read their operands in the loop that makes their result.
@@ -154,6 +155,7 @@ class _Lives:
         nodes = list(self.graph.nodes)
         self.memory = AliasSets(nodes)
         self._positions = {node: number for number, node in enumerate(nodes)}
+        self._workspaces = {self._positions[node]: size for node in nodes if (size := workspace_of(node))}
         self._inlined: set[int] = set()
         self._first: dict[int, int] = {}  # by tensor: the position of the first node that reads it
         self._known_readers: dict[int, set[Node]] = {}
@@ -180,7 +182,7 @@ class _Lives:
             self._join_kernels()
 
     def _size(self, number: int, sharing: Sequence[Node]) -> int:
-        sizes = [_bytes(leaf) for node in sharing for leaf in _leaves(node) if self._is_at(node, leaf, number)]
+        sizes = [bytes_in_batch(leaf) for node in sharing for leaf in _leaves(node) if self._is_at(node, leaf, number)]
         self.unknown += not any(size is not None for size in sizes) and bool(sizes)
         return max((size for size in sizes if size is not None), default=0)
 
@@ -254,6 +256,9 @@ class _Lives:
         result takes the place of those, nor of `kept` ones, which others may read.
         """
         change = [0] * (len(self._positions) + 1)
+        for position, size in self._workspaces.items():
+            change[position] += size
+            change[position + 1] -= size
         for number, size in self.bytes.items():
             if number in self._inlined or number in owned:
                 continue
@@ -293,7 +298,7 @@ def _leaves(node: Node) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
-def _bytes(leaf: torch.Tensor) -> int | None:
+def bytes_in_batch(leaf: torch.Tensor) -> int | None:
     """The size of a tensor's memory; None if it is not known while the graph is compiled."""
     try:
         size = leaf.untyped_storage().nbytes()

@@ -4,6 +4,9 @@
     saved for backward         all that products    what costs most to          next to nothing
                                and softmax need     recompute for its bytes
 
+From one ratio to the next the solver may leave a large step, or all of them: then as much of what the larger ratio
+saves is saved as well as fits, what takes longest to recompute for its bytes first.
+
 Recomputed random numbers would be others, where Inductor does not draw them from a seed that is saved; so the results
 of operators that draw them are saved, as are those of operators whose effects nobody may repeat, or nobody knows.
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,20 +37,24 @@ log = logging.getLogger(__name__)
 Partition = tuple[GraphModule, GraphModule]
 # From the most that is saved to the least.
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01)
+_LARGEST = 3000  # nodes of a graph that is partitioned a few times more, which takes a second for a thousand
+_ROUNDS = 4
+_FLOPS_PER_BYTE = 16  # of processors: so many operations take as long as to read a byte
 _FORCED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def partitions(
     joint: GraphModule, partition: Callable[[GraphModule], Partition], undo_checkpoints: bool
-) -> Callable[[float], Partition | None]:
-    """A function that partitions a copy of `joint` at one of the `RATIOS`; None where PyTorch cannot."""
+) -> Callable[..., Partition | None]:
+    """A function that partitions a copy of `joint` at one of the `RATIOS`, and saves nodes of these names in any case;
+    None where PyTorch cannot."""
 
-    def at(ratio: float) -> Partition | None:
+    def at(ratio: float, saving: Collection[str] = ()) -> Partition | None:
         gm = copy_graph_module(joint)
         for node in gm.graph.nodes:
             if undo_checkpoints and node.meta.get("recompute") in _FORCED:
                 node.meta = {key: value for key, value in node.meta.items() if key not in ("recompute", "ac_graph_id")}
-            if ratio < 1 and "recompute" not in node.meta and _happens_once(node):
+            if ratio < 1 and "recompute" not in node.meta and (node.name in saving or _happens_once(node)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         settings: Any = torch._functorch.config
         with settings.patch(activation_memory_budget=ratio):
@@ -65,8 +72,9 @@ def partitions(
 
 def least_recomputing(
     at: Callable[[float], Any], peak_of: Callable[[Any], int], most: int, ratios: Sequence[float] = RATIOS
-) -> tuple[float, Any]:
-    """The largest ratio whose partition has a peak of at most `most` bytes, with the partition.
+) -> tuple[float, Any, Any]:
+    """The largest ratio whose partition has a peak of at most `most` bytes, with the partition, and that of the next
+    larger ratio that was tried.
 
     If there is none, the ratio with the lowest peak. The peak is taken to fall with the ratio, so that few are tried.
     """
@@ -87,7 +95,55 @@ def least_recomputing(
         any([fits(place) for place in range(high)])  # recomputed at one time, tensors may need more than saved ones
     fitting = [place for place, (_, peak) in tried.items() if peak <= most]
     best = min(fitting) if fitting else min(tried, key=lambda place: tried[place][1])
-    return ratios[best], tried[best][0]
+    larger = max((place for place in tried if place < best and tried[place][0] is not None), default=best)
+    return ratios[best], tried[best][0], tried[larger][0]
+
+
+def saving_more(
+    at: Callable[..., Partition | None],
+    fits: Callable[[Partition], bool],
+    ratio: float,
+    found: Partition,
+    larger: Partition,
+) -> Partition:
+    """`found`, the partition at a ratio, or one that saves in addition what fits of what `larger` saves."""
+    named = {node.name: node for node in larger[0].graph.output_node().all_input_nodes}
+    again = {node.name: node for node in found[1].graph.nodes if node.op == "call_function" and node.name in named}
+    if not again or len(larger[0].graph.nodes) > _LARGEST:
+        return found
+    order = sorted(again, key=lambda name: _recomputing(again[name]) / max(_bytes(named[name]), 1), reverse=True)
+    chosen: list[str] = []
+    for _ in range(_ROUNDS):  # each passes over one that does not fit
+        low, high = 0, len(order) + 1  # so many of them fit, and do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = at(ratio, frozenset([*chosen, *order[:middle]]))
+            if tried is not None and fits(tried):
+                low, found = middle, tried
+            else:
+                high = middle
+        chosen, order = [*chosen, *order[:low]], order[low + 1 :]
+        if not order:
+            break
+    return found
+
+
+def _recomputing(node: Node) -> float:
+    """What it takes to compute a node of backward from what is saved, in bytes that could be read in that time."""
+    cost, seen, stack = 0.0, {node}, [node]
+    while stack:
+        current = stack.pop()
+        cost += _flops(current) / _FLOPS_PER_BYTE + _bytes(current)
+        new = [each for each in current.all_input_nodes if each.op == "call_function" and each not in seen]
+        seen.update(new)
+        stack += new
+    return cost
+
+
+def _bytes(node: Node) -> int:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    elements = [(batch_sizes_of(leaf), leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return sum(math.prod(sizes) * leaf.element_size() for sizes, leaf in elements if sizes is not None)
 
 
 @dataclass(frozen=True)

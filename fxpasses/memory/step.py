@@ -41,19 +41,20 @@ class Call:
 class Step:
     """A step and what is known of its pieces.
 
-    budget: the bytes that the process may use on the device. before: those that it uses before the step.
-    has_gradients: whether gradients are among these, and backward adds to them. headroom: how many times larger the
-    batch may become for which the step is planned. calls: in forward's order. returned: the values that the program
-    returns. footprints: of the pieces that are partitioned; saving_all: of layers, if they saved all that backward
-    needs. may_shrink: whether a piece could save less. tiles: in how many the rows of layers are computed. more_tiles:
-    whether there may be more, so that a step that does not fit need not be compiled. tiled: the regions that are.
-    could_tile: whether there could be more of a layer's. compiled: the pieces that run once, which another try at this
-    step need not compile again, with their footprints. reports: on its plan.
+    budget: the bytes that the process may use on the device. before: those that it uses before the step. has_gradients:
+    whether gradients are among these, and backward adds to them. given: those of inputs that are made for the step,
+    once per batch. headroom: how many times larger the batch may become for which it is planned. calls: in forward's
+    order. returned: the values that the program returns. footprints: of the pieces that are partitioned; saving_all: of
+    layers, if they saved all that backward needs. may_shrink: whether a piece could save less. tiles: in how many the
+    rows of layers are computed. more_tiles: whether there may be more, so that a step that does not fit need not be
+    compiled. tiled: the regions that are. could_tile: whether there could be more of a layer's. compiled: the pieces
+    that run once, which another try at this step need not compile again, with their footprints. reports: on its plan.
     """
 
     budget: int
     before: int
     has_gradients: bool = False
+    given: int = 0
     headroom: float = 1.0
     calls: Sequence[Call] = (Call(""),)
     returned: frozenset[str] = frozenset()
@@ -78,7 +79,12 @@ class Step:
         """
         there = self.has_gradients if has_gradients is None else has_gradients
         calls = self._with_footprints({**self.footprints, **also})
-        return self.before + max_of(needs(calls, self.returned, there), larger)
+        return self.before + max_of(self._needs(calls, there), larger)
+
+    def _needs(self, calls: Calls, has_gradients: bool) -> list[Need]:
+        return [
+            need._replace(of_batch=self.given + need.of_batch) for need in needs(calls, self.returned, has_gradients)
+        ]
 
     def keep(self, piece: str, compiled: Any) -> None:
         self.compiled[piece] = compiled, self.footprints.get(piece)
@@ -98,7 +104,7 @@ class Step:
         """The course of the step, as planned and with everything saved."""
 
         def course(footprints: Mapping[str, Footprint]) -> list[int]:
-            found = needs(self._with_footprints(footprints), self.returned, self.has_gradients)
+            found = self._needs(self._with_footprints(footprints), self.has_gradients)
             return [self.before + each.of_batch + each.of_gradients for each in found]
 
         return MemoryPlan(self.budget, course({**self.footprints, **self.saving_all}), course(self.footprints))
@@ -110,7 +116,7 @@ class Step:
     def outlook(self) -> Outlook:
         """What is to be remembered of a plan."""
         calls = self._with_footprints(self.footprints)
-        found = {there: tuple(needs(calls, self.returned, there)) for there in (False, True)}
+        found = {there: tuple(self._needs(calls, there)) for there in (False, True)}
         return Outlook(self.budget, self.before, found[self.has_gradients], found[True])
 
     def in_words(self) -> str:

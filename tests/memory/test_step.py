@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpasses.memory import limits
 from fxpasses.memory.footprint import Footprint
-from fxpasses.memory.recompute import least_recomputing
+from fxpasses.memory.recompute import least_recomputing, saving_more
 from fxpasses.memory.step import Call, Need, Step, max_of, peak
 
 
@@ -107,7 +110,7 @@ def test_the_largest_ratio_that_fits(peaks: list[int], most: int, expected: int,
         tried.append(ratio)
         return peaks[int(ratio)]
 
-    assert least_recomputing(at, lambda found: found, most, range(6)) == (expected, peaks[expected])
+    assert least_recomputing(at, lambda found: found, most, range(6))[:2] == (expected, peaks[expected])
     assert len(tried) <= tries
 
 
@@ -129,3 +132,30 @@ def test_what_a_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "own").unlink()  # as on systems without such groups
     assert limits.available(cpu) == pytest.approx(all_of_it, rel=10)
     assert limits.in_use(torch.device("meta")) == 0 and limits.available(torch.device("meta")) is None
+
+
+def test_what_takes_longest_to_recompute_is_saved_first() -> None:
+    """Where PyTorch's solver drops everything from one ratio to the next, part of it is saved again."""
+    x = torch.randn(64, 64)
+
+    def values(x: Tensor) -> tuple[Tensor, ...]:
+        product = x @ x
+        wide = product.repeat(1, 4)
+        sine = x.sin()
+        return product, wide, sine
+
+    everything = make_fx(values)(x)
+    names = [node.name for node in everything.graph.output_node().all_input_nodes]
+    tried: list[list[str]] = []
+
+    def at(ratio: float, saving: Collection[str]) -> Any:
+        tried.append(sorted(saving))
+        return everything, frozenset(saving)
+
+    def fits(most: int) -> Any:
+        return lambda found: sum(4 if name == names[1] else 1 for name in found[1]) <= most
+
+    none = everything, everything
+    found: dict[int, Any] = {most: saving_more(at, fits(most), 0.5, none, none) for most in (0, 1, 2, 6)}
+    assert found[0] is none  # nothing fits besides
+    assert found[1][1] == {names[0]} and found[2][1] == {names[0], names[2]} and found[6][1] == set(names)

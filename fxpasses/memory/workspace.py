@@ -1,0 +1,64 @@
+"""The bytes that an operator allocates while it runs, besides its results: those of attention on the CPU.
+
+PyTorch's flash kernel for the CPU has buffers for a block of scores in each thread (ATen's `FlashAttentionKernel.cpp`),
+and backward a copy of a gradient. Attention by a plan calls it tile by tile, and adds up a tile's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from fxpasses.graph.calls import operator_of
+from fxpasses.graph.symbols import batch_sizes_of
+
+_COLUMNS = 512  # of a block of scores
+_ROWS = ((768, 256), (192, 64), (0, 32))  # of a block, by the least number of queries
+_BAND, _SQUARE = 256, 2048  # rows of a tile, and from how many on it may be a causal square, which is whole
+
+
+def workspace_of(node: Node) -> int:
+    """0 for other operators, and where sizes are not known."""
+    name = operator_of(node)
+    if name not in _OPERATORS:
+        return 0
+    is_backward, by_plan = _OPERATORS[name]
+    query, key = [_example(argument) for argument in node.args[is_backward : is_backward + 2]]
+    if query is None or key is None or query.device.type != "cpu":
+        return 0
+    q, k = batch_sizes_of(query), batch_sizes_of(key)
+    if q is None or k is None or len(q) != 4 or len(k) != 4:
+        return 0
+    return _bytes(q, k, query.dtype, is_backward, by_plan)
+
+
+def _bytes(q: Sequence[int], k: Sequence[int], dtype: torch.dtype, is_backward: bool, by_plan: bool) -> int:
+    """q, k: [B, H, T, D], where keys may have fewer heads."""
+    accumulator = 8 if dtype == torch.float64 else 4
+    queries = min(q[2], _BAND) if by_plan and q[2] < _SQUARE else q[2]
+    rows = next(size for least, size in _ROWS if queries >= least)
+    columns = min(_COLUMNS, k[2])
+    block = rows * columns * (2 if is_backward else 1) + (0 if is_backward else rows * (q[3] + 2))
+    found = torch.get_num_threads() * block * accumulator
+    if dtype in (torch.bfloat16, torch.float16):
+        found += found // 2  # scores in the operands' dtype
+    if by_plan:
+        own, others = q[0] * q[1] * min(q[2], _BAND) * q[3], k[0] * k[1] * k[2] * k[3]
+        return found + (2 * own + 2 * others if is_backward else own) * dtype.itemsize
+    return found + (q[0] * q[1] * q[2] * q[3] * dtype.itemsize if is_backward else 0)
+
+
+def _example(argument: object) -> torch.Tensor | None:
+    found = argument.meta.get("val") if isinstance(argument, Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+# Whether it is backward, whose first argument is a gradient, and whether it is by a plan.
+_OPERATORS = {
+    "_scaled_dot_product_flash_attention_for_cpu": (False, False),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (True, False),
+    "sparse_attention_forward": (False, True),
+    "sparse_attention_backward": (True, True),
+}
