@@ -94,10 +94,9 @@ def fitted(
         over = step.peak() - step.budget
     if over is None:
         return run
-    if over > 0 and step.may_shrink:  # the first kind of layers was planned before the others were known
-        step = replace(
-            step, target=step.budget - over, footprints={}, reports=[], may_shrink=False, more_tiles=False, tiled=0
-        )
+    if over > 0 and step.may_shrink:  # of other kinds of layers, or of compiled code, too little was known
+        target = min(step.budget, step.planned or step.budget) - over
+        step = replace(step, target=target, footprints={}, reports=[], may_shrink=False, more_tiles=False, tiled=0)
         run = compile(step)
     if step.is_too_large():
         text = (

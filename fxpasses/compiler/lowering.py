@@ -12,6 +12,7 @@ import torch.compiler.config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
+from fxpasses.base.containment import contained
 from fxpasses.collectives.as_written import uncompiled
 from fxpasses.compiler import masked_writes
 from fxpasses.compiler.kernel_files import sharing_files
@@ -65,8 +66,13 @@ def lower(
         if options.lowering == "aot_eager":
             compiled = _aot_eager(gm, example_inputs, partition)
         else:
+            if memory is not None:
+                containment.on_code = memory.note_code
             with contextlib.nullcontext() if step is None else _planned_anew():
                 compiled = inductor(gm, example_inputs, options, salt, partition, containment)
+            if memory is not None:
+                with contained("planning with what compiled code allocates", strict=options.strict):
+                    memory.take_code_into_account()
     for report in memory.reports if memory is not None else ():
         on_report(report)
     if partitioner is not None and partitioner.options is not None:
@@ -126,9 +132,12 @@ def _partitioners(
 
 
 def _planned_anew() -> contextlib.AbstractContextManager[None]:
-    """Without AOTAutograd's cache, which keeps partitions: what fits depends on the process's memory."""
+    """Without AOTAutograd's cache, which keeps partitions: what fits depends on the process's memory. Backward is
+    compiled at once: its code tells what it allocates."""
     functorch: Any = torch._functorch.config
-    patched: contextlib.AbstractContextManager[None] = functorch.patch(enable_autograd_cache=False)
+    patched: contextlib.AbstractContextManager[None] = functorch.patch(
+        enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+    )
     return patched
 
 

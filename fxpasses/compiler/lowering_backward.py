@@ -93,6 +93,7 @@ class Containment:
         self.strict = strict
         self.tag = ""  # for the keys of PyTorch's caches
         self.compiling = True  # False if backward is compiled in `.backward()`
+        self.on_code: Callable[[GraphModule, str, bool], None] | None = None  # gets Inductor's code, if it is compiled
 
     def compile_inner(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Compile one graph of AOTAutograd with Inductor; AOTAutograd cannot suppress an error in backward."""
@@ -122,6 +123,10 @@ class Containment:
             if is_backward and self.compiling:
                 raise BackwardFailed(error) from error
             raise
+        source = getattr(compiled, "source_code", None)
+        if self.on_code is not None and self.compiling and isinstance(source, str):
+            with contained("reading what compiled code allocates", "The plan keeps its prediction.", self.strict):
+                self.on_code(gm, source, bool(is_backward))
         if strides is None:
             return compiled
         with contained("telling backward its strides", "It is compiled for those of this batch.", self.strict):

@@ -7,6 +7,7 @@ fits is taken. A layer that runs n times is partitioned once, and saves n times.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from fxpasses.fold.outlining import Place
 from fxpasses.memory.footprint import Footprint, footprint_of
 from fxpasses.memory.recompute import RATIOS, Recomputed, least_recomputing, partitions, recomputed, saving_more
 from fxpasses.memory.step import Step, TooLarge
+from fxpasses.memory.wrapper_code import NotRead, WrapperCode, code_of
 from fxpasses.offload.candidates import moved_bytes
 from fxpasses.offload.inputs import movable, operands_of, results_of
 from fxpasses.offload.saved import Partition, groups
@@ -28,6 +30,8 @@ from fxpasses.report import Report
 from fxpasses.version import code_digest
 
 NAME = "memory"
+_AIM = 0.97  # of the budget, where the compiler decides what becomes of a graph
+log = logging.getLogger(__name__)
 
 
 Graphs = tuple[GraphModule, GraphModule]
@@ -43,6 +47,7 @@ class MemoryPartitioner(CustomPartitionerFn):
         self.options, self.step, self.place, self.activations = options, step, place, activations
         self.fused = options.lowering == "inductor"
         self.reports: list[Report] = []
+        self._code: dict[bool, WrapperCode] = {}  # by whether it is backward's
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Graphs:
         outputs = kwargs["num_fwd_outputs"]
@@ -68,6 +73,22 @@ class MemoryPartitioner(CustomPartitionerFn):
             raise TooLarge(self.place.name)
         return found
 
+    def note_code(self, gm: GraphModule, source: str, is_backward: bool) -> None:
+        """Read Inductor's code for forward or backward, `gm`."""
+        try:
+            self._code[is_backward] = code_of(gm, source)
+        except NotRead as error:
+            log.debug("the code of %s is not read: %s", self.place.name, error)
+
+    def take_code_into_account(self) -> None:
+        """Replace the piece's predicted footprint by that of its code."""
+        found = self.step.footprints.get(self.place.name)
+        if found is not None and found.as_compiled is not None and self._code:
+            self.step.planned = self.step.peak()
+            self.step.footprints[self.place.name] = found.as_compiled(self._code.get(False), self._code.get(True))
+            for report in self.reports:
+                report.figures["peak_bytes"] = self.step.peak()
+
     def _plan(self, at: Callable[[float], Graphs | None], footprint: Callable[[Graphs], Footprint]) -> Graphs:
         name = self.place.name
         if self.place.calls == 1:
@@ -80,9 +101,10 @@ class MemoryPartitioner(CustomPartitionerFn):
             known[id(tried)] = footprint(tried)
             return self.step.peak({name: known[id(tried)]}, self.step.headroom)
 
-        ratio, found, larger = least_recomputing(at, peak, self.step.target)
-        if ratio < 1 and peak(found) <= self.step.target:
-            found = saving_more(at, lambda tried: peak(tried) <= self.step.target, ratio, found, larger)
+        most = round(_AIM * self.step.target) if self.fused else self.step.target
+        ratio, found, larger = least_recomputing(at, peak, most)
+        if ratio < 1 and peak(found) <= most:
+            found = saving_more(at, lambda tried: peak(tried) <= most, ratio, found, larger)
         self.step.footprints[name] = known[id(found)]
         self.step.may_shrink |= ratio > RATIOS[-1]
         everything = self.step.saving_all[name] = next(iter(known.values()))  # the first that was tried saves most

@@ -134,6 +134,20 @@ def in_batch(size: Any) -> Any:
     return None if None in values.values() else expression(size).xreplace(values)
 
 
+def symbols_in_batch(tensor: torch.Tensor) -> dict[Any, Any]:
+    """The values of the symbols in a tensor's sizes and strides for the batch being traced, where they are known."""
+    found: dict[Any, Any] = {}
+    for size in (*tensor.shape, *tensor.stride()):
+        if isinstance(size, torch.SymInt) and not size.node.is_nested_int():
+            known = size.node.shape_env.real_tensor_prop_unbacked_vals
+            for each in free_symbols(size) - found.keys():
+                value = size.node.shape_env.backed_var_to_val.get(each)
+                value = known.get(each) if value is None else value
+                if value is not None:
+                    found[each] = value
+    return found
+
+
 class BatchValues(dict[Any, Any]):
     """The values of symbols for a batch, for `in_batch`. It is False, so that PyTorch does not decide by them."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.utils._pytree as pytree
@@ -25,6 +25,7 @@ from fxpasses.graph.aliases import AliasSets, storages_of
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import bytes_of, in_batch
 from fxpasses.memory.workspace import workspace_of
+from fxpasses.memory.wrapper_code import WrapperCode
 from fxpasses.offload.saved import Partition
 
 # Reductions, and other operators that read their operands in the loop that makes their result.
@@ -48,7 +49,8 @@ class Footprint:
     results included. results: of each result; 0 for views of others. views: results that are views of operands, by
     position. saved_operands, saved_results: positions of those that backward needs. gradients: of the operands that
     get one, by position. saved: bytes of all that backward needs of what autograd computes. unknown: the number of
-    tensors whose size only the batch determines, which count nothing. backward: see `backward_beside`.
+    tensors whose size only the batch determines, which count nothing. backward: see `backward_beside`. as_compiled: the
+    footprint with what the code of forward and of backward allocates, where it is known.
     """
 
     kept: int = 0
@@ -61,6 +63,7 @@ class Footprint:
     saved: int = 0
     unknown: int = 0
     backward: Callable[[Shared], int] = lambda shared: 0
+    as_compiled: Callable[[WrapperCode | None, WrapperCode | None], Footprint] | None = None
 
     def backward_beside(self, operands: frozenset[int], results: frozenset[int]) -> int:
         """The peak while backward runs: what was kept, the gradients that it gets, and all that it makes, besides these
@@ -101,16 +104,26 @@ def footprint_of(
     held = backward.on([node for node in arguments if node.name not in names])  # gradients, which the caller has
     returning = backward.on([node for node in arguments if node.name in moved])
 
-    def beside(shared: Shared) -> int:
+    memory = {node.name: backward.memory.of(node) for node in arguments}  # a compiler may change the graph later
+
+    def beside(shared: Shared, code: WrapperCode | None = None) -> int:
         others = {n for n in given if at.get(n) is None or at[n] in shared[0]}
         others |= {number for number, place in results.items() if place in shared[1]}
-        theirs = [node for node in arguments if forward_named.get(node.name, frozenset()) & others]
-        kept = [node for node in arguments if forward_named.get(node.name, frozenset()) & (given | results.keys())]
-        return backward.peak(backward.on(theirs) - returning, returning, held, backward.on(kept))
+        theirs = {n for name, own in memory.items() if forward_named.get(name, none) & others for n in own} - returning
+        if code is not None:
+            return backward.peak_of(code, theirs, returning, held)
+        callers = given | results.keys()
+        kept = {n for name, own in memory.items() if forward_named.get(name, none) & callers for n in own}
+        return backward.peak(theirs, returning, held, kept)
 
+    def as_compiled(of_forward: WrapperCode | None, of_backward: WrapperCode | None) -> Footprint:
+        peak = found.forward if of_forward is None else forward.peak_of(of_forward, given)
+        return replace(found, forward=peak, backward=functools.lru_cache(functools.partial(beside, code=of_backward)))
+
+    none: frozenset[int] = frozenset()
     forward_named = {node.name: forward.memory.of(node) for node in staying}
     outcomes = list(backward.graph.output_node().args[0])  # type: ignore[arg-type]
-    return Footprint(
+    found = Footprint(
         kept=sum(forward.bytes[number] for number in saved - given - results.keys()),
         forward=forward.peak(given),
         results=tuple(sizes.get(place, 0) for place in range(max(sizes, default=-1) + 1)),
@@ -126,6 +139,7 @@ def footprint_of(
         unknown=forward.unknown + backward.unknown,
         backward=functools.lru_cache(beside),
     )
+    return replace(found, as_compiled=as_compiled)
 
 
 @dataclass
@@ -155,6 +169,15 @@ class _Lives:
         nodes = list(self.graph.nodes)
         self.memory = AliasSets(nodes)
         self._positions = {node: number for number, node in enumerate(nodes)}
+        self._given = {
+            number: names
+            for number, sharing in self.memory.owners.items()
+            if (names := [node.name for node in sharing if node.op == "placeholder"])
+        }
+        self._inside: dict[str, int] = {}  # by the name of an operator
+        for node in nodes:
+            name = operator_of(node)
+            self._inside[name] = max(workspace_of(node), self._inside.get(name, 0))
         self._workspaces = {self._positions[node]: size for node in nodes if (size := workspace_of(node))}
         self._inlined: set[int] = set()
         self._first: dict[int, int] = {}  # by tensor: the position of the first node that reads it
@@ -269,6 +292,26 @@ class _Lives:
                 change[begin] -= size
                 change[begin + 1] += size
         return max(itertools.accumulate(change))
+
+    def peak_of(
+        self,
+        code: WrapperCode,
+        owned: Collection[int],
+        returning: Collection[int] = (),
+        held: Collection[int] = (),
+    ) -> int:
+        """`peak`, of what a compiler has made of the graph."""
+        change = [*code.changes, 0]
+        for number, names in self._given.items():
+            if number in owned:
+                continue
+            begin = min(code.first.get(name, 0) for name in names) if number in returning else 0
+            end = code.end if number in held else max(code.dropped.get(name, code.end) for name in names)
+            change[begin] += self.bytes[number]
+            change[end] -= self.bytes[number]
+        lives = list(itertools.accumulate(change))
+        inside = (lives[place] + self._inside.get(name, 0) for name, place in code.operators)
+        return max(*lives, *inside, 0)
 
     def _takes_place(self, number: int, size: int, others: set[int]) -> bool:
         """Whether a fused result is written to the memory of an operand of this size that nothing else reads.

@@ -45,10 +45,11 @@ class Step:
     whether gradients are among these, and backward adds to them. given: those of inputs that are made for the step,
     once per batch. headroom: how many times larger the batch may become for which it is planned. calls: in forward's
     order. returned: the values that the program returns. footprints: of the pieces that are partitioned; saving_all: of
-    layers, if they saved all that backward needs. may_shrink: whether a piece could save less. tiles: in how many the
-    rows of layers are computed. more_tiles: whether there may be more, so that a step that does not fit need not be
-    compiled. tiled: the regions that are. could_tile: whether there could be more of a layer's. compiled: the pieces
-    that run once, which another try at this step need not compile again, with their footprints. reports: on its plan.
+    layers, if they saved all that backward needs. may_shrink: whether a piece could save less. target: the peak to plan
+    for. planned: the one that was planned, before compiled code was known. tiles: in how many the rows of layers are
+    computed. more_tiles: whether there may be more, so that a step that does not fit need not be compiled. tiled: the
+    regions that are. could_tile: whether there could be more of a layer's. compiled: the pieces that run once, which
+    another try at this step need not compile again, with their footprints. reports: on its plan.
     """
 
     budget: int
@@ -62,6 +63,7 @@ class Step:
     saving_all: dict[str, Footprint] = field(default_factory=dict)
     may_shrink: bool = False
     target: int = 0
+    planned: int = 0
     tiles: int = 1
     more_tiles: bool = False
     tiled: int = 0
@@ -175,12 +177,13 @@ def _gradients(calls: Calls) -> dict[str, int]:
 @dataclass
 class _Value:
     """What a call returns. made: the call's number; used: the last call that reads it; held: those whose backward
-    needs it."""
+    needs it. has_gradient: whether it gets one."""
 
     bytes: int
     made: int
     used: int
     is_returned: bool = False
+    has_gradient: bool = False
     held: set[int] = field(default_factory=set)
 
 
@@ -207,7 +210,7 @@ def needs(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: b
         kept -= footprint.kept
         others = {n for n, value in values.items() if value.is_returned or min(value.held, default=number) < number}
         live = sum(values[name].bytes for name in others)
-        live += sum(value.bytes for value in values.values() if value.made < number < value.used)  # its gradient waits
+        live += sum(v.bytes for v in values.values() if v.has_gradient and v.made < number < v.used)  # it waits
         own = footprint.backward_beside(
             frozenset(
                 at
@@ -245,6 +248,7 @@ def _values(calls: Calls, returned: frozenset[str]) -> tuple[dict[str, _Value], 
         for at, name in enumerate(call.operands):
             if (known := found.get(named(name))) is not None:
                 known.used = number
+                known.has_gradient |= at in footprint.gradients
                 if at in footprint.saved_operands:
                     known.held.add(number)
     return found, named

@@ -59,6 +59,6 @@ def _example(argument: object) -> torch.Tensor | None:
 _OPERATORS = {
     "_scaled_dot_product_flash_attention_for_cpu": (False, False),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (True, False),
-    "sparse_attention_forward": (False, True),
-    "sparse_attention_backward": (True, True),
+    "fxpasses::sparse_attention_forward": (False, True),
+    "fxpasses::sparse_attention_backward": (True, True),
 }
