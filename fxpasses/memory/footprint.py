@@ -277,8 +277,10 @@ class _Lives:
         An input is read where the one is used that comes `ahead` before it; `early` ones are there from the start.
         """
         first = {
-            number: min(self._positions[user] for node in self.memory.owners[number][:1] for user in node.users)
-            for number in returning
+            number: min(
+                (self._positions[user] for node in self.memory.owners[number] for user in node.users), default=0
+            )
+            for number in returning  # views of what comes back are made of it
         }
         order = sorted(returning, key=first.__getitem__)
         uses = [first[number] for number in order]
