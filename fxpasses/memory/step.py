@@ -25,7 +25,7 @@ NONE: Mapping[str, Footprint] = MappingProxyType({})
 
 
 class TooLarge(Exception):
-    """A layer for which the step does not fit, whatever is recomputed."""
+    """A layer for which the step does not fit, whatever is recomputed or moves."""
 
 
 @dataclass(frozen=True)
