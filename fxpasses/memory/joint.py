@@ -11,8 +11,8 @@ for a byte and with the largest first, and with all of them. Then values stay, o
 step fits and that saves time. Partitions that recompute for longer than the best plan takes are not looked into.
 
 The search is not exact. Of 2,000 random layers of up to 7 values, whose plans take up to some 50 microseconds, 14 would
-take less time with other values: at worst half, and never less by more than 2.5 microseconds. In 20 small programs there
-was no such case (`tests/memory/test_joint.py`).
+take less time with other values: at worst half, and never less by more than 2.5 microseconds. In 20 small programs
+there was no such case (`tests/memory/test_joint.py`).
 """
 
 from __future__ import annotations
