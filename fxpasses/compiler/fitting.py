@@ -130,6 +130,15 @@ def _with_fewest_tiles(step: Step, compile: Callable[[Step], Compiled]) -> tuple
         return compile(step), step
     except TooLarge:
         pass
+    if step.could_move:
+        step = replace(
+            step, footprints={}, reports=[], may_shrink=False, tiled=0, all_move=True, could_move=False, compiled={}
+        )
+        tried = [step]
+        try:
+            return compile(step), step
+        except TooLarge:
+            pass
     for tiles in _TILES:
         step = replace(
             step, footprints={}, reports=[], may_shrink=False, tiles=tiles, more_tiles=tiles < _TILES[-1], tiled=0

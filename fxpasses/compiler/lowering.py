@@ -127,7 +127,8 @@ def _partitioners(
     # and with donated buffers, backward cannot run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
         moved = options.offload if offloads else None
-        outer = Partitioner(moved, options.strict, activations(examples), inner, place)
+        planned = (lambda: memory.moving) if memory is not None else lambda: None
+        outer = Partitioner(moved, options.strict, activations(examples), inner, place, planned)
         yield outer, outer, memory
 
 

@@ -3,6 +3,9 @@
 The pieces that a step runs once are partitioned first, as PyTorch does it; what they need is not up to choice. Layers
 follow: of PyTorch's partitions, from all saved to nearly all recomputed, the first takes least time, and the first that
 fits is taken. A layer that runs n times is partitioned once, and saves n times.
+
+With `fastpack.offload`, of all partitions and of what may move of each, those that fit in the least time are taken.
+Pieces that run once keep everything, until a try at the step has shown that it does not fit: then all of it moves.
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 from fxpasses.base.containment import contained
-from fxpasses.base.units import many, size
+from fxpasses.base.units import duration, many, size
+from fxpasses.compiler.partitioner import replayed
 from fxpasses.fold.outlining import Place
 from fxpasses.memory.footprint import Footprint, footprint_of
+from fxpasses.memory.joint import Option, Plan, least_time
+from fxpasses.memory.movable import Movable
 from fxpasses.memory.recompute import RATIOS, Recomputed, least_recomputing, partitions, recomputed, saving_more
 from fxpasses.memory.step import Step, TooLarge
 from fxpasses.memory.wrapper_code import NotRead, WrapperCode, code_of
-from fxpasses.offload.candidates import moved_bytes
 from fxpasses.offload.inputs import movable, operands_of, results_of
-from fxpasses.offload.saved import Partition, groups
+from fxpasses.offload.saved import Partition
 from fxpasses.options import Options
 from fxpasses.report import Report
 from fxpasses.version import code_digest
@@ -40,12 +45,14 @@ Graphs = tuple[GraphModule, GraphModule]
 class MemoryPartitioner(CustomPartitionerFn):
     """Partitions one piece of a step.
 
-    step: what is known of the others. activations: see `Partitioner`. reports: on each partition that was chosen.
+    step: what is known of the others. activations: see `Partitioner`. moving: the names of the saved values that are to
+    move; None if there is no plan. reports: on each partition that was chosen.
     """
 
     def __init__(self, options: Options, step: Step, place: Place, activations: frozenset[int] = frozenset()) -> None:
         self.options, self.step, self.place, self.activations = options, step, place, activations
         self.fused = options.lowering == "inductor"
+        self.moving: frozenset[str] | None = None
         self.reports: list[Report] = []
         self._code: dict[bool, WrapperCode] = {}  # by whether it is backward's
 
@@ -55,9 +62,13 @@ class MemoryPartitioner(CustomPartitionerFn):
 
         positions = operands_of(gm), results_of(gm, outputs)
 
-        def footprint(found: Graphs) -> Footprint:
+        def footprint(found: Graphs, moved: frozenset[str] = frozenset()) -> Footprint:
+            ahead = self.options.offload.buffers - 1
             partition = Partition(*found, outputs, inputs)
-            return footprint_of(partition, self.fused, _moved(partition, self.options), positions)
+            return footprint_of(partition, self.fused, moved, positions, ahead, self.place.calls > 0)
+
+        def movable_of(found: Graphs) -> Movable:
+            return Movable(Partition(*found, outputs, inputs), self.options.offload, self.place, replayed())
 
         def partition(joint: GraphModule) -> Graphs:
             return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
@@ -65,8 +76,9 @@ class MemoryPartitioner(CustomPartitionerFn):
         found, is_too_large = None, False
         with contained("planning memory", "The graph is partitioned without a budget.", self.options.strict):
             undo = self.options.memory.checkpoints == "free" and self.place.calls != 1
-            found = self._plan(partitions(gm, partition, undo), footprint)
-            is_too_large = self.step.more_tiles and self.step.could_tile and self.step.is_too_large(self.step.headroom)
+            found = self._plan(partitions(gm, partition, undo), footprint, movable_of)
+            could_shrink = self.step.could_tile or self.step.could_move
+            is_too_large = self.step.more_tiles and could_shrink and self.step.is_too_large(self.step.headroom)
         if found is None:
             return partition(gm)
         if self.place.calls != 1 and is_too_large:
@@ -89,29 +101,70 @@ class MemoryPartitioner(CustomPartitionerFn):
             for report in self.reports:
                 report.figures["peak_bytes"] = self.step.peak()
 
-    def _plan(self, at: Callable[[float], Graphs | None], footprint: Callable[[Graphs], Footprint]) -> Graphs:
-        name = self.place.name
+    def _plan(
+        self,
+        at: Callable[[float], Graphs | None],
+        footprint: Callable[..., Footprint],
+        movable_of: Callable[[Graphs], Movable],
+    ) -> Graphs:
         if self.place.calls == 1:
-            found: Any = at(1.0)
-            self.step.footprints[name] = footprint(found)
-            return found
-        known: dict[int, Footprint] = {}  # by the identity of a partition
+            return self._run_once(at, footprint, movable_of)
+        name = self.place.name
+        known: dict[tuple[Graphs, frozenset[str]], Footprint] = {}  # a partition is its own identity
+        movable: dict[Graphs, Movable] = {}
 
-        def peak(tried: Graphs) -> int:
-            known[id(tried)] = footprint(tried)
-            return self.step.peak({name: known[id(tried)]}, self.step.headroom)
+        def peak(tried: Graphs, moved: frozenset[str] = frozenset()) -> int:
+            key = tried, moved
+            if key not in known:
+                known[key] = footprint(tried, moved)
+            return self.step.peak({name: known[key]}, self.step.headroom)
+
+        def option(tried: Graphs) -> Option:
+            each = movable[tried] = movable_of(tried)
+            return Option(
+                each.recomputing, each.free, each.exposed, lambda moved: peak(tried, each.names(moved)), each.required
+            )
 
         most = round(_AIM * self.step.target) if self.fused else self.step.target
-        ratio, found, larger = least_recomputing(at, peak, most)
-        if ratio < 1 and peak(found) <= most:
-            found = saving_more(at, lambda tried: peak(tried) <= most, ratio, found, larger)
-        self.step.footprints[name] = known[id(found)]
+        moved: frozenset[str] = frozenset()
+        plan: Plan | None = None
+        if self.options.offloads:
+            plan = least_time(at, option, most)
+            ratio, found = plan.ratio, plan.partition
+            moved = movable[found].names(plan.moved)
+            self.step.may_shrink |= len(plan.moved) < len(movable[found].free)
+        else:
+            ratio, found, larger = least_recomputing(at, peak, most)
+            if ratio < 1 and peak(found) <= most:
+                found = saving_more(at, lambda tried: peak(tried) <= most, ratio, found, larger)
+        self.step.footprints[name] = known[found, moved]
         self.step.may_shrink |= ratio > RATIOS[-1]
         everything = self.step.saving_all[name] = next(iter(known.values()))  # the first that was tried saves most
-        self._report(ratio, known[id(found)], everything, recomputed(found))
+        self._report(ratio, known[found, moved], everything, recomputed(found), plan)
+        self.moving = moved
         return found
 
-    def _report(self, ratio: float, footprint: Footprint, everything: Footprint, again: Recomputed) -> None:
+    def _run_once(
+        self,
+        at: Callable[[float], Graphs | None],
+        footprint: Callable[..., Footprint],
+        movable_of: Callable[[Graphs], Movable],
+    ) -> Graphs:
+        found: Any = at(RATIOS[0])
+        if not self.options.offloads:
+            self.step.footprints[self.place.name] = footprint(found)
+            return found
+        movable = movable_of(found)
+        chosen = movable.required.union(movable.free) if self.step.all_move else movable.required
+        moved = movable.names(chosen)
+        self.step.footprints[self.place.name] = footprint(found, moved)
+        self.step.could_move |= len(chosen) < len(movable.free)
+        self.moving = moved
+        return found
+
+    def _report(
+        self, ratio: float, footprint: Footprint, everything: Footprint, again: Recomputed, plan: Plan | None
+    ) -> None:
         peak = self.step.peak()
         report = Report(NAME, changed=ratio < 1)
         report.figures = {"peak_bytes": peak, "bytes_saved": footprint.saved, "sizes_unknown": footprint.unknown}
@@ -126,6 +179,21 @@ class MemoryPartitioner(CustomPartitionerFn):
                 "operators_recomputed": again.operators,
                 "flops_recomputed": again.flops,
             }
+        if plan is not None:
+            report.figures |= {
+                "values_moved": len(plan.moved),
+                "bytes_moved": sum(value.bytes for value in plan.moved),
+                "recomputing_microseconds": round(1e6 * plan.recomputing),
+                "exposed_microseconds": round(1e6 * plan.copying),
+            }
+        if plan is not None and plan.moved:
+            moves = f"{many(len(plan.moved), 'value')}, {size(report.figures['bytes_moved'])}, of each call"
+            moves += f" wait for backward on the {self.options.offload.tier}"
+            report.changed, report.summary = True, "; ".join(filter(None, (report.summary, moves)))
+            report.changes.append(
+                f"in each call, recomputation is predicted to take {duration(plan.recomputing)}, and copies that do "
+                f"not hide {duration(plan.copying)}"
+            )
         if self.step.tiled:
             report.changed = True
             report.figures["tiles"] = self.step.tiles
@@ -142,12 +210,3 @@ class MemoryPartitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """The key in Inductor's cache, whose graphs are those that this has made."""
         return "fxpasses", code_digest(), NAME
-
-
-def _moved(partition: Partition, options: Options) -> frozenset[str]:
-    """The names of the saved tensors that `offload_activations` will move, but for the few that it keeps."""
-    if not options.offloads:
-        return frozenset()
-    found, _ = groups(partition, options.offload.tier)
-    large = [group for group in found if (moved_bytes(group.lead) or 0) >= options.offload.min_bytes]
-    return frozenset(node.name for group in large for node in group.saved)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph, orders the saved values, then offloads.
 
     options: None to offload nothing. activations: positions of the captured graph's inputs that may be moved. inner:
-    the partitioner to call; None is PyTorch's. place: the graph's place in its step. reports: the pass's report for
-    each partition. If the pass fails, the plain partition stays, with one warning; with `strict` it raises `PassError`.
+    the partitioner to call; None is PyTorch's. place: the graph's place in its step. planned: called once `inner` has
+    run: the names of the saved values that are to move, if that is decided. reports: the pass's report for each
+    partition. If the pass fails, the plain partition stays, with one warning; with `strict` it raises `PassError`.
     """
 
     name = NAME
@@ -48,9 +49,10 @@ class Partitioner(CustomPartitionerFn):
         activations: frozenset[int] = frozenset(),
         inner: CustomPartitionerFn | None = None,
         place: Place = WHOLE,
+        planned: Callable[[], Collection[str] | None] = lambda: None,
     ) -> None:
         self.options, self.strict, self.activations, self.inner = options, strict, activations, inner
-        self.place = place
+        self.place, self.planned = place, planned
         self.reports: list[Report] = []
         self.called = False  # nothing is partitioned for inference, or if a cache has the result
 
@@ -72,7 +74,9 @@ class Partitioner(CustomPartitionerFn):
         started = time.perf_counter()
         try:
             plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
-            report = OffloadActivations(options, replayed=_replayed(), place=self.place)(partition)
+            report = OffloadActivations(options, replayed=replayed(), place=self.place, planned=self.planned())(
+                partition
+            )
         except Exception as error:
             report_dropped(NAME, error, self.strict, "all activations where they are")
             if plain is not None:
@@ -91,7 +95,7 @@ class Partitioner(CustomPartitionerFn):
         return ("fxpasses", code_digest(), *options, tuple(sorted(self.activations)), inner)
 
 
-def _replayed() -> bool:
+def replayed() -> bool:
     """Whether Inductor will run the graph that it is compiling as a CUDA graph."""
     inductor: Any = torch._inductor.config
     return bool(inductor.triton.cudagraphs)

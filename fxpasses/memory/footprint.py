@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 import torch.utils._pytree as pytree
@@ -37,7 +38,8 @@ _COMPUTED = frozenset({"_to_copy", "arange", "convert_element_type", "full", "fu
                        "new_zeros", "ones_like", "scalar_tensor", "zeros", "zeros_like"})  # fmt: skip
 
 
-Shared = tuple[frozenset[int], frozenset[int]]
+NONE: Mapping[int, int] = MappingProxyType({})
+Shared = tuple[frozenset[int], frozenset[int], int]
 Positions = tuple[Mapping[str, int | None], Sequence[int | None]]
 
 
@@ -49,8 +51,9 @@ class Footprint:
     results included. results: of each result; 0 for views of others. views: results that are views of operands, by
     position. saved_operands, saved_results: positions of those that backward needs. gradients: of the operands that
     get one, by position. saved: bytes of all that backward needs of what autograd computes. unknown: the number of
-    tensors whose size only the batch determines, which count nothing. backward: see `backward_beside`. as_compiled: the
-    footprint with what the code of forward and of backward allocates, where it is known.
+    tensors whose size only the batch determines, which count nothing. early: of moved tensors that are read before
+    backward runs. backward: see `backward_beside`. as_compiled: the footprint with what the code of forward and of
+    backward allocates, where it is known; None if values move.
     """
 
     kept: int = 0
@@ -62,23 +65,31 @@ class Footprint:
     gradients: Mapping[int, int] = field(default_factory=dict)
     saved: int = 0
     unknown: int = 0
+    early: int = 0
     backward: Callable[[Shared], int] = lambda shared: 0
     as_compiled: Callable[[WrapperCode | None, WrapperCode | None], Footprint] | None = None
 
-    def backward_beside(self, operands: frozenset[int], results: frozenset[int]) -> int:
+    def backward_beside(self, operands: frozenset[int], results: frozenset[int], onward: int = 0) -> int:
         """The peak while backward runs: what was kept, the gradients that it gets, and all that it makes, besides these
-        operands and results, which others need as well and count."""
-        return self.backward((operands & self.saved_operands, results & self.saved_results))
+        operands and results, which others need as well and count. onward: bytes of what moved of another call, which
+        are read before it runs."""
+        return self.backward((operands & self.saved_operands, results & self.saved_results, onward))
 
 
 def footprint_of(
-    partition: Partition, fused: bool, moved: Collection[str] = (), positions: Positions | None = None
+    partition: Partition,
+    fused: bool,
+    moved: Collection[str] = (),
+    positions: Positions | None = None,
+    ahead: int = 0,
+    onward: bool = False,
 ) -> Footprint:
     """The footprint of a partitioned graph at the sizes of the batch that it is compiled for.
 
     fused: whether a compiler will fuse operators; else each node makes its tensors. moved: saved tensors that wait for
     backward elsewhere, by name. positions: for each input of forward, which operand it is, and for each output, which
-    result; None for neither. By default they are in order.
+    result; None for neither. By default they are in order. ahead: how many copies go on while the graphs compute.
+    onward: whether that many tensors are read before backward begins, and for another call at its end.
     """
     forward = _Lives(partition.forward.graph, fused, moved)
     backward = _Lives(partition.backward.graph, fused)
@@ -87,6 +98,7 @@ def footprint_of(
     places = {node: operands.get(node.name) for node in inputs}
     at = {number: place for node, place in places.items() if place is not None for number in forward.memory.of(node)}
     given = forward.on(inputs)
+    leaving = forward.leave(forward.on([node for node in partition.saved() if node.name in moved]), given, ahead)
     results: dict[int, int] = {}  # by memory: the first result there
     views: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -97,24 +109,29 @@ def footprint_of(
                 views[place] = at[number]
             sizes[place] = sum(forward.bytes[number] for number in own - given if number not in results)
             results |= {number: place for number in own - given if number not in results}
-    staying = [node for node in partition.saved() if node.name not in moved]
+    named = {node.name: node for node in partition.saved()}
+    staying = [node for node in named.values() if node.name not in moved]
     saved = forward.on(staying)
     arguments = backward.graph.find_nodes(op="placeholder")
-    names = {node.name for node in partition.saved()} | {node.name for node in inputs}
+    names = named.keys() | {node.name for node in inputs}
     held = backward.on([node for node in arguments if node.name not in names])  # gradients, which the caller has
-    returning = backward.on([node for node in arguments if node.name in moved])
+    back = [node for node in arguments if node.name in moved]
+    last = set(leaving[max(0, len(leaving) - ahead) :]) if onward else set()
+    early = backward.on([node for node in back if last.intersection(forward.memory.of(named[node.name]))])
+    returning, onward_from = backward.read(backward.on(back), ahead, early)
 
     memory = {node.name: backward.memory.of(node) for node in arguments}  # a compiler may change the graph later
 
     def beside(shared: Shared, code: WrapperCode | None = None) -> int:
         others = {n for n in given if at.get(n) is None or at[n] in shared[0]}
         others |= {number for number, place in results.items() if place in shared[1]}
-        theirs = {n for name, own in memory.items() if forward_named.get(name, none) & others for n in own} - returning
+        theirs = {n for name, own in memory.items() if forward_named.get(name, none) & others for n in own}
+        theirs -= returning.keys()
         if code is not None:
-            return backward.peak_of(code, theirs, returning, held)
+            return backward.peak_of(code, theirs, held)
         callers = given | results.keys()
         kept = {n for name, own in memory.items() if forward_named.get(name, none) & callers for n in own}
-        return backward.peak(theirs, returning, held, kept)
+        return backward.peak(theirs, returning, held, kept, (shared[2], onward_from))
 
     def as_compiled(of_forward: WrapperCode | None, of_backward: WrapperCode | None) -> Footprint:
         peak = found.forward if of_forward is None else forward.peak_of(of_forward, given)
@@ -137,9 +154,10 @@ def footprint_of(
         },
         saved=sum(forward.bytes[n] for n in saved - forward.on([i for i in inputs if i.name not in partition.inputs])),
         unknown=forward.unknown + backward.unknown,
+        early=sum(backward.bytes[number] for number in early),
         backward=functools.lru_cache(beside),
     )
-    return replace(found, as_compiled=as_compiled)
+    return found if moved else replace(found, as_compiled=as_compiled)
 
 
 @dataclass
@@ -266,26 +284,57 @@ class _Lives:
         """The memory of nodes."""
         return {number for node in nodes for number in self.memory.of(node)}
 
+    def leave(self, leaving: Collection[int], given: Collection[int], ahead: int) -> list[int]:
+        """Have tensors live until their copies are waited for; returns them in the order in which they leave.
+
+        A copy is waited for where the copy begins that comes `ahead` later, or at the end.
+        """
+        order = sorted(leaving, key=lambda number: (number not in given, self.ends[number]))
+        starts = [self.ends[number] for number in order]
+        for place, number in enumerate(order if ahead else ()):
+            later = place + ahead
+            self.ends[number] = max(starts[later], starts[place]) if later < len(order) else len(self._positions) - 1
+        return order
+
+    def read(self, returning: Collection[int], ahead: int, early: Collection[int]) -> tuple[dict[int, int], int]:
+        """From which positions on inputs that come back are there, by number; and where others' are read.
+
+        An input is read where the one is used that comes `ahead` before it; `early` ones are there from the start.
+        """
+        first = {
+            number: min(
+                (self._positions[user] for node in self.memory.owners[number] for user in node.users), default=0
+            )
+            for number in returning  # views of what comes back are made of it
+        }
+        order = sorted(returning, key=first.__getitem__)
+        uses = [first[number] for number in order]
+        begins = {n: 0 if n in early else uses[max(0, place - ahead)] for place, n in enumerate(order)}
+        return begins, uses[max(0, len(uses) - ahead) :][0] if ahead and uses else 0
+
     def peak(
         self,
         owned: Collection[int],
-        returning: Collection[int] = (),
+        returning: Mapping[int, int] = NONE,
         held: Collection[int] = (),
         kept: Collection[int] = (),
+        for_others: tuple[int, int] = (0, 0),
     ) -> int:
         """The most bytes that live at a time, besides inputs that others own.
 
-        Inputs that are `returning` live from their first use on; `held` ones, which the caller has, to the end. No
-        result takes the place of those, nor of `kept` ones, which others may read.
+        Inputs that are `returning` live from these positions on; `held` ones, which the caller has, to the end. No
+        result takes the place of those, nor of `kept` ones, which others may read. for_others: bytes that are read for
+        another call, and from which position on.
         """
         change = [0] * (len(self._positions) + 1)
+        change[for_others[1]] += for_others[0]
         for position, size in self._workspaces.items():
             change[position] += size
             change[position + 1] -= size
         for number, size in self.bytes.items():
             if number in self._inlined or number in owned:
                 continue
-            begin = self._first[number] if number in returning else self.begins[number]
+            begin = returning.get(number, self.begins[number])
             change[begin] += size
             change[len(self._positions) if number in held else self.ends[number] + 1] -= size
             if self._takes_place(number, size, {*owned, *held, *kept}):
@@ -297,7 +346,6 @@ class _Lives:
         self,
         code: WrapperCode,
         owned: Collection[int],
-        returning: Collection[int] = (),
         held: Collection[int] = (),
     ) -> int:
         """`peak`, of what a compiler has made of the graph."""
@@ -305,9 +353,8 @@ class _Lives:
         for number, names in self._given.items():
             if number in owned:
                 continue
-            begin = min(code.first.get(name, 0) for name in names) if number in returning else 0
             end = code.end if number in held else max(code.dropped.get(name, code.end) for name in names)
-            change[begin] += self.bytes[number]
+            change[0] += self.bytes[number]
             change[end] -= self.bytes[number]
         lives = list(itertools.accumulate(change))
         inside = (lives[place] + self._inside.get(name, 0) for name, place in code.operators)

@@ -156,11 +156,18 @@ class Recomputed:
 
 
 def recomputed(partition: Partition) -> Recomputed:
-    """PyTorch's partitioner leaves a recomputed node its name."""
-    forward, backward = ([node for node in gm.graph.nodes if node.op == "call_function"] for gm in partition)
-    names = {node.name for node in forward}
-    again = [node for node in backward if node.name in names]
-    return Recomputed(len(again), sum(map(_flops, again)), sum(map(_flops, forward)))
+    again = recomputed_nodes(*partition)
+    return Recomputed(len(again), sum(map(_flops, again)), sum(map(_flops, _operators(partition[0]))))
+
+
+def recomputed_nodes(forward: GraphModule, backward: GraphModule) -> list[Node]:
+    """Backward's nodes that forward has as well: PyTorch's partitioner leaves a recomputed node its name."""
+    names = {node.name for node in _operators(forward)}
+    return [node for node in _operators(backward) if node.name in names]
+
+
+def _operators(gm: GraphModule) -> list[Node]:
+    return [node for node in gm.graph.nodes if node.op == "call_function"]
 
 
 def _flops(node: Node) -> int:

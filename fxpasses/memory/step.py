@@ -10,6 +10,7 @@ gradient lives from the backward of the last call that takes the parameter.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,7 +25,7 @@ NONE: Mapping[str, Footprint] = MappingProxyType({})
 
 
 class TooLarge(Exception):
-    """A layer for which the step does not fit, whatever is recomputed."""
+    """A layer for which the step does not fit, whatever is recomputed or moves."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Step:
     order. returned: the values that the program returns. footprints: of the pieces that are partitioned; saving_all: of
     layers, if they saved all that backward needs. may_shrink: whether a piece could save less. target: the peak to plan
     for. planned: the one that was planned, before compiled code was known. tiles: in how many the rows of layers are
-    computed. more_tiles: whether there may be more, so that a step that does not fit need not be compiled. tiled: the
-    regions that are. could_tile: whether there could be more of a layer's. compiled: the pieces that run once, which
+    computed. more_tiles: whether another try may follow, so that a step that does not fit need not be compiled. tiled:
+    the regions that are. could_tile: whether there could be more of a layer's. all_move: whether all that may move away
+    does, of pieces that run once; could_move: whether they keep some of it. compiled: the pieces that run once, which
     another try at this step need not compile again, with their footprints. reports: on its plan.
     """
 
@@ -68,6 +70,8 @@ class Step:
     more_tiles: bool = False
     tiled: int = 0
     could_tile: bool = False
+    all_move: bool = False
+    could_move: bool = False
     compiled: dict[str, tuple[Any, Footprint | None]] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
 
@@ -204,6 +208,8 @@ def needs(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: b
         there = (v for v in values.values() if v.made < number and (v.used >= number or v.held or v.is_returned))
         found.append(Need(kept + sum(value.bytes for value in there) + footprint.forward, 0))
         kept += footprint.kept
+    waiting = list(itertools.accumulate((each.early for _, each in calls), lambda last, own: own or last, initial=0))
+    is_reading = False
     left: dict[str, int] = {}
     all_gradients = {} if has_gradients else _gradients(calls)
     for number, (call, footprint) in reversed([*enumerate(calls)]):
@@ -218,7 +224,9 @@ def needs(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: b
                 if at >= len(call.operands) or (name := named(call.operands[at])) not in values or name in others
             ),
             frozenset(at for at in footprint.saved_results if not call.results or named(call.results[at]) in others),
+            waiting[number] if is_reading or footprint.early else 0,
         )
+        is_reading |= footprint.early > 0
         found.append(Need(kept + live + own, sum(left.values())))
         mine = call.operands or [f"{call.piece} {at}" for at in footprint.gradients]
         left |= {name: all_gradients[name] for name in mine if name in all_gradients}

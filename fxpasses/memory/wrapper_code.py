@@ -40,12 +40,10 @@ ItemSize = Callable[[Sequence[int], Sequence[int]], int]
 @dataclass
 class WrapperCode:
     """The statements of `call`, by number. changes: the bytes that each allocates for results of its own, less those
-    that it frees. first: the first statement that reads an input, by name. dropped: the one that drops it; inputs that
-    are not here are there to the end. operators: the names of operators outside of Inductor's kernels, with the
-    statements that call them."""
+    that it frees. dropped: the one that drops an input, by name; inputs that are not here are there to the end.
+    operators: the names of operators outside of Inductor's kernels, with the statements that call them."""
 
     changes: list[int] = field(default_factory=list)
-    first: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     operators: list[tuple[str, int]] = field(default_factory=list)
 
@@ -130,11 +128,7 @@ class _Reader:
             self._bind(name, frozenset([number]))
 
     def read(self, statement: ast.stmt) -> None:
-        place = self.found.end
         self.found.changes.append(0)
-        for name in {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)} & set(self._inputs):
-            if not isinstance(statement, ast.Delete) and not _is_check(statement) and not _is_unpacking(statement):
-                self.found.first.setdefault(name, place)
         if isinstance(statement, ast.Delete):
             for target in statement.targets:
                 if isinstance(target, ast.Name):
@@ -246,11 +240,6 @@ class _Reader:
                 if number in self._inputs_at:
                     self.found.dropped[self._inputs_at[number]] = self.found.end - 1
                 self.found.changes[-1] -= self._bytes[number]
-
-
-def _is_check(statement: ast.stmt) -> bool:
-    value = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(value, ast.Call) and _name(value.func).startswith("assert_")
 
 
 def _is_unpacking(statement: ast.stmt) -> bool:

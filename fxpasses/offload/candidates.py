@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from fxpasses.fold.outlining import Place
 from fxpasses.graph.aliases import AliasSets, storages, storages_of
 from fxpasses.graph.flops import flops_of
 from fxpasses.graph.provenance import where
 from fxpasses.graph.symbols import bytes_of
-from fxpasses.offload.choose import Candidate, Step
+from fxpasses.offload.choose import Candidate, Limits, Step
 from fxpasses.offload.runtime.calibration import Rates
 from fxpasses.offload.runtime.layout import span
 from fxpasses.offload.saved import Group, Partition
 from fxpasses.offload.schedule import Life
+from fxpasses.options import Offload
+
+
+def limits_of(options: Offload, place: Place) -> Limits:
+    """The user's limits for a graph at this place. The tensors that backward needs first in a piece of a step are those
+    of the step only if no other piece follows."""
+    return Limits(
+        options.min_bytes,
+        options.keep_last if place.last else 0,
+        options.buffers,
+        options.device_budget,
+        options.host_budget if options.tier == "host" else None,
+        keeps_given=place.calls > 0,
+    )
+
+
+def candidates_of(found: Sequence[Group], partition: Partition) -> list[Candidate | None]:
+    """Each group as data; None where its size is not known."""
+    forward, backward = (AliasSets(g.graph.nodes) for g in (partition.forward, partition.backward))
+    return [candidate(group, partition, forward, backward) for group in found]
 
 
 def candidate(group: Group, partition: Partition, forward: AliasSets, backward: AliasSets) -> Candidate | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from fxpasses.offload.schedule import Life, exposed_time, peak
@@ -81,8 +81,34 @@ class Choice:
     moved: list[Candidate] = field(default_factory=list)
 
 
-def choose(candidates: Sequence[Candidate], limits: Limits, step: Step) -> Choice:
-    """Decide. Without a device budget, all candidates that may move do; with one, those that meet it at least cost."""
+def choose(
+    candidates: Sequence[Candidate], limits: Limits, step: Step, planned: Collection[str] | None = None
+) -> Choice:
+    """Decide. Without a device budget, all candidates that may move do; with one, those that meet it at least cost.
+
+    planned: the names of those that are to move, if that is decided already.
+    """
+    free, kept = admitted(candidates, limits)
+    model = Model(step, limits.buffers, candidates)
+    why = "fastpack.memory has room for it"
+    if planned is not None:
+        moved = [candidate for candidate in free if candidate.name in planned]
+    else:
+        why = f"fastpack.offload.device_budget is {limits.device_budget}"
+        moved = free if limits.device_budget is None else model.cheapest(free, limits.device_budget)
+    for candidate in free:
+        if candidate not in moved:
+            kept[candidate.name] = (Reason.WITHIN_BUDGET, why)
+    if limits.host_budget is not None:
+        moved, beyond = within(moved, limits.host_budget)
+        for candidate in beyond:
+            kept[candidate.name] = (Reason.HOST_BUDGET, f"fastpack.offload.host_budget is {limits.host_budget}")
+    decisions = [Decision(c, c.name not in kept, *kept.get(c.name, (None, ""))) for c in candidates]
+    return Choice(decisions, model.exposed(moved), model.peak([]), model.peak(moved), _by_need(moved))
+
+
+def admitted(candidates: Sequence[Candidate], limits: Limits) -> tuple[list[Candidate], dict[str, tuple[Reason, str]]]:
+    """The candidates that may move, those first that should rather than others, and why the rest may not."""
     kept: dict[str, tuple[Reason, str]] = {}
     for candidate in candidates:
         if candidate.bytes < limits.min_bytes:
@@ -91,27 +117,17 @@ def choose(candidates: Sequence[Candidate], limits: Limits, step: Step) -> Choic
     large = [c for c in candidates if c.name not in kept]
     for candidate in _by_need([c for c in large if limits.keeps_given or not c.given])[: limits.keep_last]:
         kept[candidate.name] = (Reason.NEEDED_SOON, f"fastpack.offload.keep_last is {limits.keep_last}")
-    model = _Model(step, limits.buffers, candidates)
     # Checkpoint boundaries come first, then larger tensors, then those that backward needs later.
     free = [c for c in large if c.name not in kept]
     free.sort(key=lambda c: (not c.boundary, -c.bytes, -c.needed))
-    moved = free if limits.device_budget is None else model.cheapest(free, limits.device_budget)
-    for candidate in free:
-        if candidate not in moved:
-            kept[candidate.name] = (Reason.WITHIN_BUDGET, f"fastpack.offload.device_budget is {limits.device_budget}")
-    if limits.host_budget is not None:
-        moved, beyond = _within(moved, limits.host_budget)
-        for candidate in beyond:
-            kept[candidate.name] = (Reason.HOST_BUDGET, f"fastpack.offload.host_budget is {limits.host_budget}")
-    decisions = [Decision(c, c.name not in kept, *kept.get(c.name, (None, ""))) for c in candidates]
-    return Choice(decisions, model.exposed(moved), model.peak([]), model.peak(moved), _by_need(moved))
+    return free, kept
 
 
 def _by_need(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda c: c.needed)
 
 
-def _within(candidates: Sequence[Candidate], budget: int) -> tuple[list[Candidate], list[Candidate]]:
+def within(candidates: Sequence[Candidate], budget: int) -> tuple[list[Candidate], list[Candidate]]:
     """The candidates that fit into a budget, taken in order, and the rest."""
     fits: list[Candidate] = []
     for candidate in candidates:
@@ -120,7 +136,7 @@ def _within(candidates: Sequence[Candidate], budget: int) -> tuple[list[Candidat
     return fits, [candidate for candidate in candidates if candidate not in fits]
 
 
-class _Model:
+class Model:
     """Peak memory and exposed time of a step in which some candidates move."""
 
     def __init__(self, step: Step, buffers: int, candidates: Sequence[Candidate]) -> None:

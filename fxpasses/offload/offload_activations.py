@@ -7,18 +7,16 @@ inserts the operators. docs/offload_activations.md has the details.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
 
 import torch
 from torch.fx import Node
 
 from fxpasses.base.units import duration, size
 from fxpasses.fold.outlining import WHOLE, Place
-from fxpasses.graph.aliases import AliasSets
 from fxpasses.graph.provenance import where
-from fxpasses.offload.candidates import candidate, step_of
-from fxpasses.offload.choose import Candidate, Choice, Decision, Limits, choose
+from fxpasses.offload.candidates import candidates_of, limits_of, step_of
+from fxpasses.offload.choose import Candidate, Choice, Decision, choose
 from fxpasses.offload.insert import insert, mark
 from fxpasses.offload.runtime import stats
 from fxpasses.offload.runtime.calibration import Rates, rates
@@ -34,7 +32,7 @@ class OffloadActivations:
     """Rewrites a partition in place, and reports on every saved tensor that forward computes.
 
     replayed: whether CUDA graphs will replay the two graphs; then nothing leaves a CUDA device. place: of
-    the graphs in their step.
+    the graphs in their step. planned: the names of the saved tensors that are to move, if that is decided already.
     """
 
     name = NAME
@@ -45,19 +43,18 @@ class OffloadActivations:
         measure: Callable[[str, str, torch.device], Rates] = rates,
         replayed: bool = False,
         place: Place = WHOLE,
+        planned: Collection[str] | None = None,
     ) -> None:
-        # The tensors that backward needs first in a piece are those of the step only if no other piece follows.
-        self.options = options if place.last else replace(options, keep_last=0)
-        self.measure, self.replayed, self.place = measure, replayed, place
+        self.options, self.measure, self.replayed, self.place = options, measure, replayed, place
+        self.planned = planned
 
     def __call__(self, partition: Partition) -> Report:
         report = Report(self.name)
         found, refused = groups(partition, self.options.tier, self.replayed)
-        forward, backward = (AliasSets(g.graph.nodes) for g in (partition.forward, partition.backward))
         candidates: list[Candidate] = []
         movable: list[Group] = []
-        for group in found:
-            if (known := candidate(group, partition, forward, backward)) is None:
+        for group, known in zip(found, candidates_of(found, partition), strict=True):
+            if known is None:
                 refused.append((group.lead, Reason.UNKNOWN_SIZE, ""))
             else:
                 candidates.append(known)
@@ -77,16 +74,10 @@ class OffloadActivations:
             return Choice([])
         device = movable[0].lead.meta["val"].device
         step = step_of(partition, movable, self.measure(options.tier, options.directory, device))
-        host_budget = options.host_budget if options.tier == "host" else None
-        limits = Limits(
-            options.min_bytes,
-            options.keep_last,
-            options.buffers,
-            options.device_budget,
-            host_budget,
-            keeps_given=self.place.calls > 0,
-        )
-        return choose(candidates, limits, step)
+        planned = self.planned
+        if planned is not None:
+            planned = {group.lead.name for group in movable if all(node.name in planned for node in group.saved)}
+        return choose(candidates, limits_of(options, self.place), step, planned)
 
     def _describe(self, report: Report, choice: Choice, refused: list[tuple[Node, Reason, str]]) -> None:
         kept = [decision for decision in choice.decisions if not decision.move]

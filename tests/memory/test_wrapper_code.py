@@ -48,7 +48,7 @@ def test_results_are_freed_with_their_last_name() -> None:
         """
     )
     assert lives(code) == [1024, 1024, 1024, 1024, 1024, 1088, 64]
-    assert code.dropped == {"x": 6} and code.first == {"x": 5}
+    assert code.dropped == {"x": 6}
 
 
 def test_results_of_an_operator_live_from_its_call_to_the_end_of_all() -> None:
