@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.case import Case, Parameters, Program, scale
@@ -11,6 +13,7 @@ from bench.cases.compilers import EAGER, OURS, STOCK, Compiler, contender, eager
 
 CHECKPOINTS, RATIO = "eager, checkpoints", "Inductor, activation_memory_budget"
 BUDGET, FREE = "fastpack, budget", "fastpack, budget, checkpoints undone"
+MOVED = "fastpack, budget, disk"
 _RATIOS = (0.8, 0.6, 0.4, 0.2, 0.05)
 
 
@@ -30,22 +33,41 @@ def build(compiler: Compiler, parameters: Parameters, device: str, checkpoints: 
     if isinstance(compiler, functools.partial) and "memory" in compiler.keywords:
         compiler = functools.partial(compiler, memory=_bytes(most))
     program = _program(compiler, parameters, device, checkpoints)
+    figures: dict[str, float] = {}
 
     def values() -> Mapping[str, float]:
-        found = program.values()
-        taken = allocated_bytes(program.step)
+        with _recorded(compiler, figures):
+            found = program.values()
+        taken = max(allocated_bytes(program.step) for _ in range(program.batches))
         if taken > most and compiler is not eager:
-            raise TooMuch(f"{taken / 2**20:.0f} MiB of {most / 2**20:.0f}")
+            raise TooMuch(f"{taken / 2**20:.1f} MiB of {most / 2**20:.1f}")
+        if figures:
+            figures["budget, MiB"], figures["allocated, MiB"] = round(most / 2**20, 1), round(taken / 2**20, 1)
         return found
 
-    return Program(program.step, program.values if compiler is eager and not checkpoints else values, program.batches)
+    values = program.values if compiler is eager and not checkpoints else values
+    return dataclasses.replace(program, values=values, figures=lambda: figures)
+
+
+@contextlib.contextmanager
+def _recorded(compiler: Compiler, figures: dict[str, float]) -> Iterator[None]:
+    """Note what a plan of memory predicts."""
+    if not isinstance(compiler, functools.partial) or "memory" not in compiler.keywords:
+        yield
+        return
+    from fxpasses.inspect import record
+
+    with record() as found:
+        yield
+    if known := found.figures("memory"):
+        figures["predicted, MiB"] = round(known["peak_bytes"] / 2**20, 1)
 
 
 def _bytes(most: int) -> int:
     """The budget. It is for the process; here what a step allocates counts, so that contenders can be compared."""
     from fxpasses.memory import limits
 
-    limits.in_use = lambda device: 0
+    limits.in_use = limits.highest = lambda device: 0
     return most
 
 
@@ -53,13 +75,26 @@ def _program(compiler: Compiler, parameters: Parameters, device: str, checkpoint
     import torch
 
     from bench.cases.decoders import new_decoder, packed_batches
+    from bench.cases.encoders import classifier
     from bench.cases.training import training_program
 
     torch.manual_seed(0)  # a process makes several models
-    model = new_decoder({**parameters, "checkpointed": checkpoints}, device, "sdpa")
+    if parameters["model"] == "bert":
+        model, batches = classifier(parameters["layers"], parameters["tokens"], device)
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        more = {"experts_implementation": "eager"} if parameters["model"] == "qwen3_moe" else {}
+        model = new_decoder({**parameters, "checkpointed": checkpoints}, device, "sdpa", **more)
+        batches = packed_batches(parameters["tokens"], device, with_lengths=False)
     compiled = compiler(model)
-    batches = packed_batches(parameters["tokens"], device, with_lengths=False)
-    return training_program(model, lambda batch: compiled(**batch).loss, batches)
+    kept: list[Any] = []
+
+    def loss_of(batch: Any) -> Any:
+        kept[:] = [compiled(**batch)]  # as in most loops, the outputs are there until the next step
+        return kept[0].loss
+
+    return training_program(model, loss_of, batches)
 
 
 def by_ratio(model: Any) -> Any:
@@ -90,11 +125,15 @@ def groups(device: str, quick: bool) -> list[dict[str, Any]]:
     sizes = scale(device)
     if quick:
         return [{"model": "llama", "layers": 4, "tokens": 1024, "budget": 0.5, **sizes}]
-    shares = (1.0, 0.7, 0.5, 0.35, 0.25, 0.1)
-    found = [{"model": "llama", "layers": 8, "tokens": 4096, "budget": share, **sizes} for share in shares]
-    found += [{"model": "llama", "layers": 28, "tokens": 2048, "budget": share, **sizes} for share in (0.5, 0.25)]
-    found += [{"model": "llama", "layers": 8, "tokens": 16384, "budget": share, **sizes} for share in (0.5, 0.25)]
-    return found + [{"model": "qwen3", "layers": 8, "tokens": 4096, "budget": share, **sizes} for share in (0.5, 0.25)]
+    rows = [("llama", 8, 2048, (1.0, 0.7, 0.5, 0.35, 0.25, 0.1)), ("llama", 28, 2048, (0.5, 0.25))]
+    rows += [(model, 8, 2048, (0.5, 0.35, 0.25)) for model in ("qwen3", "qwen3_moe", "bert")]
+    rows += [(model, 8, 4096, (0.5, 0.25)) for model in ("llama", "qwen3")]
+    rows += [("llama", 8, 16384, (0.5, 0.25)), ("bert", 8, 32768, (0.5, 0.25))]
+    return [
+        {"model": model, "layers": layers, "tokens": tokens, "budget": share, **sizes}
+        for model, layers, tokens, shares in rows
+        for share in shares
+    ]
 
 
 CASE = Case(
@@ -108,6 +147,7 @@ CASE = Case(
         contender(RATIO, build, by_ratio),
         ours(OURS, build),
         ours(BUDGET, build, memory=1),
+        ours(MOVED, build, memory=1, offload="disk"),
         ours(FREE, functools.partial(build, checkpoints=True), memory=1, memory__checkpoints="free"),
     ],
     baseline=EAGER,
@@ -119,8 +159,8 @@ CASE = Case(
         "the more layers recompute, up to the time of a forward."
     ),
     notes=(
-        "The budget is a share of what eager mode's step allocates beyond what is held between steps. Eager mode has "
-        "none. A contender whose step allocates more fails: it has run out of memory. "
+        "The budget is a share of what eager mode's step allocates beyond what is held between steps, with the outputs "
+        "of the model. Eager mode has none. A contender whose step allocates more fails: it has run out of memory. "
         "PyTorch's setting is tried from 0.8 down to 0.05, and the first that fits is taken."
     ),
 )

@@ -115,10 +115,8 @@ def _file(rank: int) -> Path:
 
 
 def _program(parameters: Parameters, device: str) -> tuple[Any, list[dict[str, Any]]]:
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification
-
     from bench.cases.decoders import new_decoder, packed_batches
+    from bench.cases.encoders import classifier
 
     if parameters["model"] == "demo":
         return _demo(parameters, device)
@@ -129,17 +127,7 @@ def _program(parameters: Parameters, device: str) -> tuple[Any, list[dict[str, A
             new_decoder(parameters, device, "sdpa", **more),
             packed_batches(parameters["tokens"], device, with_lengths=False),
         )
-    config = BertConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=512, num_attention_heads=4,
-        num_hidden_layers=parameters["layers"], hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    generator, batches = torch.Generator().manual_seed(2), []
-    for _ in range(4):
-        ids = torch.randint(512, (8, parameters["tokens"] // 8), generator=generator)
-        lengths = torch.randint(ids.shape[1] // 4, ids.shape[1], (8, 1), generator=generator)
-        mask = (torch.arange(ids.shape[1]) < lengths).long()
-        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 2})
-    return BertForSequenceClassification(config).to(device).train(), batches
+    return classifier(parameters["layers"], parameters["tokens"], device)
 
 
 def _demo(parameters: Parameters, device: str) -> tuple[Any, list[dict[str, Any]]]:
