@@ -78,7 +78,8 @@ class MemoryPartitioner(CustomPartitionerFn):
             undo = self.options.memory.checkpoints == "free" and self.place.calls != 1
             found = self._plan(partitions(gm, partition, undo), footprint, movable_of)
             could_shrink = self.step.could_tile or self.step.could_move
-            is_too_large = self.step.more_tiles and could_shrink and self.step.is_too_large(self.step.headroom)
+            exceeds = self.step.peak(larger=self.step.headroom) > self.step.budget
+            is_too_large = self.step.more_tiles and could_shrink and exceeds
         if found is None:
             return partition(gm)
         if self.place.calls != 1 and is_too_large:

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from fxpasses.graph.aliases import AliasSets, storages_of
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import bytes_of, in_batch
+from fxpasses.memory.limits import rounded
 from fxpasses.memory.workspace import workspace_of
 from fxpasses.memory.wrapper_code import WrapperCode
 from fxpasses.offload.saved import Partition
@@ -395,7 +396,7 @@ def bytes_in_batch(leaf: torch.Tensor) -> int | None:
     except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
         return bytes_of(leaf)
     found = size if isinstance(size, int) else in_batch(size)
-    return None if found is None else int(found)
+    return None if found is None else rounded(int(found), leaf.device.type)
 
 
 def _has(node: Node, tag: str) -> bool:

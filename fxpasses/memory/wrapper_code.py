@@ -30,6 +30,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
 from fxpasses.graph.symbols import in_batch, is_symbolic, symbols_in_batch
+from fxpasses.memory.limits import rounded
 
 _COMMON = 4  # bytes of an element, where the graph has no tensor of a size
 _VIEWS = ("reinterpret_tensor", "alloc_from_pool", "copy_if_misaligned", "copy_misaligned")
@@ -187,7 +188,8 @@ class _Reader:
             return
         for number in self._memory.get(name, frozenset()):
             if self._bytes[number] == 0:
-                self._grow(number, _extent(shape, strides) * self._item_size(shape, strides))
+                size = _extent(shape, strides) * self._item_size(shape, strides)
+                self._grow(number, rounded(size, self._device))
 
     def _note_operator(self, function: str) -> None:
         namespace, _, name = function.removeprefix("torch.ops.").partition(".")
@@ -200,7 +202,8 @@ class _Reader:
         if self._device not in device:
             return 0
         dtype = getattr(torch, ast.unparse(named.get("dtype") or call.args[2]).removeprefix("torch."))
-        return _extent(self._numbers_in(call.args[0]), self._numbers_in(call.args[1])) * int(dtype.itemsize)
+        elements = _extent(self._numbers_in(call.args[0]), self._numbers_in(call.args[1]))
+        return rounded(elements * int(dtype.itemsize), self._device)
 
     def _numbers_in(self, shape: ast.expr) -> list[int]:
         try:

@@ -164,6 +164,8 @@ def _module() -> types.ModuleType:
             _device.sim_set_generator(device, (ctypes.c_uint64 * 2)(seed % 2**64, 0))
 
     module.is_initialized = lambda: True
+    module.memory_allocated = lambda device="sim": allocated(index(device))
+    module.max_memory_allocated = lambda device="sim": most_allocated(index(device))
     # Without it, torch 2.11 never marks the device as initialized, and torch.accelerator.synchronize does not wait.
     module._lazy_init = lambda: None
     module._initialized = True  # without it, a checkpoint of eager mode draws new random numbers when it recomputes
