@@ -275,8 +275,8 @@ def _rewritten(
             choice.guard(counts, packed, trace.code)
             rows, packs = counts, packed
             if packed:
-                counts.note_sizes(trace.inputs(gm, counts.positions), result.gm)
-                result.rows = counts
+                rows = result.rows = counts.of_packed(result.gm)
+                rows.note_sizes(trace.inputs(gm, counts.positions), result.gm)
     if not packs:
         others = [each for each in passes if not isinstance(each, LiveRows)]
         return run_further(others, captured, settings, after_pass), rows, False

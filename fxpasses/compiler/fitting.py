@@ -218,7 +218,7 @@ class _StillFits:
         self.program, self.rows = program, rows
         self._outlook, self._device, self._reports = step.outlook(), device, step.reports
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._planned = 1.0  # elements of the batch, or its computed rows
+        self._planned: tuple[float, ...] = ()  # elements of the batch, or its computed rows, by set
         self._looks = 0
         self._in_use = self._outlook.before
         self._has_gradients = False
@@ -232,11 +232,14 @@ class _StillFits:
             self._predicted = self._outlook.peak(self._in_use, 1.0, self._has_gradients)
 
     def __call__(self, *batch: Any) -> bool:
-        elements = float(sum(value.numel() for value in batch if isinstance(value, torch.Tensor)))
-        if self.rows is not None:
-            elements = self.rows.computed(*batch)
+        if self.rows is None:
+            sizes: tuple[float, ...] = (sum(value.numel() for value in batch if isinstance(value, torch.Tensor)),)
+        else:
+            sizes = self.rows.computed(*batch)
+        if not sizes:
+            return True  # another guard refuses the batch
         if self._peaks is None:
-            self._planned = max(elements, 1.0)
+            self._planned = sizes
             return True
         beyond = 0
         if self._looks < _LOOKS:
@@ -244,7 +247,7 @@ class _StillFits:
             beyond = self._beyond_prediction(self._peaks)
             self._in_use = limits.in_use(self._device)
             self._has_gradients = any(p is not None and p.grad is not None for p in (ref() for ref in self._parameters))
-        larger = elements / self._planned
+        larger = max(size / max(planned, 1.0) for size, planned in zip(sizes, self._planned, strict=True))
         self._predicted = self._outlook.peak(self._in_use, larger, self._has_gradients)
         fits = self._predicted <= self._outlook.budget
         if (fits and not beyond) or is_repeated() or cache_entries.may_not_recompile():

@@ -93,12 +93,15 @@ class Pass(Protocol):
 
 
 class ComputedRows(Protocol):
-    """Counts the rows that a graph computes for a batch. sources: Dynamo's, of the inputs that `computed` takes."""
+    """Counts the rows that a graph computes for a batch, by set; none for a batch that it is not for.
+
+    sources: Dynamo's, of the inputs that `computed` takes.
+    """
 
     @property
     def sources(self) -> Sequence[str]: ...
 
-    def computed(self, *inputs: Any) -> float: ...
+    def computed(self, *inputs: Any) -> tuple[float, ...]: ...
 
 
 @dataclass

@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fxpasses.base.containment import contained
 from fxpasses.dynamo.checks import Check
 from fxpasses.dynamo.dynamo_names import guard_compiled_graph
 from fxpasses.dynamo.guarding import can_guard
 from fxpasses.graph.provenance import input_sources
-from fxpasses.graph.symbols import is_unbacked, note_batch_values, symbol
+from fxpasses.graph.symbols import free_symbols, is_unbacked, note_batch_values, symbol
 from fxpasses.graph.values import Ref
 from fxpasses.metadata.draft import Draft, Extra
 from fxpasses.metadata.runtime.prologue import OperatorFailed, Prologue
@@ -38,7 +38,7 @@ class RowCounts:
 
     prologue: computes the size of each set, and the number of all rows. positions, sources: those of the graph's inputs
     that it reads. shares: for each set, its share of the step's products; the other products are on all rows. symbols:
-    of the sizes of the sets.
+    of the sizes of the sets. all_rows: whether values of all rows are computed beside them, whose number may change.
     """
 
     prologue: Prologue
@@ -46,10 +46,11 @@ class RowCounts:
     sources: tuple[str, ...]
     shares: tuple[float, ...]
     symbols: tuple[Any, ...] = ()
+    all_rows: bool = False
     _counted: list[tuple[Any, tuple[float, float]]] = field(default_factory=list)  # inputs, and a guard's result
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowCounts, (self.prologue, self.positions, self.sources, self.shares, self.symbols)
+        return RowCounts, (self.prologue, self.positions, self.sources, self.shares, self.symbols, self.all_rows)
 
     def of_step(self, inputs: Sequence[Any]) -> tuple[float, float]:
         """`parts`, taken from the guard of this step, if it has computed them."""
@@ -79,10 +80,21 @@ class RowCounts:
         dead = 0.0 if on_all > 1e-6 else max(0.0, 1 - max(sets) / max(rows, 1))
         return packed + on_all, dead
 
-    def computed(self, *inputs: Any) -> float:
-        """The number of rows that are computed, weighted by their products. inputs: those at `sources`."""
-        *sets, rows = self.prologue(dict(zip(self.positions, inputs, strict=True)))
-        return sum(size * share for size, share in zip(sets, self.shares, strict=True)) + rows * (1 - sum(self.shares))
+    def computed(self, *inputs: Any) -> tuple[float, ...]:
+        """The size of each set, and the number of all rows, if values of all are computed; nothing for a batch that
+        the graph is not for. inputs: those at `sources`.
+
+        Memory does not follow the rows' products: the logits of labelled rows may take more than all layers.
+        """
+        try:
+            *sets, rows = self.prologue(dict(zip(self.positions, inputs, strict=True)))
+        except OperatorFailed:  # the guards of sizes or of the kind of batch refuse it, before or later
+            return ()
+        return (*sets, rows) if self.all_rows else tuple(sets)
+
+    def of_packed(self, gm: GraphModule) -> RowCounts:
+        """These, knowing whether `gm`, the packed graph, computes values of all rows."""
+        return replace(self, all_rows=any(map(_has_all_rows, gm.graph.nodes)))
 
     def note_sizes(self, inputs: Sequence[Any], gm: GraphModule) -> None:
         """Have the sizes of the sets known to what asks for the sizes of the batch being traced. gm: the packed graph;
@@ -97,6 +109,14 @@ class RowCounts:
         if all(isinstance(x, torch.Tensor) for x in inputs):
             self._counted[:] = [([weakref.ref(x) for x in inputs], found)]
         return found[0] < MOST_LIVE
+
+
+def _has_all_rows(node: Node) -> bool:
+    """Whether a node computes numbers for a batch of any size, and not for some of its rows."""
+    value = node.meta.get("example_value")
+    if node.op == "placeholder" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    return value.dim() > 2 and bool(free_symbols(value)) and not is_unbacked(value)
 
 
 def row_counts(draft: Draft | None, gm: GraphModule) -> RowCounts | None:

@@ -274,6 +274,47 @@ def test_what_only_labelled_tokens_need_is_planned_for(capsys: pytest.CaptureFix
     assert "planned again: the batch is larger" in capsys.readouterr().err
 
 
+class Running(nn.Module):
+    """All rows go through sums along the tokens, and only those with a label through products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = x + F.gelu(norm(x).cumsum(1))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def test_rows_without_products_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch with as many labels as before, and four times the texts."""
+
+    def of(texts: int, tokens: int) -> tuple[Tensor, Tensor]:
+        labels = torch.full((texts, tokens), -100)
+        labels[0, :16] = 1
+        return torch.randn(texts, tokens, WIDTH, generator=torch.Generator().manual_seed(1)), labels
+
+    def run(program: Any, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+        program(*batch).backward()
+        model.zero_grad()
+
+    model, small, large = Running(), of(4, 64), of(16, 64)
+    program = compiled(model, "aot_eager", memory=PLENTY, dynamic=True)
+    run(program, model, large)
+    most = peak_of(lambda: run(program, model, large))
+    torch._dynamo.reset()
+    model = Running()
+    program = compiled(model, "aot_eager", memory=round(0.95 * most), dynamic=True)
+    run(program, model, small)
+    plans = len(PLANS)
+    run(program, model, large)
+    assert len(PLANS) > plans and "planned again: the batch is larger" in capsys.readouterr().err
+    assert peak_of(lambda: run(program, model, large)) <= 0.95 * most
+
+
 def test_gradients_that_are_added_to_are_there_from_the_start(in_use: list[int]) -> None:
     model, x = Model(), batch()
     program = compiled(model, "aot_eager", memory=PLENTY)
