@@ -40,7 +40,7 @@ def live_rows(live: Tensor, share: float, multiple: int) -> Tensor:
     return torch.nn.functional.pad(found, (0, padding), value=-1)
 
 
-class NotPacked(Exception):
+class NotPacked(RuntimeError):  # where a compiled graph raises it, the captured one runs
     """The rows of a batch cannot be packed; the text says why."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxpasses.rows import choice
-from tests.support import assert_same
+from tests.support import assert_same, compiled, results
 
 LEAST = torch.finfo(torch.float32).min
 WIDTH, LENGTH, CLASSES = 8, 8, 9
@@ -160,3 +160,22 @@ def test_what_is_computed_is_eager_modes(program: Any, labels: Tensor) -> None:
     left = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1]])
     right = left.flip(1) if program is rows_given_to_checkpoints else left
     assert_same(Text(program).double(), [(tokens, right, labels)], tolerance=1e-9)
+
+
+def test_a_bias_in_the_mask_of_a_later_batch_runs_as_captured() -> None:
+    def given(m: Text, x: Tensor, mask: Tensor, labels: Tensor) -> Any:
+        for _ in range(2):
+            q, k, v = m.heads(x)
+            x = x + merged(F.scaled_dot_product_attention(q, k, v, mask))
+        return m.loss(x, labels)
+
+    torch.manual_seed(0)
+    model, tokens = Text(given), torch.randint(9, (2, LENGTH))
+    program = compiled(model, strict=False)
+    mask = torch.where(TRIANGLE, 0.0, LEAST).expand(2, 1, LENGTH, LENGTH).clone()
+    biased = mask.clone()
+    biased[0, 0, 4, 1] = -1.0
+    torch.testing.assert_close(results(program, [tokens, mask, LATE]), results(model, [tokens, mask, LATE]))
+    with pytest.warns(UserWarning, match="NotPacked: an additive mask has values besides 0"):
+        found = results(program, [tokens, biased, LATE])
+    torch.testing.assert_close(found, results(model, [tokens, biased, LATE]))
