@@ -13,7 +13,6 @@ from bench.cases.compilers import EAGER, OURS, STOCK, Compiler, contender, eager
 
 CHECKPOINTS, RATIO = "eager, checkpoints", "Inductor, activation_memory_budget"
 BUDGET, FREE = "fastpack, budget", "fastpack, budget, checkpoints undone"
-MOVED = "fastpack, budget, disk"
 _RATIOS = (0.8, 0.6, 0.4, 0.2, 0.05)
 
 
@@ -147,7 +146,6 @@ CASE = Case(
         contender(RATIO, build, by_ratio),
         ours(OURS, build),
         ours(BUDGET, build, memory=1),
-        ours(MOVED, build, memory=1, offload="disk"),
         ours(FREE, functools.partial(build, checkpoints=True), memory=1, memory__checkpoints="free"),
     ],
     baseline=EAGER,

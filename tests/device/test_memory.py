@@ -20,7 +20,7 @@ SIM = torch.device("sim", 0)
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12 * WIDTH), nn.Linear(12 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -65,6 +65,7 @@ def most_of(program: Any, model: nn.Module, x: Tensor) -> int:
     return simulated.most_allocated()
 
 
+@pytest.mark.slow
 def test_four_times_the_rows_that_checkpoints_fit():
     model = Model(checkpoints=True).to(SIM)
     step(model, model, rows(ROWS))
