@@ -41,7 +41,7 @@ def build(compiler: Compiler, parameters: Parameters, device: str, from_file: bo
 
     model, batches = _program(parameters, device)
     other = None
-    if parameters.get("ranks") == 2:
+    if parameters["ranks"] == 2:
         from bench.second_rank import SAVE, STEP, SecondRank, wrapped
 
         other = SecondRank(steps_of_second_rank, (compiler, dict(parameters), device, from_file))
@@ -159,7 +159,7 @@ def _until_compiled(step: Any) -> None:
 
 
 def groups(device: str, quick: bool) -> list[dict[str, Any]]:
-    rest = {"tokens": 512, "experts": 0, **scale("cpu")}
+    rest = {"tokens": 512, "experts": 0, **scale("cpu"), "ranks": 1}
     if quick:
         return [{"model": "llama", "layers": 2, **rest}]
     found = [{"model": "llama", "layers": n, **rest} for n in (4, 28, 40)]
@@ -179,7 +179,7 @@ def arithmetic(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         kind = (
             f"{parameters['model']}, {parameters['experts']} experts" if parameters["experts"] else parameters["model"]
         )
-        kind += ", hidden 1024" * (parameters["width"] == "1024") + ", two ranks" * ("ranks" in parameters)
+        kind += ", hidden 1024" * (parameters["width"] == "1024") + ", two ranks" * (parameters["ranks"] == 2)
         for caches in ("cold", "warm"):
             costs = entry.get(f"compiling_{caches}")
             if entry["outcome"] == "measured" and costs:
