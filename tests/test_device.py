@@ -12,7 +12,7 @@ import pytest
 from tests.device import building
 
 ROOT = Path(__file__).parents[1]
-GROUPS = sorted({path.stem.split("_")[1] for path in ROOT.glob("tests/device/test_*.py")})
+GROUPS = sorted({path.stem.split("_")[1] for path in ROOT.glob("tests/device/test_*_*.py")})
 
 
 @pytest.mark.all_cases
