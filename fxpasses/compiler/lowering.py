@@ -127,8 +127,7 @@ def _partitioners(
     # and with donated buffers, backward cannot run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
         moved = options.offload if offloads else None
-        planned = (lambda: memory.moving) if memory is not None else lambda: None
-        outer = Partitioner(moved, options.strict, activations(examples), inner, place, planned)
+        outer = Partitioner(moved, options.strict, activations(examples), inner, place, memory)
         yield outer, outer, memory
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch._inductor.config
@@ -31,12 +31,18 @@ from fxpasses.version import code_digest
 log = logging.getLogger(__name__)
 
 
+class Planner(Protocol):
+    """moving: the names of the values that are to move; None if that is not decided."""
+
+    moving: frozenset[str] | None
+
+
 class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph, orders the saved values, then offloads.
 
     options: None to offload nothing. activations: positions of the captured graph's inputs that may be moved. inner:
-    the partitioner to call; None is PyTorch's. place: the graph's place in its step. planned: called once `inner` has
-    run: the names of the saved values that are to move, if that is decided. reports: the pass's report for each
+    the partitioner to call; None is PyTorch's. place: the graph's place in its step. planner: decides, while `inner`
+    runs, which of the saved values are to move. reports: the pass's report for each
     partition. If the pass fails, the plain partition stays, with one warning; with `strict` it raises `PassError`.
     """
 
@@ -49,10 +55,10 @@ class Partitioner(CustomPartitionerFn):
         activations: frozenset[int] = frozenset(),
         inner: CustomPartitionerFn | None = None,
         place: Place = WHOLE,
-        planned: Callable[[], Collection[str] | None] = lambda: None,
+        planner: Planner | None = None,
     ) -> None:
         self.options, self.strict, self.activations, self.inner = options, strict, activations, inner
-        self.place, self.planned = place, planned
+        self.place, self.planner = place, planner
         self.reports: list[Report] = []
         self.called = False  # nothing is partitioned for inference, or if a cache has the result
 
@@ -74,9 +80,8 @@ class Partitioner(CustomPartitionerFn):
         started = time.perf_counter()
         try:
             plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
-            report = OffloadActivations(options, replayed=replayed(), place=self.place, planned=self.planned())(
-                partition
-            )
+            planned = self.planner.moving if self.planner is not None else None
+            report = OffloadActivations(options, replayed=replayed(), place=self.place, planned=planned)(partition)
         except Exception as error:
             report_dropped(NAME, error, self.strict, "all activations where they are")
             if plain is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,12 +18,17 @@ import fxpasses
 import fxpasses.inspect
 from bench.counting import allocated_bytes as peak_of
 from fxpasses.compiler import memory_partitioner
+from fxpasses.compiler.memory_partitioner import MemoryPartitioner
+from fxpasses.compiler.partitioner import Partitioner
+from fxpasses.fold.outlining import WHOLE
 from fxpasses.memory import joint, limits, movable
 from fxpasses.memory.joint import Option, Plan, least_time
 from fxpasses.memory.recompute import RATIOS
+from fxpasses.memory.step import Step as PlannedStep
 from fxpasses.offload.choose import Candidate, Model, Step
 from fxpasses.offload.runtime.calibration import Rates
 from fxpasses.offload.runtime.disk import UnlinkedFile
+from fxpasses.options import Options
 from fxpasses.report import Report
 from tests.memory import test_fitting as programs
 from tests.memory.test_fitting import LAYERS, PLENTY, ROWS, WIDTH, batch, random_program, step
@@ -258,3 +264,11 @@ def test_no_other_choice_takes_less_in_programs(part: int, copying: Any, monkeyp
                 continue
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert compared
+
+
+def test_partitioners_can_be_pickled() -> None:
+    """Inductor pickles its settings for the keys of its cache, and leaves the cache alone where it cannot."""
+    options = Options.parse({"fastpack.memory": PLENTY, "fastpack.offload": "disk"})
+    planner = MemoryPartitioner(options, PlannedStep(PLENTY, 0), WHOLE)
+    for each in (None, planner):
+        assert pickle.dumps(Partitioner(options.offload, True, frozenset(), each, WHOLE, each))
