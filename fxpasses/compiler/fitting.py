@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -96,7 +95,7 @@ def fitted(
         return run
     if over > 0 and step.may_shrink:  # of other kinds of layers, or of compiled code, too little was known
         target = min(step.budget, step.planned or step.budget) - over
-        step = replace(step, target=target, footprints={}, reports=[], may_shrink=False, more_tiles=False, tiled=0)
+        step = step.again(target=target, more_tiles=False)
         run = compile(step)
     if step.is_too_large():
         text = (
@@ -131,25 +130,21 @@ def _with_fewest_tiles(step: Step, compile: Callable[[Step], Compiled]) -> tuple
     except TooLarge:
         pass
     if step.could_move:
-        step = replace(
-            step, footprints={}, reports=[], may_shrink=False, tiled=0, all_move=True, could_move=False, compiled={}
-        )
+        step = step.again(all_move=True, could_move=False, compiled={})
         tried = [step]
         try:
             return compile(step), step
         except TooLarge:
             pass
     for tiles in _TILES:
-        step = replace(
-            step, footprints={}, reports=[], may_shrink=False, tiles=tiles, more_tiles=tiles < _TILES[-1], tiled=0
-        )
+        step = step.again(tiles=tiles, more_tiles=tiles < _TILES[-1])
         try:
             return compile(step), step
         except TooLarge:
             if not (step.tiled and step.peak() < _WORTH_IT * tried[-1].peak()):
                 break
             tried.append(step)
-    step = replace(tried[-1], footprints={}, reports=[], may_shrink=False, more_tiles=False, tiled=0)
+    step = tried[-1].again(more_tiles=False)
     return compile(step), step
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -115,9 +115,13 @@ class Step:
 
         return MemoryPlan(self.budget, course({**self.footprints, **self.saving_all}), course(self.footprints))
 
-    def is_too_large(self, larger: float = 1.0) -> bool:
-        """Whether a batch so many times as large is sure not to fit."""
-        return self.peak(larger=larger) > TOLERANCE * self.budget
+    def is_too_large(self) -> bool:
+        """Whether it is sure not to fit."""
+        return self.peak() > TOLERANCE * self.budget
+
+    def again(self, **changes: Any) -> Step:
+        """The step for another try, of which no layer is planned."""
+        return replace(self, footprints={}, reports=[], may_shrink=False, tiled=0, **changes)
 
     def outlook(self) -> Outlook:
         """What is to be remembered of a plan."""
