@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 # Operators that make the host wait for the device, or whose result has a size that depends on data.
@@ -63,14 +63,29 @@ def _within(event: Any, name: str) -> bool:
 def allocated_bytes(step: Callable[[], Any]) -> int:
     """The most that tensors on the CPU held at once during a step, beyond what they held before it.
 
-    The resident set of a process has the allocator's unused memory in it as well.
+    The resident set of a process has the allocator's unused memory in it as well. Files that a step maps do not count.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as result:
         step()
     assert result.profiler is not None
-    events = [event for event in result.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+    events, found = list(result.profiler.kineto_results.experimental_event_tree()), []
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.typed[0] == _EventType.Allocation:
+            is_file = event.parent is not None and event.parent.name == "aten::from_file"
+            found.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size, is_file))
+    files: set[int] = set()
+    held = most = 0
+    for _, address, size, is_file in sorted(found):
+        if is_file:
+            files.add(address)
+        elif address not in files:
+            held += size
+            most = max(most, held)
+        elif size < 0:
+            files.remove(address)
+    return most
 
 
 def top_operators(step: Callable[[], Any]) -> list[dict[str, Any]]:

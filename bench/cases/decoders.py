@@ -72,15 +72,18 @@ def new_decoder(parameters: Parameters, device: str, attention: str, **more: Any
     return model
 
 
-def packed_batches(tokens: int, device: str, with_lengths: bool) -> list[dict[str, Any]]:
-    """input_ids, labels, position_ids: int64 [1, tokens]; with_lengths: lengths int64 [ENTRIES], zeros at the end."""
+def packed_batches(tokens: int, device: str, with_lengths: bool, rows: int = 1) -> list[dict[str, Any]]:
+    """input_ids, labels, position_ids: int64 [rows, tokens / rows], each row packed; with_lengths: lengths int64
+    [ENTRIES], zeros at the end, of the only row."""
     generator = torch.Generator().manual_seed(2)
     batches = []
-    for lengths in packings(BATCHES, tokens, ENTRIES):
-        ids = torch.randint(REDUCED["vocab_size"], (1, tokens), generator=generator)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    lengths_of = packings(rows * BATCHES, tokens // rows, ENTRIES)
+    for packed in (lengths_of[start : start + rows] for start in range(0, len(lengths_of), rows)):
+        ids = torch.randint(REDUCED["vocab_size"], (rows, tokens // rows), generator=generator)
+        positions = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in packed])
         batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
         if with_lengths:
+            (lengths,) = packed
             batch["lengths"] = torch.tensor(lengths + [0] * (ENTRIES - len(lengths)))
         batches.append({key: value.to(device) for key, value in batch.items()})
     return batches

@@ -10,9 +10,11 @@ from typing import Any
 
 from bench.case import Case, Parameters, Program, scale
 from bench.cases.compilers import EAGER, OURS, STOCK, Compiler, contender, eager, inductor, ours
+from bench.cases.offload import to_disk
 
 CHECKPOINTS, RATIO = "eager, checkpoints", "Inductor, activation_memory_budget"
 BUDGET, FREE = "fastpack, budget", "fastpack, budget, checkpoints undone"
+TO_DISK, BUDGET_TO_DISK = "fastpack, to disk", "fastpack, budget and to disk"
 _RATIOS = (0.8, 0.6, 0.4, 0.2, 0.05)
 
 
@@ -85,7 +87,8 @@ def _program(compiler: Compiler, parameters: Parameters, device: str, checkpoint
     else:
         more = {"experts_implementation": "eager"} if parameters["model"] == "qwen3_moe" else {}
         model = new_decoder({**parameters, "checkpointed": checkpoints}, device, "sdpa", **more)
-        batches = packed_batches(parameters["tokens"], device, with_lengths=False)
+        rows = max(1, parameters["tokens"] // 4096)  # attention of one long row would take nearly all of the time
+        batches = packed_batches(parameters["tokens"], device, with_lengths=False, rows=rows)
     compiled = compiler(model)
     kept: list[Any] = []
 
@@ -108,16 +111,22 @@ def _first_that_fits(parameters: Parameters, device: str, most: int) -> Program:
 
     from bench.counting import allocated_bytes
 
-    taken = []
-    for ratio in _RATIOS:
+    def tried(ratio: float) -> tuple[Program, int]:
         torch._dynamo.reset()
         config.activation_memory_budget = ratio
         program = _program(inductor, parameters, device)
         program.values()
-        taken.append(allocated_bytes(program.step))
-        if taken[-1] <= most:
+        return program, allocated_bytes(program.step)
+
+    *larger, least = _RATIOS
+    _, taken = tried(least)
+    if taken > most:
+        raise TooMuch(f"{taken / 2**20:.0f} MiB of {most / 2**20:.0f}, at a ratio of {least}")
+    for ratio in larger:
+        program, taken = tried(ratio)
+        if taken <= most:
             return program
-    raise TooMuch(f"{min(taken) / 2**20:.0f} MiB of {most / 2**20:.0f}, at the best of the ratios {_RATIOS}")
+    return tried(least)[0]
 
 
 def groups(device: str, quick: bool) -> list[dict[str, Any]]:
@@ -145,7 +154,9 @@ CASE = Case(
         contender(STOCK, build, inductor),
         contender(RATIO, build, by_ratio),
         ours(OURS, build),
+        to_disk(TO_DISK, build),
         ours(BUDGET, build, memory=1),
+        to_disk(BUDGET_TO_DISK, build, memory=1),
         ours(FREE, functools.partial(build, checkpoints=True), memory=1, memory__checkpoints="free"),
     ],
     baseline=EAGER,
@@ -159,6 +170,7 @@ CASE = Case(
     notes=(
         "The budget is a share of what eager mode's step allocates beyond what is held between steps, with the outputs "
         "of the model. Eager mode has none. A contender whose step allocates more fails: it has run out of memory. "
-        "PyTorch's setting is tried from 0.8 down to 0.05, and the first that fits is taken."
+        "Of PyTorch's setting the largest ratio that fits, from 0.8 down to 0.05, is taken. torchtune's offloading "
+        "moves tensors to the host, where they are here; ours moves to the disk, and mapped files are not counted."
     ),
 )
