@@ -64,8 +64,8 @@ def fitted(
     if options.budget == "off":
         return compile(None)
     if communicates(gm):
-        text = "fastpack.memory does not plan for graphs that communicate, as under FSDP2. The step has no budget."
-        warn_once(("memory", "ranks"), text)
+        text = "fastpack.memory does not plan for graphs that communicate, as with tensor parallelism"
+        warn_once(("memory", "ranks"), f"{text}. The step has no budget.")
         return compile(None)
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]

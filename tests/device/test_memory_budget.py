@@ -11,6 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fxpasses
+from fxpasses.base import once
+from fxpasses.memory import movable
+from fxpasses.offload.runtime import chain, pinned
+from fxpasses.offload.runtime.calibration import Rates
 from tests.device import simulated
 
 WIDTH, LAYERS, ROWS = 32, 4, 256
@@ -53,8 +58,9 @@ def step(program: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
     return found
 
 
-def compiled(model: nn.Module, budget: int) -> Any:
+def compiled(model: nn.Module, budget: int, **more: Any) -> Any:
     options = {"fastpack.memory": budget, "fastpack.lowering": "aot_eager", "fastpack.strict": True}
+    options |= {f"fastpack.{name}": value for name, value in more.items()}
     return torch.compile(model, backend="fastpack", options=options)
 
 
@@ -95,13 +101,44 @@ def test_a_step_stays_within_the_device(share):
         torch.testing.assert_close(step(program, model, x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_device_that_runs_out_all_the_same_fails_the_step_and_not_the_next():
+@pytest.fixture
+def fast_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So fast that to move something is always better than to compute it again."""
+    monkeypatch.setattr(movable, "rates", lambda *_: Rates(1e13, 1e13, 1e10, 1e10))
+    monkeypatch.setattr(once, "_given", set())
+    monkeypatch.setattr(pinned, "POOL", pinned.Pool())
+    for devices in ("_tight", "_full"):
+        monkeypatch.setattr(chain, devices, set())
+    fxpasses.offload_stats(reset=True)
+
+
+TO_HOST = {"offload": "host", "offload.min_bytes": 0}
+
+
+def test_what_has_to_move_does_without_pinned_memory(fast_copies):
+    model = Model(checkpoints=False).to(SIM)
+    x = rows(2 * ROWS)
+    expected = step(model, model, x)
+    budget = round(0.6 * most_of(model, model, x))
+    simulated.refuse_pinning()
+    program = compiled(model, budget, **TO_HOST)
+    with pytest.warns(UserWarning, match="cannot be pinned") as caught:
+        for _ in range(3):
+            torch.testing.assert_close(step(program, model, x), expected, rtol=1e-5, atol=1e-6)
+    assert len(caught) == 1
+    found = fxpasses.offload_stats()
+    assert found.tensors_out > 0 and found.fallbacks["pinned"] > 0 and found.bytes_held == 0
+
+
+@pytest.mark.parametrize("more", [{}, TO_HOST], ids=["recomputed", "moved"])
+def test_a_device_that_runs_out_all_the_same_fails_the_step_and_not_the_next(more, fast_copies):
     """In forward, and in backward."""
     model = Model(checkpoints=False).to(SIM)
     x = rows(2 * ROWS)
     expected = step(model, model, x)
-    program = compiled(model, round(0.6 * most_of(model, model, x)))
+    program = compiled(model, round(0.6 * most_of(model, model, x)), **more)
     step(program, model, x)
+    assert bool(fxpasses.offload_stats().tensors_out) == bool(more)
     for after in (0, 7, 14, 21, 28):
         simulated.refuse(at_least=1000, after=after, times=1)
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -109,3 +146,4 @@ def test_a_device_that_runs_out_all_the_same_fails_the_step_and_not_the_next():
         simulated.refuse(times=0)
         model.zero_grad(set_to_none=True)
         torch.testing.assert_close(step(program, model, x), expected, rtol=1e-5, atol=1e-6)
+    assert fxpasses.offload_stats().bytes_held == 0

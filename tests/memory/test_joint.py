@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import operator
+import os
 import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import fxpasses
 import fxpasses.inspect
@@ -27,7 +27,6 @@ from fxpasses.memory.recompute import RATIOS
 from fxpasses.memory.step import Step as PlannedStep
 from fxpasses.offload.choose import Candidate, Model, Step
 from fxpasses.offload.runtime.calibration import Rates
-from fxpasses.offload.runtime.disk import UnlinkedFile
 from fxpasses.options import Options
 from fxpasses.report import Report
 from tests.memory import test_fitting as programs
@@ -46,14 +45,7 @@ def nothing_else_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def uncounted_handles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The profiler counts what is mapped on files, which never becomes part of the process."""
-    create = UnlinkedFile.create
-
-    def uncounted(directory: str, size: int) -> tuple[UnlinkedFile, Tensor]:
-        return create(directory, size)[0], torch.from_numpy(np.empty(size, np.uint8))
-
-    monkeypatch.setattr(UnlinkedFile, "create", uncounted)
+def fresh() -> Iterator[None]:
     fxpasses.offload_stats(reset=True)
     yield
     torch._dynamo.reset()
@@ -160,6 +152,26 @@ def test_several_buffers_and_a_graph_that_is_planned_as_a_whole(copying: Any, mo
     for buffers, fold in itertools.product((1, 2, 3), ("auto", "off")):
         ran = Ran(round(0.7 * most), **OFFLOAD | {"offload.buffers": buffers}, fold=fold)
         assert ran.peak <= 1.05 * 0.7 * most and ran.moved > 0
+
+
+def test_a_full_disk_keeps_what_was_to_move(copying: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one warning; the step takes more than its budget then, and nothing is lost."""
+
+    def full(*given: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    copying(FAST)
+    model, x = programs.Model(), batch()
+    expected = step(model, model, x)
+    program = compiled(model, "aot_eager", memory=round(0.6 * most), **OFFLOAD)
+    with monkeypatch.context() as broken, pytest.warns(UserWarning, match="is not written to the file") as caught:
+        broken.setattr(os, "pwrite", full)
+        found = [step(program, model, x) for _ in range(3)]
+    assert len(caught) == 1 and fxpasses.offload_stats().fallbacks["disk"] > 0
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=0, atol=0)
+    torch.testing.assert_close(step(program, model, x), expected, rtol=0, atol=0)
+    assert fxpasses.offload_stats().bytes_held == 0
 
 
 def test_without_a_plan_everything_moves(copying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
