@@ -47,7 +47,7 @@ from fxpasses.dynamo import (
     whole_program,
 )
 from fxpasses.dynamo.dispatch_state import restored_if_it_fails
-from fxpasses.dynamo.dynamo_names import asks_for_another_trace
+from fxpasses.dynamo.dynamo_names import asks_for_another_trace, for_the_program
 from fxpasses.dynamo.failures import CaptureRejected, FeatureRejected, Rejected, is_data_dependent
 from fxpasses.dynamo.features import Feature
 from fxpasses.dynamo.trace import Trace
@@ -103,6 +103,8 @@ def fastpack_backend(
                     recorded.left_out = outputs
                 return outputs.wrap(_compiled(outputs.gm, example_inputs, settings, trace, outputs.report))
             return _compiled(gm, example_inputs, settings, trace, outputs)
+    except MemoryBudgetError as error:
+        raise for_the_program(error) from None
     except _RETRACED:
         raise
     except Exception as error:  # outside of passes and lowerings: parts needed for right results may be missing

@@ -10,6 +10,8 @@
   handler of an exception, and `with_context.cm_obj` of an entry of its `block_stack` is the manager of a `with`.
 - The `frame_exec_strategy` of an error that leaves `trace_frame` may say what happens to later calls of the frame.
 - `TracingContext.extract_stack()` is the user's stack at the traced instruction.
+- `ShortenTraceback` is the base of errors that Dynamo raises in the program as they are, with the traceback from
+  `first_useful_frame` on.
 - `torch._C._autograd._saved_tensors_hooks_set_tracing(True)` has autograd call no hooks, as AOTAutograd does.
 """
 
@@ -27,7 +29,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -103,6 +105,16 @@ def asks_for_another_trace() -> tuple[type[Exception], ...]:
     found = [getattr(exceptions, name, None) for name in ("RestartAnalysis", "SkipFrame")]
     found += [getattr(fake, name, None) for name in ("DataDependentOutputException", "DynamicOutputShapeException")]
     return tuple(exception for exception in found if exception is not None)
+
+
+def for_the_program(error: Exception) -> Exception:
+    """An error of the same class that Dynamo raises in the program as it is, and not in its `BackendCompilerFailed`."""
+    shortened = getattr(importlib.import_module("torch._dynamo.exc"), "ShortenTraceback", None)
+    if shortened is None:
+        return error
+    kind, frame = type(error), inspect.currentframe()
+    made = type(kind.__name__, (kind, shortened), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return cast(Exception, made(*error.args, first_useful_frame=frame.f_back if frame is not None else None))
 
 
 def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], text: str) -> None:
