@@ -166,6 +166,11 @@ def max_of(needs: Iterable[Need], larger: float = 1.0) -> int:
 Calls = Sequence[tuple[Call, Footprint]]
 
 
+def _with_gradients(call: Call, footprint: Footprint) -> dict[int, str]:
+    """The names of the operands that get a gradient, by position."""
+    return {at: call.operands[at] if at < len(call.operands) else f"{call.piece} {at}" for at in footprint.gradients}
+
+
 def gradients(calls: Calls) -> int:
     return sum(_gradients(calls).values())
 
@@ -175,10 +180,9 @@ def _gradients(calls: Calls) -> dict[str, int]:
     found: dict[str, int] = {}
     made = {name for call, _ in calls for name in call.results}
     for call, footprint in calls:
-        for at, of in footprint.gradients.items():
-            name = call.operands[at] if at < len(call.operands) else f"{call.piece} {at}"
+        for at, name in _with_gradients(call, footprint).items():
             if name not in made:
-                found[name] = max(of, found.get(name, 0))
+                found[name] = max(footprint.gradients[at], found.get(name, 0))
     return found
 
 
@@ -203,7 +207,8 @@ def peak(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: bo
 def needs(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: bool = False) -> list[Need]:
     """What a step adds, call by call, whose forward makes these calls, and whose backward makes them in reverse.
 
-    has_gradients: whether gradients are added to ones that are there already.
+    has_gradients: whether gradients are added to ones that are there already. Then one that several calls make, as of
+    tied weights, still waits for the others' until the last of them.
     """
     values, named = _values(calls, returned)
     found: list[Need] = []
@@ -215,7 +220,11 @@ def needs(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: b
     waiting = list(itertools.accumulate((each.early for _, each in calls), lambda last, own: own or last, initial=0))
     is_reading = False
     left: dict[str, int] = {}
-    all_gradients = {} if has_gradients else _gradients(calls)
+    all_gradients = _gradients(calls)
+    first: dict[str, int] = {}  # of each gradient: the call whose backward is the last to add to it
+    for number, (call, footprint) in enumerate(calls):
+        for name in _with_gradients(call, footprint).values():
+            first.setdefault(name, number)
     for number, (call, footprint) in reversed([*enumerate(calls)]):
         kept -= footprint.kept
         others = {n for n, value in values.items() if value.is_returned or min(value.held, default=number) < number}
@@ -232,8 +241,10 @@ def needs(calls: Calls, returned: frozenset[str] = frozenset(), has_gradients: b
         )
         is_reading |= footprint.early > 0
         found.append(Need(kept + live + own, sum(left.values())))
-        mine = call.operands or [f"{call.piece} {at}" for at in footprint.gradients]
+        mine = _with_gradients(call, footprint).values()
         left |= {name: all_gradients[name] for name in mine if name in all_gradients}
+        if has_gradients:
+            left = {name: of for name, of in left.items() if first[name] < number}
     return found
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpasses.memory import limits
 from fxpasses.memory.footprint import Footprint
 from fxpasses.memory.recompute import least_recomputing, saving_more
-from fxpasses.memory.step import Call, Need, Step, max_of, peak
+from fxpasses.memory.step import Call, Need, Step, max_of, needs, peak
 
 
 def piece(kept: int, forward: int, backward: int, result: int = 0, gradient: int = 0, **more: Any) -> Footprint:
@@ -77,6 +77,16 @@ def test_a_weight_that_several_calls_take_has_one_gradient() -> None:
     assert peak([(call, piece(0, 0, 50, 0, 30)) for call in calls]) == 80
 
 
+def test_a_gradient_that_is_added_to_another_waits_for_other_calls() -> None:
+    """As of an embedding whose weight the head has as well: before, it counted only while there was none."""
+    calls = [Call("e", ("i", "w"), ("x",)), Call("l", ("x", "v"), ("y",)), Call("h", ("y", "w"), ("z",))]
+    pieces = [piece(0, 0, 30, 0, 30), piece(0, 0, 50, 0, 4), piece(0, 0, 30, 0, 30)]
+    tied = list(zip(calls, pieces, strict=True))
+    assert peak(tied) == peak(tied, has_gradients=True) == 80
+    assert [each.of_gradients for each in needs(tied, has_gradients=True)] == [0, 0, 0, 0, 30, 30]
+    assert [each.of_gradients for each in needs(tied)] == [0, 0, 0, 0, 30, 34]
+
+
 def test_layers_that_are_not_partitioned_are_taken_to_be_like_the_largest() -> None:
     calls = chain("first", "a", "b", "a", "b", "last", layers="ab")
     step = Step(budget=0, before=100, calls=calls)
@@ -90,8 +100,8 @@ def test_layers_that_are_not_partitioned_are_taken_to_be_like_the_largest() -> N
 
 def test_gradients_do_not_grow_with_the_batch() -> None:
     """The most is at the end of backward for a small batch, at its start for a large one."""
-    needs = [Need(10, 0), Need(1, 50)]
-    assert [max_of(needs, larger) for larger in (1, 2, 20)] == [51, 52, 200]
+    found = [Need(10, 0), Need(1, 50)]
+    assert [max_of(found, larger) for larger in (1, 2, 20)] == [51, 52, 200]
 
 
 @pytest.mark.parametrize(
