@@ -15,7 +15,8 @@ import torch
 
 _BLOCK = 512  # bytes: CUDA's caching allocator rounds up to multiples of it, and so do those of other accelerators
 _STATUS = Path("/proc/self/status")
-# The limits of control groups, of both versions, for the group itself; a container sees its own as the root.
+# The limits of control groups, of both versions; those of the groups above hold as well. A container sees its own as
+# the root.
 _GROUPS = (("", "memory.max"), ("memory", "memory.limit_in_bytes"))
 _ROOT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -72,7 +73,7 @@ def _limits() -> Iterator[int]:
     own = [line.split(":") for line in _lines(_OWN_GROUPS)]
     for controller, file in _GROUPS:
         paths = [fields[2].lstrip("/") for fields in own if len(fields) == 3 and controller in fields[1].split(",")]
-        for path in {"", *paths}:
+        for path in {"", *paths, *(str(above) for path in paths for above in Path(path).parents)}:
             for line in _lines(_ROOT / controller / path / file):
                 if line.isdigit():
                     yield int(line)

@@ -139,6 +139,8 @@ def test_what_a_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(limits, "_OWN_GROUPS", tmp_path / "own")
     (tmp_path / "own").write_text("0::/job\n")
     assert limits.available(cpu) == 1000000
+    (tmp_path / "own").write_text("0::/job/step/task\n")  # the groups inside have no limits of their own
+    assert limits.available(cpu) == 1000000
     (tmp_path / "own").unlink()  # as on systems without such groups
     assert limits.available(cpu) == pytest.approx(all_of_it, rel=10)
     assert limits.in_use(torch.device("meta")) == 0 and limits.available(torch.device("meta")) is None
