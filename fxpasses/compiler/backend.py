@@ -471,8 +471,9 @@ inspect.start_summary_if_asked()
 
 def _tiled(piece: GraphModule, step: Step) -> GraphModule:
     """A layer with the step's tiles of rows, if it has rows that can be computed so."""
-    step.could_tile = has_regions(piece)
-    if step.tiles == 1 or not step.could_tile:
+    has_rows = has_regions(piece)
+    step.could_tile |= has_rows  # layers of another kind may have some
+    if step.tiles == 1 or not has_rows:
         return piece
     copy = copy_graph_module(piece)
     regions = tile_rows(copy, step.tiles)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import fxpasses.inspect
 from bench.counting import allocated_bytes as peak_of
@@ -18,6 +18,7 @@ from fxpasses import MemoryBudgetError
 from fxpasses.compiler import backend
 from fxpasses.graph.copying import copy_graph_module
 from fxpasses.memory import limits
+from fxpasses.memory.step import Step
 from fxpasses.memory.tiles import tile_rows
 from tests.support import compiled, results
 
@@ -295,3 +296,12 @@ def test_pieces_are_compiled_once(
     with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
         compiled(kind(), "aot_eager", memory=700_000, fold="on")(torch.randn(ROWS, WIDTH))
     assert len(lowered) == count, lowered
+
+
+def test_one_kind_of_layers_with_rows_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the kind that was compiled last decided whether there could be tiles."""
+    answers = iter([True, False])
+    monkeypatch.setattr(backend, "has_regions", lambda piece: next(answers))
+    step, piece = Step(budget=1, before=0), GraphModule({}, Graph())
+    assert backend._tiled(piece, step) is piece and backend._tiled(piece, step) is piece
+    assert step.could_tile
