@@ -72,13 +72,13 @@ def fitted(
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     program = code, id(leaves[0]) if leaves else 0
     outgrown = _outgrown.pop(program, "")
-    before = None
+    before = given = None
     with contained("asking for the memory in use", "The step has no budget.", strict):
+        made = [each for each in example_inputs[len(input_sources(gm)) :] if isinstance(each, torch.Tensor)]
+        given = sum(bytes_in_batch(each) or 0 for each in made if each.device == device)
         before = limits.in_use(device)
-    if before is None:
+    if before is None or given is None:
         return compile(None)
-    made = [each for each in example_inputs[len(input_sources(gm)) :] if isinstance(each, torch.Tensor)]
-    given = sum(bytes_in_batch(each) or 0 for each in made if each.device == device)
     step = Step(_bytes(options.budget, device), before, any(leaf.grad is not None for leaf in leaves), given)
     if outgrown == _LARGER:
         step.headroom = _HEADROOM
@@ -86,7 +86,7 @@ def fitted(
         step.before += round(_FOR_COMPILING * step.budget)
     step.before += _unpredicted.get(program, 0)
     run, step = _with_fewest_tiles(step, compile)
-    if not step.footprints:  # nothing was partitioned: the graph has no backward
+    if not step.footprints or step.has_failed:  # a graph without backward is not partitioned
         return run
     over = None
     with contained("planning memory", "The step has no budget.", strict):
@@ -117,7 +117,9 @@ def fitted(
         return run
     if outgrown:
         progress.say(f"{getattr(code, 'co_qualname', code.co_name)} is planned again: {outgrown}")
-    return _guarded(run, step, gm, _StillFits(step, device, program, leaves, rows))
+    with contained("guarding how much memory a step takes", "Its plan stays as it is.", strict):
+        return _guarded(run, step, gm, _StillFits(step, device, program, leaves, rows))
+    return run
 
 
 def _with_fewest_tiles(step: Step, compile: Callable[[Step], Compiled]) -> tuple[Compiled, Step]:

@@ -58,29 +58,30 @@ class MemoryPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Graphs:
         outputs = kwargs["num_fwd_outputs"]
-        inputs = movable(gm, self.activations, outputs)
-
-        positions = operands_of(gm), results_of(gm, outputs)
-
-        def footprint(found: Graphs, moved: frozenset[str] = frozenset()) -> Footprint:
-            ahead = self.options.offload.buffers - 1
-            partition = Partition(*found, outputs, inputs)
-            return footprint_of(partition, self.fused, moved, positions, ahead, self.place.calls > 0)
-
-        def movable_of(found: Graphs) -> Movable:
-            return Movable(Partition(*found, outputs, inputs), self.options.offload, self.place, replayed())
 
         def partition(joint: GraphModule) -> Graphs:
             return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
         found, is_too_large = None, False
         with contained("planning memory", "The graph is partitioned without a budget.", self.options.strict):
+            inputs = movable(gm, self.activations, outputs)
+            positions = operands_of(gm), results_of(gm, outputs)
+
+            def footprint(found: Graphs, moved: frozenset[str] = frozenset()) -> Footprint:
+                ahead = self.options.offload.buffers - 1
+                partition = Partition(*found, outputs, inputs)
+                return footprint_of(partition, self.fused, moved, positions, ahead, self.place.calls > 0)
+
+            def movable_of(found: Graphs) -> Movable:
+                return Movable(Partition(*found, outputs, inputs), self.options.offload, self.place, replayed())
+
             undo = self.options.memory.checkpoints == "free" and self.place.calls != 1
             found = self._plan(partitions(gm, partition, undo), footprint, movable_of)
             could_shrink = self.step.could_tile or self.step.could_move
             exceeds = self.step.peak(larger=self.step.headroom) > self.step.budget
             is_too_large = self.step.more_tiles and could_shrink and exceeds
         if found is None:
+            self.step.has_failed = True
             return partition(gm)
         if self.place.calls != 1 and is_too_large:
             raise TooLarge(self.place.name)

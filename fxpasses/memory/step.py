@@ -51,7 +51,8 @@ class Step:
     computed. more_tiles: whether another try may follow, so that a step that does not fit need not be compiled. tiled:
     the regions that are. could_tile: whether there could be more of a layer's. all_move: whether all that may move away
     does, of pieces that run once; could_move: whether they keep some of it. compiled: the pieces that run once, which
-    another try at this step need not compile again, with their footprints. reports: on its plan.
+    another try at this step need not compile again, with their footprints. reports: on its plan. has_failed: whether
+    an error has left a piece without a plan.
     """
 
     budget: int
@@ -74,6 +75,7 @@ class Step:
     could_move: bool = False
     compiled: dict[str, tuple[Any, Footprint | None]] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
+    has_failed: bool = False
 
     def __post_init__(self) -> None:
         self.target = self.target or self.budget

@@ -490,6 +490,44 @@ def test_a_planner_that_fails_leaves_the_graph_as_it_is(monkeypatch: pytest.Monk
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["movable", "operands_of", "recomputed", "MemoryPartitioner._report"])
+def test_a_planner_that_fails_before_or_after_a_plan_refuses_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a plan counted as one: where tiles would have been tried, the step was refused."""
+
+    def fails(*given: Any) -> Any:
+        raise ZeroDivisionError(f"a defect in {name}")
+
+    expected, _ = added(Model, PLENTY)
+    torch._dynamo.reset()
+    monkeypatch.setattr(f"fxpasses.compiler.memory_partitioner.{name}", fails)
+    model = Model()
+    program = compiled(model, "aot_eager", memory=1000, strict=False)
+    with pytest.warns(UserWarning, match="planning memory failed .ZeroDivisionError: a defect.*without a budget"):
+        found = step(program, model, batch())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["Step.outlook", "guard_compiled_graph", "current_compilation", "_StillFits.__init__"])
+def test_a_guard_that_cannot_be_made_leaves_the_plan_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one warning. Before, the graph ran uncompiled."""
+
+    def fails(*given: Any) -> Any:
+        raise ZeroDivisionError(f"a defect in {name}")
+
+    expected, most = added(Model, PLENTY)
+    torch._dynamo.reset()
+    owner = "fxpasses.memory.step" if name.startswith("Step") else "fxpasses.compiler.fitting"
+    monkeypatch.setattr(f"{owner}.{name}", fails)
+    model, x = Model(), batch()
+    program = compiled(model, "aot_eager", memory=round(0.7 * most), strict=False)
+    with pytest.warns(UserWarning, match="guarding how much memory a step takes failed .*Its plan stays as it is"):
+        found = step(program, model, x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert peak_of(lambda: step(program, model, x)) <= 0.7 * most
+
+
 @pytest.mark.parametrize("piece", ["fxpasses.memory.step.needs", "fxpasses.memory.limits.in_use"])
 def test_a_step_that_cannot_be_planned_has_no_budget(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one warning. Before, its graph ran uncompiled."""
