@@ -207,7 +207,7 @@ class MemoryPartitioner(CustomPartitionerFn):
 
     def __getstate__(self) -> dict[str, Any]:
         """Inductor pickles its settings for the keys of its cache; what is planned is in the graphs."""
-        return {"uuid": self.uuid()}
+        return {"key": self.uuid()}  # a name of no method: copies have it
 
     def uuid(self) -> Any:
         """The key in Inductor's cache, whose graphs are those that this has made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import random
@@ -553,6 +554,8 @@ def test_a_plan_is_no_part_of_a_key() -> None:
     one = Step(1, 2, footprints={"a": Footprint(backward=lambda shared: 0)})
     partitioner = memory_partitioner.MemoryPartitioner(Options.parse({"fastpack.memory": 1}), one, WHOLE)
     assert pickle.dumps(partitioner)
+    again = copy.deepcopy(partitioner)  # as Inductor copies its settings, before it pickles them
+    assert again.uuid() == partitioner.uuid() and pickle.dumps(again)
 
 
 def test_inference_has_no_plan() -> None:
