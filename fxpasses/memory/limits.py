@@ -73,8 +73,8 @@ def _limits() -> Iterator[int]:
     own = [line.split(":") for line in _lines(_OWN_GROUPS)]
     for controller, file in _GROUPS:
         paths = [fields[2].lstrip("/") for fields in own if len(fields) == 3 and controller in fields[1].split(",")]
-        for path in {"", *paths, *(str(above) for path in paths for above in Path(path).parents)}:
-            for line in _lines(_ROOT / controller / path / file):
+        for place in {"", *paths, *(str(above) for path in paths for above in Path(path).parents)}:
+            for line in _lines(_ROOT / controller / place / file):
                 if line.isdigit():
                     yield int(line)
 
