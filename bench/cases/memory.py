@@ -26,8 +26,7 @@ def build(compiler: Compiler, parameters: Parameters, device: str, checkpoints: 
     """The step; it fails if it allocates more than the group's share of what eager mode allocates."""
     from bench.counting import allocated_bytes
 
-    plain, most = _program(eager, parameters, device), 0
-    plain.values()
+    plain = _program(eager, parameters, device)
     most = round(parameters["budget"] * allocated_bytes(plain.step))
     if compiler is by_ratio:
         return _first_that_fits(parameters, device, most)
@@ -87,7 +86,7 @@ def _program(compiler: Compiler, parameters: Parameters, device: str, checkpoint
     else:
         more = {"experts_implementation": "eager"} if parameters["model"] == "qwen3_moe" else {}
         model = new_decoder({**parameters, "checkpointed": checkpoints}, device, "sdpa", **more)
-        rows = max(1, parameters["tokens"] // 4096)  # attention of one long row would take nearly all of the time
+        rows = parameters["tokens"] // 2048 if parameters["tokens"] > 4096 else 1  # else attention is all that counts
         batches = packed_batches(parameters["tokens"], device, with_lengths=False, rows=rows)
     compiled = compiler(model)
     kept: list[Any] = []

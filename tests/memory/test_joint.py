@@ -74,12 +74,8 @@ class Ran:
         self.report: Report = [r for g in record.graphs for r in g.reports if r.pass_name == "memory"][-1]
         self.figures = self.report.figures
         fxpasses.offload_stats(reset=True)
-        # The threads that write and read may hold a tensor for a moment longer, on a busy machine in many steps.
-        peaks: list[int] = []
-        while not peaks or (min(peaks) > min(budget, self.figures["peak_bytes"]) and len(peaks) < 30):
-            peaks.append(peak_of(lambda: step(program, model, x)))
-        self.peak = min(peaks)
-        self.moved = fxpasses.offload_stats().tensors_out // len(peaks)
+        self.peak = peak_of(lambda: step(program, model, x))
+        self.moved = fxpasses.offload_stats().tensors_out
         torch.testing.assert_close(self.found, step(model, model, x), rtol=0, atol=0)
         # With 3 buffers, other calls' tensors are read a little later than predicted.
         assert 0.95 * self.peak <= self.figures["peak_bytes"] <= 1.15 * self.peak

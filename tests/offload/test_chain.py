@@ -10,6 +10,8 @@ import stat
 import subprocess
 import threading
 import warnings
+import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -145,6 +147,37 @@ def test_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
     source.zero_()
     assert torch.equal(chain.reload(handle, CPU, [], 1), expected)
     assert fxpasses.offload_stats().seconds_exposed > 0
+
+
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_a_thread_refers_to_no_tensor_when_what_it_did_is_waited_for(way, tmp_path, monkeypatch):
+    """Or the memory would be freed whenever the thread gets to it, next to what the step has made by then."""
+    gate, alive = threading.Event(), []
+    run = getattr(UnlinkedFile, way)
+    source = torch.arange(1000).to(torch.uint8)
+
+    def slow(self: UnlinkedFile, data: torch.Tensor) -> None:
+        assert gate.wait(60)
+        run(self, data)
+
+    if way == "write":
+        monkeypatch.setattr(UnlinkedFile, way, slow)
+    _, stored = DiskTier(str(tmp_path)).store(source)
+    if way == "read":
+        stored.settle()
+        source = torch.empty(1000, dtype=torch.uint8)
+        monkeypatch.setattr(UnlinkedFile, way, slow)
+        reading = stored.fetch(source)
+        reading._held.clear()
+        future: Future[Any] = reading._future
+    else:
+        future = stored._writing
+    left = weakref.ref(source)
+    future.add_done_callback(lambda _: alive.append(left() is not None))
+    del source
+    gate.set()
+    future.result()
+    assert alive == [False]
 
 
 def test_a_disk_that_is_full_from_the_start_keeps_tensors_in_memory(tmp_path):

@@ -16,6 +16,7 @@ import functools
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -132,7 +133,7 @@ class OnDisk:
         self._failure = ""
         self._staged: device_copies.Ticket | None = None
         if source.device.type == "cpu":
-            self._writing = _thread("write").submit(self._write, source)
+            self._writing = _thread("write").submit(_with_last, self._write, [source])
         else:
             with contextlib.ExitStack() as undo:
                 _staging.acquire()  # a disk slower than the device delays the host here, instead of filling its memory
@@ -157,7 +158,7 @@ class OnDisk:
         """Start to read into bytes [n] of any device."""
         self._report_failure()
         if target.device.type == "cpu":
-            return Reading(_thread("read").submit(self._read_into, target), [target])
+            return Reading(_thread("read").submit(_with_last, self._read_into, [target]), [target])
         # The reading thread has its own current stream and device, so memory and mark are taken in the caller's.
         at, block = device_copies.of(target.device).mark(), pinned.POOL.take(target.numel())
         held = [target]
@@ -251,6 +252,12 @@ def _release(future: Future[device_copies.Ticket | None], held: list[Tensor]) ->
         if ticket is not None:
             ticket.release()
     held.clear()
+
+
+def _with_last(function: Callable[[Tensor], None], held: list[Tensor]) -> None:
+    """Call a function with the tensor in a list, and refer to it no more when the call's future is done: the thread
+    of a pool keeps its arguments until later, and with them memory that whoever waits takes to be free."""
+    function(held.pop())
 
 
 def no_room(directory: str, size: int, error: Exception) -> str:
