@@ -26,10 +26,11 @@ class Movable:
         known = [(c, g) for c, g in zip(candidates_of(found, partition), found, strict=True) if c is not None]
         candidates = [candidate for candidate, _ in known]
         limits = limits_of(options, place)
-        step = step_of(partition, found, rates(options.tier, options.directory, _device(partition)))
+        measured = rates(options.tier, options.directory, _device(partition))
+        step = step_of(partition, found, measured)
         model = Model(step, limits.buffers, candidates)
         self._saved = {candidate: [node.name for node in group.saved] for candidate, group in known}
-        self._model = model
+        self._model, self._taken = model, measured.taken
         self.free, _ = admitted(candidates, limits)
         if limits.host_budget is not None:  # all calls' values are there together
             self.free, _ = within(self.free, limits.host_budget // max(1, place.calls))
@@ -40,8 +41,9 @@ class Movable:
         self.recomputing = sum(seconds for node, seconds in later if node in again)
 
     def exposed(self, moved: Values) -> float:
-        """The seconds in which a call waits for copies, in forward and backward."""
-        return self._model.exposed(sorted(moved, key=lambda candidate: candidate.name))
+        """The seconds by which copies delay a call, in forward and backward: it waits for them, or they need a core."""
+        waits = self._model.exposed(sorted(moved, key=lambda candidate: candidate.name))
+        return max(waits, self._taken * sum(candidate.bytes for candidate in moved))
 
     def names(self, moved: Values) -> frozenset[str]:
         """The saved tensors in the memory of these values."""

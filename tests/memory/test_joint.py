@@ -56,8 +56,10 @@ def fresh() -> Iterator[None]:
 def copying(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that sets the rates of copies, in bytes per second."""
 
-    def at(out: float, back: float | None = None, flops: float = 1e10, memory: float = 1e10) -> None:
-        monkeypatch.setattr(movable, "rates", lambda *_: Rates(out, back or out, flops, memory))
+    def at(
+        out: float, back: float | None = None, flops: float = 1e10, memory: float = 1e10, taken: float = 0.0
+    ) -> None:
+        monkeypatch.setattr(movable, "rates", lambda *_: Rates(out, back or out, flops, memory, taken))
 
     return at
 
@@ -111,8 +113,11 @@ def test_no_more_moves_than_has_to(copying: Any, most: int) -> None:
     assert "of each call wait for backward on the disk" in ran.report.summary
 
 
-def test_what_moves_slowly_is_recomputed(copying: Any, most: int) -> None:
-    copying(SLOW)
+@pytest.mark.parametrize(
+    ("rate", "taken"), [(SLOW, 0.0), (FAST, 1 / SLOW)], ids=["a slow disk", "copies that keep a core from computing"]
+)
+def test_what_moves_slowly_is_recomputed(rate: float, taken: float, copying: Any, most: int) -> None:
+    copying(rate, taken=taken)
     ran = Ran(round(0.6 * most), **OFFLOAD)
     assert ran.peak <= 0.6 * most and ran.moved == ran.figures["values_moved"] == 0
     assert ran.figures["operators_recomputed"] > 0 and ran.figures["recomputing_microseconds"] > 0
