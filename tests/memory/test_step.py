@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,8 @@ def test_what_a_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "own").write_text("0::/job/step/task\n")  # the groups inside have no limits of their own
     assert limits.available(cpu) == 1000000
     (tmp_path / "own").unlink()  # as on systems without such groups
-    assert limits.available(cpu) == pytest.approx(all_of_it, rel=10)
+    machine = limits.available(cpu)
+    assert machine is not None and all_of_it <= machine == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert limits.in_use(torch.device("meta")) == 0 and limits.available(torch.device("meta")) is None
 
 
