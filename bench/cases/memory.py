@@ -117,15 +117,15 @@ def _first_that_fits(parameters: Parameters, device: str, most: int) -> Program:
         program.values()
         return program, allocated_bytes(program.step)
 
-    *larger, least = _RATIOS
-    _, taken = tried(least)
+    program, taken = tried(_RATIOS[-1])
     if taken > most:
-        raise TooMuch(f"{taken / 2**20:.0f} MiB of {most / 2**20:.0f}, at a ratio of {least}")
-    for ratio in larger:
-        program, taken = tried(ratio)
-        if taken <= most:
-            return program
-    return tried(least)[0]
+        raise TooMuch(f"{taken / 2**20:.0f} MiB of {most / 2**20:.0f}, at a ratio of {_RATIOS[-1]}")
+    low, high = 0, len(_RATIOS) - 1  # the first that fits is one of these; compiled once more, it comes from a cache
+    while low < high:
+        middle = (low + high) // 2
+        program, taken = tried(_RATIOS[middle])
+        low, high = (low, middle) if taken <= most else (middle + 1, high)
+    return program if taken <= most else tried(_RATIOS[high])[0]
 
 
 def groups(device: str, quick: bool) -> list[dict[str, Any]]:
