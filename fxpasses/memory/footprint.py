@@ -26,7 +26,7 @@ from fxpasses.graph.aliases import AliasSets, storages_of
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import bytes_of, in_batch
 from fxpasses.memory.limits import rounded
-from fxpasses.memory.workspace import workspace_of
+from fxpasses.memory.workspace import PRODUCTS, workspace_of
 from fxpasses.memory.wrapper_code import WrapperCode
 from fxpasses.offload.saved import Partition
 
@@ -193,10 +193,9 @@ class _Lives:
             for number, sharing in self.memory.owners.items()
             if (names := [node.name for node in sharing if node.op == "placeholder"])
         }
-        self._inside: dict[str, int] = {}  # by the name of an operator
+        self._inside: dict[str, list[int]] = {}  # by the name of an operator, in order
         for node in nodes:
-            name = operator_of(node)
-            self._inside[name] = max(workspace_of(node), self._inside.get(name, 0))
+            self._inside.setdefault(_alike(operator_of(node)), []).append(workspace_of(node))
         self._workspaces = {self._positions[node]: size for node in nodes if (size := workspace_of(node))}
         self._inlined: set[int] = set()
         self._first: dict[int, int] = {}  # by tensor: the position of the first node that reads it
@@ -358,8 +357,16 @@ class _Lives:
             change[0] += self.bytes[number]
             change[end] -= self.bytes[number]
         lives = list(itertools.accumulate(change))
-        inside = (lives[place] + self._inside.get(name, 0) for name, place in code.operators)
+        calls: dict[str, list[int]] = {}
+        for name, place in code.operators:
+            calls.setdefault(_alike(name), []).append(place)
+        inside = [lives[place] + size for name in calls for place, size in self._workspaces_at(name, calls[name])]
         return max(*lives, *inside, 0)
+
+    def _workspaces_at(self, name: str, places: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """The workspace of each call of an operator: in the graph's order, unless a compiler has left some out."""
+        sizes = self._inside.get(name, [0])
+        return zip(places, sizes if len(sizes) == len(places) else [max(sizes)] * len(places), strict=True)
 
     def _takes_place(self, number: int, size: int, others: set[int]) -> bool:
         """Whether a fused result is written to the memory of an operand of this size that nothing else reads.
@@ -383,6 +390,10 @@ class _Lives:
                 inlined = self._inlined.intersection(self.memory.of(user)) if _leaves(user) else ()
                 found |= {node for each in inlined for node in self._readers(each)} or {user}
         return self._known_readers[number]
+
+
+def _alike(operator: str) -> str:
+    return PRODUCTS[0] if operator in PRODUCTS else operator
 
 
 def _leaves(node: Node) -> list[torch.Tensor]:

@@ -194,7 +194,9 @@ class _Reader:
     def _note_operator(self, function: str) -> None:
         namespace, _, name = function.removeprefix("torch.ops.").partition(".")
         name = name.partition(".")[0]
-        self.found.operators.append((name if namespace == "aten" else f"{namespace}::{name}", self.found.end - 1))
+        self.found.operators.append(
+            (name if namespace in ("aten", "extern_kernels") else f"{namespace}::{name}", self.found.end - 1)
+        )
 
     def _allocated(self, function: str, call: ast.Call) -> int:
         named = {keyword.arg: keyword.value for keyword in call.keywords}

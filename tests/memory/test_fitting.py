@@ -26,6 +26,7 @@ from fxpasses.fold.outlining import WHOLE
 from fxpasses.memory import limits
 from fxpasses.memory.footprint import Footprint, footprint_of
 from fxpasses.memory.step import Step
+from fxpasses.memory.workspace import _has_onednn
 from fxpasses.options import Options
 from tests.support import compiled, thorough
 
@@ -563,6 +564,16 @@ def test_inference_has_no_plan() -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(model, "aot_eager", memory=1)(batch()), model(batch()))
     assert not any(plan.footprints for plan in PLANS)
+
+
+@pytest.mark.skipif(not _has_onednn(), reason="this CPU has no products of bfloat16")
+def test_products_of_bfloat16_need_buffers() -> None:
+    model, x = Model(), batch()
+    program = compiled(model, "aot_eager", memory=PLENTY)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(program, model, x)
+        peak = peak_of(lambda: step(program, model, x))
+    assert PLANS[-1].peak() == pytest.approx(peak, rel=0.02)  # 5 % less without them
 
 
 def test_a_report_says_what_was_decided(tmp_path: Path) -> None:
