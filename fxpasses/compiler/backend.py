@@ -415,8 +415,17 @@ def _run_in_eager_mode(code: CodeType | None, captured: Callable[..., Any], *inp
 def _lower_main(
     result: Result, gm: GraphModule, settings: Options, salt: str, code: CodeType | None, on_report: OnReport
 ) -> Callable[..., Any]:
-    compile = functools.partial(_lower_pieces, result, settings, salt, on_report)
-    return fitted(settings.memory, gm, result.example_inputs, code, compile, result.rows, settings.strict)
+    told: list[Report] = []
+
+    def compile(step: Step | None) -> Callable[..., Any]:
+        told.clear()  # of tries at a step that has to fit, the last one runs
+        return _lower_pieces(result, settings, salt, told.append, step)
+
+    try:
+        return fitted(settings.memory, gm, result.example_inputs, code, compile, result.rows, settings.strict)
+    finally:
+        for report in told:
+            on_report(report)
 
 
 def _lower_pieces(
@@ -424,13 +433,16 @@ def _lower_pieces(
 ) -> Callable[..., Any]:
     def lower_piece(piece: GraphModule, example_inputs: Sequence[Any], place: Place = WHOLE) -> Callable[..., Any]:
         if step is not None and place.name in step.compiled:
-            return step.reuse(place.name)
+            return step.reuse(place.name, on_report)
         if step is not None and place.calls != 1:
             with contained("computing rows in tiles", "They are computed at once.", settings.strict):
                 piece = _tiled(piece, step)
-        compiled = lower(piece, example_inputs, settings, salt, on_report, place, step)
+        told: list[Report] = []
+        compiled = lower(piece, example_inputs, settings, salt, told.append, place, step)
+        for report in told:
+            on_report(report)
         if step is not None and place.calls == 1:
-            step.keep(place.name, compiled)
+            step.keep(place.name, compiled, told)
         return compiled
 
     if is_folded(result.gm) and settings.lowering != "eager":  # DDP gets each layer's gradients when it is done

@@ -97,20 +97,21 @@ def fitted(
         target = min(step.budget, step.planned or step.budget) - over
         step = step.again(target=target, more_tiles=False)
         run = compile(step)
-    if step.is_too_large():
-        text = (
-            f"fastpack.memory is {size(step.budget)}, and a step of this batch is predicted to take "
-            f"{size(step.peak())}: {size(step.before)} are in use before it, and {step.in_words()}. Give it more, a "
-            "smaller batch, or fastpack.offload"
-        )
+    with contained("drawing a plan of memory", "Its report has no drawing."):
+        step.describe()
+    text = ""
+    with contained("planning memory", "The step has no budget.", strict):
+        if step.is_too_large():
+            text = (
+                f"fastpack.memory is {size(step.budget)}, and a step of this batch is predicted to take "
+                f"{size(step.peak())}: {size(step.before)} are in use before it, and {step.in_words()}. Give it more, "
+                "a smaller batch, or fastpack.offload"
+            )
+    if text:
         if not outgrown and not any(leaves and of() is leaves[0] and known == step.budget for of, known in _planned):
             raise MemoryBudgetError(text)
         warn_once(("memory", "does not fit", program, step.budget), text)
         return run
-    with contained("drawing a plan of memory", "Its report has no drawing."):
-        plan = step.plan()
-        for report in step.reports:
-            report.plan = plan
     _planned[:] = [each for each in _planned if each[0]() is not None]
     _planned.extend((weakref.ref(leaf), step.budget) for leaf in leaves[:1])
     if code is None or step.peak() > step.budget:

@@ -100,8 +100,6 @@ class MemoryPartitioner(CustomPartitionerFn):
         if found is not None and found.as_compiled is not None and self._code:
             self.step.planned = self.step.peak()
             self.step.footprints[self.place.name] = found.as_compiled(self._code.get(False), self._code.get(True))
-            for report in self.reports:
-                report.figures["peak_bytes"] = self.step.peak()
 
     def _plan(
         self,
@@ -167,9 +165,8 @@ class MemoryPartitioner(CustomPartitionerFn):
     def _report(
         self, ratio: float, footprint: Footprint, everything: Footprint, again: Recomputed, plan: Plan | None
     ) -> None:
-        peak = self.step.peak()
-        report = Report(NAME, changed=ratio < 1)
-        report.figures = {"peak_bytes": peak, "bytes_saved": footprint.saved, "sizes_unknown": footprint.unknown}
+        report = Report(NAME, changed=ratio < 1)  # the peak follows when all is planned: `Step.describe`
+        report.figures = {"bytes_saved": footprint.saved, "sizes_unknown": footprint.unknown}
         if ratio < 1:
             share = round(100 * again.flops / max(again.forward, 1))
             report.summary = f"{size(footprint.saved)} of {size(everything.saved)} are saved for backward in each call"
@@ -200,8 +197,6 @@ class MemoryPartitioner(CustomPartitionerFn):
             report.changed = True
             report.figures["tiles"] = self.step.tiles
             report.changes.append(f"what is computed row by row is computed in {self.step.tiles} tiles of rows")
-        fits = "fits into" if peak <= self.step.budget else "does not fit into"
-        report.changes.append(f"the predicted peak of {size(peak)} {fits} {size(self.step.budget)}")
         self.reports.append(report)
         self.step.reports.append(report)
 

@@ -54,13 +54,14 @@ class Record(Run):
     _unmeasured: list[_Recorder] | None = None  # whose steps are to be measured when the record is closed
 
     def figures(self, pass_name: str) -> dict[str, int]:
-        """A pass's figures, summed over the graphs."""
+        """A pass's figures, summed over the graphs; of peaks, the highest."""
         total: dict[str, int] = {}
         for graph in self.graphs:
             for report in graph.reports:
                 if report.pass_name == pass_name:
                     for name, value in report.figures.items():
-                        total[name] = total.get(name, 0) + value
+                        before = total.get(name, 0)
+                        total[name] = max(before, value) if name.startswith("peak_bytes") else before + value
         return total
 
     def save(self, path: str | Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fxpasses.base.units import size
 from fxpasses.memory.footprint import Footprint
-from fxpasses.report import MemoryPlan, Report
+from fxpasses.report import MemoryPlan, OnReport, Report
 
 TOLERANCE = 1.05  # a prediction may be wrong by so much before a step is taken not to fit
 NONE: Mapping[str, Footprint] = MappingProxyType({})
@@ -51,8 +51,8 @@ class Step:
     computed. more_tiles: whether another try may follow, so that a step that does not fit need not be compiled. tiled:
     the regions that are. could_tile: whether there could be more of a layer's. all_move: whether all that may move away
     does, of pieces that run once; could_move: whether they keep some of it. compiled: the pieces that run once, which
-    another try at this step need not compile again, with their footprints. reports: on its plan. has_failed: whether
-    an error has left a piece without a plan.
+    another try at this step need not compile again, with their footprints and reports. reports: on its plan.
+    has_failed: whether an error has left a piece without a plan.
     """
 
     budget: int
@@ -73,7 +73,7 @@ class Step:
     could_tile: bool = False
     all_move: bool = False
     could_move: bool = False
-    compiled: dict[str, tuple[Any, Footprint | None]] = field(default_factory=dict)
+    compiled: dict[str, tuple[Any, Footprint | None, Sequence[Report]]] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
     has_failed: bool = False
 
@@ -94,13 +94,15 @@ class Step:
             need._replace(of_batch=self.given + need.of_batch) for need in needs(calls, self.returned, has_gradients)
         ]
 
-    def keep(self, piece: str, compiled: Any) -> None:
-        self.compiled[piece] = compiled, self.footprints.get(piece)
+    def keep(self, piece: str, compiled: Any, reports: Sequence[Report]) -> None:
+        self.compiled[piece] = compiled, self.footprints.get(piece), reports
 
-    def reuse(self, piece: str) -> Any:
-        compiled, footprint = self.compiled[piece]
+    def reuse(self, piece: str, on_report: OnReport) -> Any:
+        compiled, footprint, reports = self.compiled[piece]
         if footprint is not None:
             self.footprints[piece] = footprint
+        for report in reports:
+            on_report(report)
         return compiled
 
     def _with_footprints(self, known: Mapping[str, Footprint]) -> list[tuple[Call, Footprint]]:
@@ -116,6 +118,17 @@ class Step:
             return [self.before + each.of_batch + each.of_gradients for each in found]
 
         return MemoryPlan(self.budget, course({**self.footprints, **self.saving_all}), course(self.footprints))
+
+    def describe(self) -> None:
+        """Tell its reports what was planned in the end: other kinds of layers, and compiled code, came after them."""
+        peak = self.peak()
+        fits = "fits into" if peak <= self.budget else "does not fit into"
+        for report in self.reports:
+            report.figures["peak_bytes"] = peak
+            report.changes.append(f"the predicted peak of {size(peak)} {fits} {size(self.budget)}")
+        plan = self.plan()
+        for report in self.reports:
+            report.plan = plan
 
     def is_too_large(self) -> bool:
         """Whether it is sure not to fit."""

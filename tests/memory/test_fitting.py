@@ -566,6 +566,25 @@ def test_inference_has_no_plan() -> None:
     assert not any(plan.footprints for plan in PLANS)
 
 
+@pytest.mark.parametrize("name", ["is_too_large", "in_words", "describe"])
+def test_an_error_about_a_plan_costs_one_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, most = added(Model, PLENTY)
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError(f"no {name}")
+
+    monkeypatch.setattr(Step, name, fail)
+    torch._dynamo.reset()
+    model = Model()
+    budget = most // 10 if name == "in_words" else round(0.7 * most)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = step(compiled(model, "aot_eager", memory=budget, strict=False), model, batch())
+    (text,) = [str(each.message) for each in said if "fxpasses" in str(each.message)]
+    assert f"no {name}" in text and "uncompiled" not in text
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.skipif(not _has_onednn(), reason="this CPU has no products of bfloat16")
 def test_products_of_bfloat16_need_buffers() -> None:
     model, x = Model(), batch()
