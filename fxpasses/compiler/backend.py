@@ -196,6 +196,8 @@ def _note_for_restart(
         refusal = "this torch has no guards of batches"
     elif trace.needs_batch:
         refusal = "compiling it takes numbers of the batch"
+    elif settings.memory.budget != "off" and (rows is not None or _has_sizes(captured.gm)):
+        refusal = "its memory is planned for the batch that it was compiled for"
     elif ddp_buckets.wanted():
         refusal = "DDP takes its gradients in buckets"
     elif any(passed_choices.is_passed(example) for example in captured.example_inputs):
@@ -210,6 +212,12 @@ def _note_for_restart(
         packed=packed,
         refusal=refusal,
     )
+
+
+def _has_sizes(gm: GraphModule) -> bool:
+    """Whether a graph is for other sizes of the batch as well."""
+    examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    return binds_symbols(gm) or any(isinstance(example, torch.SymInt) for example in examples)
 
 
 def _recompiled(

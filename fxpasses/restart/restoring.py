@@ -37,6 +37,7 @@ from fxpasses.dynamo.equal_guards import Reader, Relocation
 from fxpasses.dynamo.guarding import BatchGuard
 from fxpasses.dynamo.trace import Trace
 from fxpasses.dynamo.tracing import as_current, described
+from fxpasses.errors import MemoryBudgetError
 from fxpasses.restart import pickling, program, recording
 from fxpasses.restart.dynamo_state import (
     Differs,
@@ -76,7 +77,7 @@ class OtherProgram(Differs):
 
 
 # Besides, what Dynamo knows only once it compiles the graph may ask for another trace.
-_NOT_THIS: tuple[type[Exception], ...] = (Differs, CannotPickle, *asks_for_another_trace())
+_NOT_THIS: tuple[type[Exception], ...] = (Differs, CannotPickle, MemoryBudgetError, *asks_for_another_trace())
 
 
 @dataclass

@@ -672,3 +672,14 @@ def test_variables_that_are_read_by_another_name() -> None:
 
 def head_of(trace: SavedTrace) -> Any:
     return pickle.loads(trace.head)
+
+
+def test_a_plan_of_memory_for_any_size_is_not_saved() -> None:
+    """It is for the batch that it was made for: another process may begin with a much larger one."""
+    forget()
+    recording.start()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    run = compiled(model, "aot_eager", memory=1 << 50)
+    for rows in (4, 6):
+        run(torch.randn(rows, WIDTH)).sum().backward()
+    assert len(recording.saved()) == 1 and "its memory is planned" in str(recording.refusals())
