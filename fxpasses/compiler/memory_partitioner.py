@@ -25,7 +25,15 @@ from fxpasses.fold.outlining import Place
 from fxpasses.memory.footprint import Footprint, footprint_of
 from fxpasses.memory.joint import Option, Plan, least_time
 from fxpasses.memory.movable import Movable
-from fxpasses.memory.recompute import RATIOS, Recomputed, least_recomputing, partitions, recomputed, saving_more
+from fxpasses.memory.recompute import (
+    RATIOS,
+    Recomputed,
+    effort,
+    least_recomputing,
+    partitions,
+    recomputed,
+    saving_more,
+)
 from fxpasses.memory.step import Step, TooLarge
 from fxpasses.memory.wrapper_code import NotRead, WrapperCode, code_of
 from fxpasses.offload.inputs import movable, operands_of, results_of
@@ -76,7 +84,7 @@ class MemoryPartitioner(CustomPartitionerFn):
                 return Movable(Partition(*found, outputs, inputs), self.options.offload, self.place, replayed())
 
             undo = self.options.memory.checkpoints == "free" and self.place.calls != 1
-            found = self._plan(partitions(gm, partition, undo), footprint, movable_of)
+            found = self._plan(partitions(gm, partition, undo), len(gm.graph.nodes), footprint, movable_of)
             could_shrink = self.step.could_tile or self.step.could_move
             exceeds = self.step.peak(larger=self.step.headroom) > self.step.budget
             is_too_large = self.step.more_tiles and could_shrink and exceeds
@@ -104,6 +112,7 @@ class MemoryPartitioner(CustomPartitionerFn):
     def _plan(
         self,
         at: Callable[[float], Graphs | None],
+        nodes: int,
         footprint: Callable[..., Footprint],
         movable_of: Callable[[Graphs], Movable],
     ) -> Graphs:
@@ -126,19 +135,22 @@ class MemoryPartitioner(CustomPartitionerFn):
             )
 
         most = round(_AIM * self.step.target) if self.fused else self.step.target
+        limit = effort(nodes)
         moved: frozenset[str] = frozenset()
         plan: Plan | None = None
         if self.options.offloads:
-            plan = least_time(at, option, most)
+            plan = least_time(at, option, most, limit.ratios, limit.peaks)
             ratio, found = plan.ratio, plan.partition
             moved = movable[found].names(plan.moved)
-            self.step.may_shrink |= len(plan.moved) < len(movable[found].free)
         else:
-            ratio, found, larger = least_recomputing(at, peak, most)
+            ratio, found, larger = least_recomputing(at, peak, most, limit.ratios)
             if ratio < 1 and peak(found) <= most:
-                found = saving_more(at, lambda tried: peak(tried) <= most, ratio, found, larger)
+                left = limit.partitions - len(known)
+                found = saving_more(at, lambda tried: peak(tried) <= most, ratio, found, larger, left)
         self.step.footprints[name] = known[found, moved]
-        self.step.may_shrink |= ratio > RATIOS[-1]
+        if peak(found, moved) <= self.step.target:  # otherwise it is the lowest of all
+            self.step.may_shrink |= ratio > limit.ratios[-1]
+            self.step.may_shrink |= plan is not None and len(plan.moved) < len(movable[found].free)
         everything = self.step.saving_all[name] = next(iter(known.values()))  # the first that was tried saves most
         self._report(ratio, known[found, moved], everything, recomputed(found), plan)
         self.moving = moved

@@ -25,7 +25,6 @@ from fxpasses.memory.recompute import RATIOS
 from fxpasses.offload.choose import Candidate
 
 Values = frozenset[Candidate]
-_PEAKS = 100  # predictions of the step's peak for one partition: each takes milliseconds, in large graphs much longer
 _FEW = 32  # values of a layer; a graph that is planned as a whole may have hundreds
 
 
@@ -63,11 +62,16 @@ class Plan:
 
 
 def least_time(
-    at: Callable[[float], Any], option_of: Callable[[Any], Option], most: int, ratios: Sequence[float] = RATIOS
+    at: Callable[[float], Any],
+    option_of: Callable[[Any], Option],
+    most: int,
+    ratios: Sequence[float] = RATIOS,
+    peaks: int = 100,
 ) -> Plan:
     """The plan whose step has a peak of at most `most` bytes, in the least seconds found.
 
-    If there is none, the one with the lowest peak. at: the partition at a ratio, or None.
+    If there is none, the one with the lowest peak. at: the partition at a ratio, or None. peaks: how many to predict
+    for a partition; in large graphs each takes long.
     """
     best: Plan | None = None
     lowest: Plan | None = None
@@ -80,12 +84,12 @@ def least_time(
             return Plan(ratio, partition, moved, option.recomputing, option.exposed(moved), option.peak(moved))  # noqa: B023
 
         if best is not None and option.recomputing >= best.seconds:
-            break  # the less is saved, the more is recomputed
-        moved = _moving(option, most)
+            break
+        moved = _moving(option, most, peaks)
         if moved is not None:
             best = min((each for each in (best, plan(moved)) if each is not None), key=lambda each: each.seconds)
-            if best.seconds <= 0:
-                break
+            if best.copying <= 0:
+                break  # the less is saved, the more is recomputed
         elif best is None:
             both = (plan(option.required), plan(option.required.union(option.free)))
             lowest = min((each for each in (lowest, *both) if each is not None), key=lambda each: each.peak)
@@ -94,14 +98,13 @@ def least_time(
     return found
 
 
-def _moving(option: Option, most: int) -> Values | None:
+def _moving(option: Option, most: int, tries: int) -> Values | None:
     """What moves so that the step fits, at the least exposed seconds found; None if it does not fit."""
     if option.peak(option.required) <= most:
         return option.required
     rest = [value for value in option.free if value not in option.required]
     if option.peak(option.required.union(rest)) > most:
         return None
-    tries = _PEAKS
 
     def fits(moved: Values) -> bool:
         nonlocal tries

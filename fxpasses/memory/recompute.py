@@ -7,6 +7,9 @@
 From one ratio to the next the solver may leave a large step, or all of them: then as much of what the larger ratio
 saves is saved as well as fits, what takes longest to recompute for its bytes first.
 
+A partition takes 4 to 8 % of the time in which Inductor compiles the graph, whatever its size. So of a large graph few
+are made; how many, its nodes decide, and no clock: equal programs have equal plans.
+
 Recomputed random numbers would be others, where Inductor does not draw them from a seed that is saved; so the results
 of operators that draw them are saved, as are those of operators whose effects nobody may repeat, or nobody knows.
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +40,9 @@ log = logging.getLogger(__name__)
 Partition = tuple[GraphModule, GraphModule]
 # From the most that is saved to the least.
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01)
-_LARGEST = 3000  # nodes of a graph that is partitioned a few times more, which takes a second for a thousand
+_FEWEST = 8  # partitions that any graph may have: half of the time in which Inductor compiles it
+_NODES = 12_000  # of all partitions of a smaller graph, which take some ten seconds
+_PEAKS = 100  # of a partition, each of which takes a thirtieth of making it
 _ROUNDS = 4
 _FLOPS_PER_BYTE = 16  # of processors: so many operations take as long as to read a byte
 _FORCED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -68,6 +73,25 @@ def partitions(
                 return None
 
     return at
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a search may do for a graph. partitions: to make at most. peaks: to predict at most for one partition,
+    with other values that move."""
+
+    partitions: int
+    peaks: int
+
+    @property
+    def ratios(self) -> Sequence[float]:
+        """Those to look at. Where they are few, `saving_more` bridges the wider steps."""
+        return RATIOS if self.partitions > len(RATIOS) else RATIOS[::2]
+
+
+def effort(nodes: int) -> Effort:
+    """For a graph of so many nodes."""
+    return Effort(max(_FEWEST, _NODES // max(nodes, 1)), max(2 * _FEWEST, min(_PEAKS, 4 * _NODES // max(nodes, 1))))
 
 
 def least_recomputing(
@@ -105,17 +129,19 @@ def saving_more(
     ratio: float,
     found: Partition,
     larger: Partition,
+    tries: int,
 ) -> Partition:
-    """`found`, the partition at a ratio, or one that saves in addition what fits of what `larger` saves."""
+    """`found`, the partition at a ratio, or one that saves in addition what fits of what `larger` saves. tries: partitions
+    to make at most."""
     named = {node.name: node for node in larger[0].graph.output_node().all_input_nodes}
     again = {node.name: node for node in found[1].graph.nodes if node.op == "call_function" and node.name in named}
-    if not again or len(larger[0].graph.nodes) > _LARGEST:
-        return found
-    order = sorted(again, key=lambda name: _recomputing(again[name]) / max(_bytes(named[name]), 1), reverse=True)
+    costs = {node: _flops(node) / _FLOPS_PER_BYTE + _bytes(node) for node in _operators(found[1])}
+    order = sorted(again, key=lambda name: _recomputing(again[name], costs) / max(_bytes(named[name]), 1), reverse=True)
     chosen: list[str] = []
     for _ in range(_ROUNDS):  # each passes over one that does not fit
         low, high = 0, len(order) + 1  # so many of them fit, and do not
-        while high - low > 1:
+        while high - low > 1 and tries > 0:
+            tries -= 1
             middle = (low + high) // 2
             tried = at(ratio, frozenset([*chosen, *order[:middle]]))
             if tried is not None and fits(tried):
@@ -123,18 +149,17 @@ def saving_more(
             else:
                 high = middle
         chosen, order = [*chosen, *order[:low]], order[low + 1 :]
-        if not order:
-            break
     return found
 
 
-def _recomputing(node: Node) -> float:
-    """What it takes to compute a node of backward from what is saved, in bytes that could be read in that time."""
+def _recomputing(node: Node, costs: Mapping[Node, float]) -> float:
+    """What it takes to compute a node of backward from what is saved, in bytes that could be read in that time. costs:
+    of each operator alone."""
     cost, seen, stack = 0.0, {node}, [node]
     while stack:
         current = stack.pop()
-        cost += _flops(current) / _FLOPS_PER_BYTE + _bytes(current)
-        new = [each for each in current.all_input_nodes if each.op == "call_function" and each not in seen]
+        cost += costs[current]
+        new = [each for each in current.all_input_nodes if each in costs and each not in seen]
         seen.update(new)
         stack += new
     return cost

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 import fxpasses
@@ -438,6 +439,50 @@ def test_long_chains_of_fused_operators(monkeypatch: pytest.MonkeyPatch) -> None
     model = Chain()
     compiled(model, "aot_eager", memory=PLENTY, fold="off")(torch.ones(4, 8)).backward()
     assert found and found[-1].forward > 0
+
+
+class Chain(nn.Module):
+    """Many operators, and no layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 5 for _ in range(75))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, weight in enumerate(self.weights):
+            x = (x @ weight + number).sin().sigmoid()
+        return x.sum()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_large_graphs_are_partitioned_few_times(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All partitions take about half as long as Inductor would for the graph."""
+    made: list[int] = []
+    predicted: list[object] = []
+
+    def partition(joint: Any, *given: Any, **named: Any) -> Any:
+        made.append(len(joint.graph.nodes))
+        return min_cut_rematerialization_partition(joint, *given, **named)
+
+    def footprint(*given: Any) -> Footprint:
+        predicted.append(given)
+        return footprint_of(*given)
+
+    monkeypatch.setattr(memory_partitioner, "min_cut_rematerialization_partition", partition)
+    monkeypatch.setattr(memory_partitioner, "footprint_of", footprint)
+    options = {"offload": "disk", "offload.min_bytes": 0} if offload else {}
+    _, most = added(Chain, PLENTY, **options)
+    assert len(made) == 1 and made[0] > 1000
+    made.clear()
+    predicted.clear()
+    _, peak = added(Chain, round(0.6 * most), **options)
+    assert peak <= 0.6 * most and len(made) <= 11
+    assert len(predicted) <= (200 if offload else 11)
+    made.clear()
+    with pytest.raises(MemoryBudgetError):
+        added(Chain, most // 20, **options)
+    assert len(made) <= 6  # planned once more, it would be the same
 
 
 def test_a_budget_that_cannot_be_is_refused_for_each_model() -> None:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpasses.memory import limits
 from fxpasses.memory.footprint import Footprint
-from fxpasses.memory.recompute import least_recomputing, saving_more
+from fxpasses.memory.recompute import RATIOS, effort, least_recomputing, saving_more
 from fxpasses.memory.step import Call, Need, Step, max_of, needs, peak
 
 
@@ -170,6 +170,15 @@ def test_what_takes_longest_to_recompute_is_saved_first() -> None:
         return lambda found: sum(4 if name == names[1] else 1 for name in found[1]) <= most
 
     none = everything, everything
-    found: dict[int, Any] = {most: saving_more(at, fits(most), 0.5, none, none) for most in (0, 1, 2, 6)}
+    found: dict[int, Any] = {most: saving_more(at, fits(most), 0.5, none, none, 10) for most in (0, 1, 2, 6)}
     assert found[0] is none  # nothing fits besides
     assert found[1][1] == {names[0]} and found[2][1] == {names[0], names[2]} and found[6][1] == set(names)
+    tried.clear()
+    assert found[6][1] > saving_more(at, fits(6), 0.5, none, none, 1)[1] and len(tried) == 1  # type: ignore[operator]
+
+
+def test_the_larger_a_graph_the_fewer_partitions_it_may_have() -> None:
+    found = [effort(nodes) for nodes in (0, 200, 600, 2_000, 10**6)]
+    assert found == sorted(found, key=lambda each: each.partitions, reverse=True)
+    assert found[1].partitions >= 60 and found[-1].partitions == 8  # a layer's are as good as without a limit
+    assert found[2].ratios == RATIOS and found[-1].ratios == (1.0, 0.8, 0.6, 0.4, 0.2, 0.05)
