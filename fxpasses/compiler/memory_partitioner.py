@@ -142,15 +142,17 @@ class MemoryPartitioner(CustomPartitionerFn):
             plan = least_time(at, option, most, limit.ratios, limit.peaks)
             ratio, found = plan.ratio, plan.partition
             moved = movable[found].names(plan.moved)
+            could_save_less = ratio > limit.ratios[-1] or len(plan.moved) < len(movable[found].free)
         else:
             ratio, found, larger = least_recomputing(at, peak, most, limit.ratios)
+            plain = found
             if ratio < 1 and peak(found) <= most:
                 left = limit.partitions - len(known)
                 found = saving_more(at, lambda tried: peak(tried) <= most, ratio, found, larger, left)
+            could_save_less = ratio > limit.ratios[-1] or found is not plain
         self.step.footprints[name] = known[found, moved]
-        if peak(found, moved) <= self.step.target:  # otherwise it is the lowest of all
-            self.step.may_shrink |= ratio > limit.ratios[-1]
-            self.step.may_shrink |= plan is not None and len(plan.moved) < len(movable[found].free)
+        # A plan that does not fit is the lowest of all.
+        self.step.may_shrink |= could_save_less and peak(found, moved) <= self.step.target
         everything = self.step.saving_all[name] = next(iter(known.values()))  # the first that was tried saves most
         self._report(ratio, known[found, moved], everything, recomputed(found), plan)
         self.moving = moved

@@ -8,7 +8,7 @@ import operator
 import os
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -246,11 +246,11 @@ def test_no_other_choice_takes_much_less(part: int) -> None:
 def test_no_other_choice_takes_less_in_programs(part: int, copying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
 
-    def checked(at: Any, option_of: Any, most: int) -> Plan:
+    def checked(at: Any, option_of: Any, most: int, ratios: Sequence[float], peaks: int) -> Plan:
         nonlocal compared
         partitions = {ratio: found for ratio in RATIOS if (found := at(ratio)) is not None}
         options = {found: option_of(found) for found in partitions.values()}
-        plan = least_time(partitions.get, options.__getitem__, most)
+        plan = least_time(partitions.get, options.__getitem__, most, ratios, peaks)
         if len(options[partitions[1.0]].free) <= 6:
             best = best_of_all(options, most)
             assert (plan.peak <= most) is (best is not None)
