@@ -131,8 +131,10 @@ def saving_more(
     larger: Partition,
     tries: int,
 ) -> Partition:
-    """`found`, the partition at a ratio, or one that saves in addition what fits of what `larger` saves. tries: partitions
-    to make at most."""
+    """`found`, the partition at a ratio, or one that saves in addition what fits of what `larger` saves.
+
+    tries: how many partitions to make at most.
+    """
     named = {node.name: node for node in larger[0].graph.output_node().all_input_nodes}
     again = {node.name: node for node in found[1].graph.nodes if node.op == "call_function" and node.name in named}
     costs = {node: _flops(node) / _FLOPS_PER_BYTE + _bytes(node) for node in _operators(found[1])}
