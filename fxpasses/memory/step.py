@@ -90,9 +90,8 @@ class Step:
         return self.before + max_of(self._needs(calls, there), larger)
 
     def _needs(self, calls: Calls, has_gradients: bool) -> list[Need]:
-        return [
-            need._replace(of_batch=self.given + need.of_batch) for need in needs(calls, self.returned, has_gradients)
-        ]
+        there = self.given + max((footprint.masks for _, footprint in calls), default=0)
+        return [need._replace(of_batch=there + need.of_batch) for need in needs(calls, self.returned, has_gradients)]
 
     def keep(self, piece: str, compiled: Any, reports: Sequence[Report]) -> None:
         self.compiled[piece] = compiled, self.footprints.get(piece), reports

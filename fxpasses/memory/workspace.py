@@ -10,13 +10,13 @@ of operands in another order. The sizes are those measured with oneDNN 3, AVX-51
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Node
 
 from fxpasses.graph.calls import operator_of
-from fxpasses.graph.symbols import batch_sizes_of
+from fxpasses.graph.symbols import batch_sizes_of, is_unbacked
 
 _COLUMNS = 512  # of a block of scores
 _ROWS = ((768, 256), (192, 64), (0, 32))  # of a block, by the least number of queries
@@ -42,6 +42,26 @@ def workspace_of(node: Node) -> int:
     if q is None or k is None or len(q) != 4 or len(k) != 4:
         return 0
     return _bytes(q, k, query.dtype, is_backward, by_plan)
+
+
+def masks_of(nodes: Iterable[Node]) -> int:
+    """The bytes of the masks of partial tiles that a batch's plan keeps for all layers (`attention/runtime/masks.py`).
+
+    Only the batch's documents say which there are. This is the largest that causal documents have, a band's. Rows that
+    are computed for their batch alone are of many short documents, often without partial tiles, and count nothing.
+    """
+    largest: dict[object, int] = {}
+    for node in nodes:
+        if operator_of(node) != "fxpasses::sparse_attention_forward":
+            continue
+        query, key = map(_example, node.args[:2])
+        if query is None or key is None or query.device.type != "cpu" or is_unbacked(query):
+            continue
+        q, k = batch_sizes_of(query), batch_sizes_of(key)
+        if q is not None and k is not None:
+            item = 8 if query.dtype == torch.float64 else 4
+            largest[node.args[4]] = min(q[2], _BAND) * min(k[2], _SQUARE) * item
+    return sum(largest.values())
 
 
 def _of_product(one: torch.Tensor | None, other: torch.Tensor | None) -> int:

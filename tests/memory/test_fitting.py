@@ -722,3 +722,34 @@ def test_random_programs(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
             # Gradients of a sum's operands are one tensor, and count twice.
             assert 0.98 * peak <= predicted <= 1.2 * peak, (seed, budget, predicted, peak)
             most = most or predicted
+
+
+class Packed(nn.Module):
+    """Attention within documents, which end where positions begin anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 48) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        number = positions.eq(0).cumsum(-1)
+        mask = (number[:, :, None] == number[:, None]).tril()[:, None]
+        for layer in self.layers:
+            q, k, v = layer(x).unsqueeze(1).chunk(3, -1)
+            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
+        return x.square().mean()
+
+
+def test_masks_that_attention_keeps_for_a_batch_count() -> None:
+    """The largest of causal documents takes as much as several activations of a small model."""
+    model, x = Packed(), torch.randn(1, 1024, 16)
+    positions = torch.cat([torch.arange(n) for n in (700, 324)])[None]
+    program = compiled(model, "aot_eager", memory=PLENTY)
+
+    def run() -> None:
+        program(x, positions.clone()).backward()
+        model.zero_grad()
+
+    run()
+    assert 0.97 * PLANS[-1].peak() <= peak_of(run) <= 1.03 * PLANS[-1].peak()
