@@ -45,6 +45,7 @@ _TILES = (2, 4, 8, 16)  # graphs grow with them
 _WORTH_IT = 0.97  # of the peak with half as many
 _HEADROOM = 1.5  # for batches larger than the one at hand, once there was a larger one
 _FOR_COMPILING = 0.04  # of the budget: what compiling the graph once more will leave in the process
+_LEAST = 1  # byte: a target for which every layer saves as little as it can
 _MOST_PLANS = 5  # of a frame; Dynamo gives up at eight graphs
 
 
@@ -93,10 +94,8 @@ def fitted(
         over = step.peak() - step.budget
     if over is None:
         return run
-    if over > 0 and step.may_shrink:  # of other kinds of layers, or of compiled code, too little was known
-        target = min(step.budget, step.planned or step.budget) - over
-        step = step.again(target=target, more_tiles=False)
-        run = compile(step)
+    if over > 0:  # of other kinds of layers, or of compiled code, too little was known
+        run, step = _mended(run, step, compile)
     with contained("drawing a plan of memory", "Its report has no drawing."):
         step.describe()
     text = ""
@@ -149,6 +148,31 @@ def _with_fewest_tiles(step: Step, compile: Callable[[Step], Compiled]) -> tuple
             tried.append(step)
     step = tried[-1].again(more_tiles=False)
     return compile(step), step
+
+
+def _mended(run: Compiled, step: Step, compile: Callable[[Step], Compiled]) -> tuple[Compiled, Step]:
+    """What `compile` returns for a step that fits, where the one that was planned to turns out not to."""
+    if step.may_shrink:
+        step = step.again(target=_less(step), more_tiles=False)
+        run = compile(step)
+    if step.may_shrink and step.peak() > step.budget:  # the first kinds still leave the last too little
+        step = step.again(target=_LEAST, more_tiles=False)
+        run = compile(step)
+    for tiles in _TILES:
+        if not ((step.planned or step.peak()) <= step.budget < step.peak() and step.could_tile):
+            break
+        if tiles > step.tiles:
+            tried = step.again(target=_less(step), tiles=tiles, more_tiles=False)
+            found = compile(tried)
+            if not (tried.tiled and tried.peak() < _WORTH_IT * step.peak()):
+                break
+            run, step = found, tried
+    return run, step
+
+
+def _less(step: Step) -> int:
+    """What to plan a step for that takes so much more than was planned."""
+    return max(_LEAST, min(step.budget, step.planned or step.budget) - (step.peak() - step.budget))
 
 
 _LARGER = "the batch is larger"

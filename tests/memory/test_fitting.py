@@ -26,7 +26,7 @@ from fxpasses.compiler import fitting, memory_partitioner
 from fxpasses.fold.outlining import WHOLE
 from fxpasses.memory import limits
 from fxpasses.memory.footprint import Footprint, footprint_of
-from fxpasses.memory.step import Step
+from fxpasses.memory.step import Step, TooLarge
 from fxpasses.memory.workspace import _has_onednn
 from fxpasses.options import Options
 from tests.support import compiled, thorough
@@ -140,6 +140,48 @@ def test_what_cannot_fit_is_refused_before_the_step() -> None:
         added(Model, most // 10)
     files = {entry.path.name for entry in caught.traceback}
     assert "backend.py" in files and not files & {"convert_frame.py", "output_graph.py"}  # none of Dynamo's
+
+
+class Scores(nn.Module):
+    """Compares all rows with each other: scores that backward needs at one time, whatever is saved; and no tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + (h @ h.T).softmax(-1) @ h
+
+
+class TwoKinds(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer for _ in range(3) for layer in (Scores(), Block(0.0)))
+
+
+def test_the_kind_of_layer_that_is_planned_first_leaves_room_for_the_other() -> None:
+    """Blocks are: they take the other kind for one like themselves, and with as much saved as then fits it does not."""
+    expected, most = added(TwoKinds, PLENTY)
+    for share in (0.7, 0.65):
+        found, peak = added(TwoKinds, round(share * most))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert peak <= share * most
+
+
+def test_more_tiles_are_tried_where_compiled_code_takes_more_than_was_planned() -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def compile(step: Step | None) -> Callable[..., Any]:
+        assert step is not None
+        if step.tiles == 1:
+            raise TooLarge
+        step.tiled, step.could_tile, step.planned = 1, True, {2: 98, 4: 75}[step.tiles]
+        step.footprints[""] = Footprint(forward=step.planned + 20)
+        return lambda: step.tiles
+
+    gm = torch.fx.symbolic_trace(nn.Identity())
+    assert fitting.fitted(Options.parse({"fastpack.memory": 100}).memory, gm, [x], None, compile)() == 4
 
 
 def test_an_optimizer_that_gets_its_state_is_planned_for(in_use: list[int], capsys: pytest.CaptureFixture[str]) -> None:
