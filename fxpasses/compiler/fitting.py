@@ -165,7 +165,8 @@ def _mended(run: Compiled, step: Step, compile: Callable[[Step], Compiled]) -> t
             tried = step.again(target=_less(step), tiles=tiles, more_tiles=False)
             found = compile(tried)
             if not (tried.tiled and tried.peak() < _WORTH_IT * step.peak()):
-                break
+                step = step.again()  # the last try is what runs, and what reports tell of
+                return compile(step), step
             run, step = found, tried
     return run, step
 

@@ -53,9 +53,8 @@ class Footprint:
     position. saved_operands, saved_results: positions of those that backward needs. gradients: of the operands that
     get one, by position. saved: bytes of all that backward needs of what autograd computes. unknown: the number of
     tensors whose size only the batch determines, which count nothing. masks: of those that attention keeps for the
-    batch. early: of moved tensors that are read before
-    backward runs. backward: see `backward_beside`. as_compiled: the footprint with what the code of forward and of
-    backward allocates, where it is known; None if values move.
+    batch. early: of moved tensors that are read before backward runs. backward: see `backward_beside`. as_compiled: the
+    footprint with what the code of forward and of backward allocates, where it is known; None if values move.
     """
 
     kept: int = 0

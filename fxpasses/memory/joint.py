@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpasses.memory.recompute import RATIOS
+from fxpasses.memory.recompute import PEAKS, RATIOS
 from fxpasses.offload.choose import Candidate
 
 Values = frozenset[Candidate]
@@ -66,7 +66,7 @@ def least_time(
     option_of: Callable[[Any], Option],
     most: int,
     ratios: Sequence[float] = RATIOS,
-    peaks: int = 100,
+    peaks: int = PEAKS,
 ) -> Plan:
     """The plan whose step has a peak of at most `most` bytes, in the least seconds found.
 

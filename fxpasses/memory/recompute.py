@@ -42,7 +42,7 @@ Partition = tuple[GraphModule, GraphModule]
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01)
 _FEWEST = 8  # partitions that any graph may have: half of the time in which Inductor compiles it
 _NODES = 12_000  # of all partitions of a smaller graph, which take some ten seconds
-_PEAKS = 100  # of a partition, each of which takes a thirtieth of making it
+PEAKS = 100  # of a partition, each of which takes a thirtieth of making it
 _ROUNDS = 4
 _FLOPS_PER_BYTE = 16  # of processors: so many operations take as long as to read a byte
 _FORCED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -91,7 +91,7 @@ class Effort:
 
 def effort(nodes: int) -> Effort:
     """For a graph of so many nodes."""
-    return Effort(max(_FEWEST, _NODES // max(nodes, 1)), max(2 * _FEWEST, min(_PEAKS, 4 * _NODES // max(nodes, 1))))
+    return Effort(max(_FEWEST, _NODES // max(nodes, 1)), max(2 * _FEWEST, min(PEAKS, 4 * _NODES // max(nodes, 1))))
 
 
 def least_recomputing(
