@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "fold": {"graph", "passes"},
     "topk": {"graph", "passes"},
     "offload": {"graph", "runtime", "fold"},
-    "memory": {"graph", "fold", "offload", "rows"},
+    "memory": {"graph", "fold", "offload", "attention", "rows"},
     "attention": {"graph", "runtime", "metadata", "passes"},
     "experts": {"graph", "runtime", "passes", "dynamo"},
     "sequences": {"graph", "metadata", "dynamo", "experts"},

@@ -26,7 +26,7 @@ from fxpasses.graph.aliases import AliasSets, storages_of
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import bytes_of, in_batch
 from fxpasses.memory.limits import rounded
-from fxpasses.memory.workspace import PRODUCTS, masks_of, workspace_of
+from fxpasses.memory.workspace import PRODUCTS, masks_of, reserved_of, workspace_of
 from fxpasses.memory.wrapper_code import WrapperCode
 from fxpasses.offload.saved import Partition
 
@@ -50,11 +50,12 @@ class Footprint:
 
     kept: of what forward leaves for backward, but for operands and results. forward: the peak while forward runs, its
     results included. results: of each result; 0 for views of others. views: results that are views of operands, by
-    position. saved_operands, saved_results: positions of those that backward needs. gradients: of the operands that
-    get one, by position. saved: bytes of all that backward needs of what autograd computes. unknown: the number of
-    tensors whose size only the batch determines, which count nothing. masks: of those that attention keeps for the
-    batch. early: of moved tensors that are read before backward runs. backward: see `backward_beside`. as_compiled: the
-    footprint with what the code of forward and of backward allocates, where it is known; None if values move.
+    position. saved_operands, saved_results: positions of those that backward needs. gradients: of the operands that get
+    one, by position. saved: bytes of all that backward needs of what autograd computes. unknown: the number of tensors
+    whose size only the batch determines, which count nothing. masks: of those that attention keeps for the batch.
+    reserved: of plans among the operands, what takes no memory, by position. early: of moved tensors that are read
+    before backward runs. backward: see `backward_beside`. as_compiled: the footprint with what the code of forward and
+    of backward allocates, where it is known; None if values move.
     """
 
     kept: int = 0
@@ -67,6 +68,7 @@ class Footprint:
     saved: int = 0
     unknown: int = 0
     masks: int = 0
+    reserved: Mapping[int, int] = field(default_factory=dict)
     early: int = 0
     backward: Callable[[Shared], int] = lambda shared: 0
     as_compiled: Callable[[WrapperCode | None, WrapperCode | None], Footprint] | None = None
@@ -157,6 +159,11 @@ def footprint_of(
         saved=sum(forward.bytes[n] for n in saved - forward.on([i for i in inputs if i.name not in partition.inputs])),
         unknown=forward.unknown + backward.unknown,
         masks=masks_of(forward.graph.nodes),
+        reserved={
+            place: size
+            for node, size in reserved_of(forward.graph.nodes).items()
+            if (place := places.get(node)) is not None
+        },
         early=sum(backward.bytes[number] for number in early),
         backward=functools.lru_cache(beside),
     )

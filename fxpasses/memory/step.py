@@ -90,7 +90,7 @@ class Step:
         return self.before + max_of(self._needs(calls, there), larger)
 
     def _needs(self, calls: Calls, has_gradients: bool) -> list[Need]:
-        there = self.given + max((footprint.masks for _, footprint in calls), default=0)
+        there = self.given - _reserved(calls) + max((footprint.masks for _, footprint in calls), default=0)
         return [need._replace(of_batch=there + need.of_batch) for need in needs(calls, self.returned, has_gradients)]
 
     def keep(self, piece: str, compiled: Any, reports: Sequence[Report]) -> None:
@@ -180,9 +180,18 @@ def max_of(needs: Iterable[Need], larger: float = 1.0) -> int:
 Calls = Sequence[tuple[Call, Footprint]]
 
 
+def _operand(call: Call, at: int) -> str:
+    return call.operands[at] if at < len(call.operands) else f"{call.piece} {at}"
+
+
+def _reserved(calls: Calls) -> int:
+    """The bytes of plans of attention that take no memory; layers share plans."""
+    return sum({_operand(call, at): each for call, own in calls for at, each in own.reserved.items()}.values())
+
+
 def _with_gradients(call: Call, footprint: Footprint) -> dict[int, str]:
     """The names of the operands that get a gradient, by position."""
-    return {at: call.operands[at] if at < len(call.operands) else f"{call.piece} {at}" for at in footprint.gradients}
+    return {at: _operand(call, at) for at in footprint.gradients}
 
 
 def gradients(calls: Calls) -> int:

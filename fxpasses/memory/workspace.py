@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch.fx import Node
 
+from fxpasses.attention.runtime.plan import words_of_bits
 from fxpasses.graph.calls import operator_of
 from fxpasses.graph.symbols import batch_sizes_of, is_unbacked
 
@@ -62,6 +64,24 @@ def masks_of(nodes: Iterable[Node]) -> int:
             item = 8 if query.dtype == torch.float64 else 4
             largest[node.args[4]] = min(q[2], _BAND) * min(k[2], _SQUARE) * item
     return sum(largest.values())
+
+
+def reserved_of(nodes: Iterable[Node]) -> dict[Node, int]:
+    """By plan of a batch that a graph is given: the bytes in it that nothing writes, and that so take no memory.
+
+    Those are the bits of irregular rows (`attention/runtime/plan.py`): documents, windows and padding have none.
+    """
+    found = {}
+    for node in nodes:
+        if operator_of(node) != "fxpasses::sparse_attention_forward" or node.args[3] is not None:
+            continue
+        query, key, plan = _example(node.args[0]), _example(node.args[1]), _example(node.args[4])
+        if query is None or key is None or plan is None or plan.device.type != "cpu":
+            continue
+        q, k, words = batch_sizes_of(query), batch_sizes_of(key), batch_sizes_of(plan)
+        if q is not None and k is not None and words is not None:
+            found[cast(Node, node.args[4])] = words_of_bits(words[0], q[2], k[2]) * plan.itemsize
+    return found
 
 
 def _of_product(one: torch.Tensor | None, other: torch.Tensor | None) -> int:

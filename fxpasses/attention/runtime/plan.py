@@ -96,6 +96,12 @@ def plan_size(batch: int, heads: int, rows: int, columns: int, in_blocks: bool =
     return len(Header._fields) + batch * heads * (table + 2 * rows + bits)
 
 
+def words_of_bits(words: int, rows: int, columns: int) -> int:
+    """How many words of a plan that was made in blocks are bits. words: in all."""
+    elements = (words - len(Header._fields)) // (plan_size(1, 1, rows, columns, in_blocks=True) - len(Header._fields))
+    return words - plan_size(elements, 1, rows, columns)
+
+
 def four_dimensional(mask: torch.Tensor, rows: int | None = None) -> torch.Tensor:
     """A mask of 2 to 4 dimensions as [B or 1, H or 1, rows, columns], as SDPA broadcasts it."""
     if not 2 <= mask.dim() <= 4:
