@@ -42,6 +42,10 @@ CASES = (
 )
 
 
+class TooMuch(RuntimeError):
+    """A contender takes more memory than its group allows."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A contender made ready for a group, in a process of its own.
@@ -85,7 +89,8 @@ class Case:
     results. model: seconds by contender and value of `x`, as theory has them, drawn as dashed lines. notes: what the
     figures do not say themselves. timeline: on CUDA, record when copies and kernels ran. cpu_time: on one thread of a
     CPU, count the time that the process computes, which other work on the machine does not lengthen; for steps that
-    never wait. simulated: steps run on the simulated device of the tests, and whatever is shown of them says so.
+    never wait. budget: a parameter that is memory; who takes too much (`TooMuch`) is not tried with less of it.
+    simulated: steps run on the simulated device of the tests, and whatever is shown of them says so.
     """
 
     name: str
@@ -101,6 +106,7 @@ class Case:
     notes: str = ""
     timeline: bool = False
     cpu_time: bool = False
+    budget: str = ""
     simulated: bool = False
 
     def contender(self, name: str) -> Contender:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.case import Case, Parameters, tolerance
+from bench.case import Case, Parameters, TooMuch, tolerance
 from bench.peer import Peer, PeerFailed, PeerTooSlow
 from bench.results import NO_TIME, Entry, find, spread
 
@@ -335,6 +335,17 @@ def disagreement(expected: Mapping[str, float], actual: Mapping[str, float]) -> 
     return worst
 
 
+def too_much_with_more(case: Case, entries: list[Entry], parameters: Parameters, contender: str) -> Entry | None:
+    """The entry of a contender that has taken too much where there was more memory, and else the same parameters."""
+    for entry in entries:
+        others = dict(entry["parameters"])
+        has_more = case.budget and others.pop(case.budget) > parameters[case.budget]
+        if has_more and entry["contender"] == contender and entry["why"].startswith(f"{TooMuch.__name__}:"):
+            if others.items() <= parameters.items():
+                return entry
+    return None
+
+
 def run_case(
     case: Case,
     results: dict[str, Any],
@@ -355,6 +366,10 @@ def run_case(
         names = [c.name for c in case.contenders if find(results["entries"], parameters, c.name) is None]
         for _ in range(len(case.contenders) - len(names)):
             done()
+        for name in list(names):
+            if known := too_much_with_more(case, results["entries"], parameters, name):
+                names.remove(name)
+                record({**known, "parameters": dict(parameters)})
         if names:
             label = " ".join(f"{key}={value}" for key, value in parameters.items())
             group = Group(case, parameters, settings, record, lambda text: note(f"{label}: {text}"), start)  # noqa: B023

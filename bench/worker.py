@@ -48,6 +48,7 @@ class Worker:
         step = self._timed(1)
         compiling = max(0.0, warm_up - (self.program.batches + 1) * step) if self.contender.compiles else None
         costs = dict(self.program.compiling())
+        self.rest()  # all of a group's processes are there at once
         return {"values": values, "step_s": step, "compile_s": compiling, "compiling": costs, **counting.graphs()}
 
     def time(self, number: int) -> dict[str, float]:

@@ -223,6 +223,26 @@ def test_a_new_contender_is_measured_beside_the_baseline_which_keeps_its_entry()
     assert set(found["entries"][4]["against"]) == {"a", "c"}
 
 
+def test_what_takes_too_much_memory_is_not_tried_with_less() -> None:
+    class Large(Pretender):
+        """It takes 3, and each of the others 1."""
+
+        def ask(self, verb: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+            if verb == "prepare" and self.name == "large" and self.size < 3:
+                raise PeerFailed(f"TooMuch: 3 of {self.size}")
+            return super().ask(verb, limit_s, **arguments)
+
+    sizes = lambda device, quick: [{"size": size, "depth": d} for d in (1, 2) for size in (3, 2, 1)]  # noqa: E731
+    shrinking = dataclasses.replace(case("a", "large", "small"), groups=sizes, budget="size")
+    found: dict[str, Any] = {"quick": True, "entries": []}
+    run_case(shrinking, found, SETTINGS, lambda: None, start=Large)
+    assert Large.started.count("large") == 2 * (2 + 1)  # two processes where it fits, and one where it does not
+    failed = [entry for entry in found["entries"] if entry["outcome"] == "failed"]
+    assert [entry["parameters"]["size"] for entry in failed] == [2, 1, 2, 1]
+    assert {entry["why"] for entry in failed} == {"TooMuch: 3 of 2"}
+    assert len(found["entries"]) == 3 * 6
+
+
 @pytest.mark.parametrize("key", results.IDENTITY)
 def test_results_of_another_run_are_put_aside(key: str, tmp_path: Path):
     fresh = {name: "x" for name in results.IDENTITY} | {"entries": []}
