@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fxpasses import registry
+from fxpasses.base.units import bytes_in
 
 PREFIX = "fastpack."
 _CHOICES = {
@@ -64,9 +65,12 @@ class Offload:
             raise ValueError(f"{PREFIX}offload is {values['tier']!r}; choices: {', '.join(TIERS)}")
         for name, (low, unit) in _WHOLE_NUMBERS.items():
             value = values.get(name, low)
+            if unit == "bytes" and isinstance(value, str) and (known := bytes_in(value)) is not None:
+                value = values[name] = known
             may_be_none = name.endswith("_budget")
             if not (type(value) is int and value >= low) and not (value is None and may_be_none):
-                takes = f"a whole number of {unit} from {low}{', or None' * may_be_none}"
+                example = ', such as 2**30 or "1GiB"' * (unit == "bytes")
+                takes = f"a whole number of {unit} from {low}{', or None' * may_be_none}{example}"
                 raise ValueError(f"{PREFIX}offload.{name} is {value!r}; it takes {takes}")
         directory = values.get("directory", "")
         if not isinstance(directory, (str, os.PathLike)):
@@ -82,9 +86,9 @@ class Offload:
 class Memory:
     """How much memory a step may take: `fastpack.memory` is the budget, `fastpack.memory.<name>` the rest.
 
-    budget: "off"; bytes of the device that the model is on, as a whole number; or a share of them, such as "80%", on
-    the CPU of what the process may use. checkpoints: "keep" recomputes at least what the model's own checkpoints do;
-    "free" saves what they recompute where it fits.
+    budget: "off"; bytes of the device that the model is on, as a whole number or "40GiB"; or a share of them, such as
+    "80%", on the CPU of what the process may use. checkpoints: "keep" recomputes at least what the model's own
+    checkpoints do; "free" saves what they recompute where it fits.
     """
 
     budget: int | str = "off"
@@ -95,9 +99,11 @@ class Memory:
         """Check values by key, without the prefix `fastpack.`; raises `ValueError`."""
         values = {key.removeprefix("memory").removeprefix(".") or "budget": value for key, value in given.items()}
         budget = values.get("budget", "off")
+        if isinstance(budget, str) and (known := bytes_in(budget)) is not None:
+            budget = values["budget"] = known
         is_share = isinstance(budget, str) and re.fullmatch(r"(100|[1-9][0-9]?)%", budget)
         if not (budget == "off" or is_share or (type(budget) is int and budget > 0)):
-            takes = 'a whole number of bytes from 1, a share of the device from "1%" to "100%", or "off"'
+            takes = 'bytes from 1, as a number or as "40GiB", a share of the device from "1%" to "100%", or "off"'
             raise ValueError(f"{PREFIX}memory is {budget!r}; it takes {takes}")
         if values.get("checkpoints", "keep") not in ("keep", "free"):
             raise ValueError(f"{PREFIX}memory.checkpoints is {values['checkpoints']!r}; choices: keep, free")

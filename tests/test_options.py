@@ -58,6 +58,8 @@ def test_other_keys_go_to_inductor():
         ({"fastpack.memory": 0}, ["fastpack.memory", "0", "from 1"]),
         ({"fastpack.memory": True}, ["fastpack.memory", "True"]),
         ({"fastpack.memory": "101%"}, ["fastpack.memory", "'101%'"]),
+        ({"fastpack.memory": "40iB"}, ["fastpack.memory", "'40iB'", '"40GiB"']),
+        ({"fastpack.offload.host_budget": "1 gigabyte"}, ["fastpack.offload.host_budget", "'1 gigabyte'", '"1GiB"']),
         ({"fastpack.memory.checkpoints": "off"}, ["fastpack.memory.checkpoints", "'off'", "keep, free"]),
         ({"fastpack.memory": "50%", "fastpack.lowering": "eager"}, ["fastpack.memory", "'50%'", "aot_eager"]),
         ({"fastpack.offload": "dsk"}, ["fastpack.offload", "'dsk'", "off, host, disk"]),
@@ -114,3 +116,12 @@ def test_mode_and_inductor_options_reach_inductor():
 def test_mode_needs_inductor():
     with pytest.raises(ValueError, match="max-autotune"):
         Options.parse({"fastpack.lowering": "eager"}, mode="max-autotune")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("40GiB", 40 << 30), ("1.5 GB", 1_500_000_000), ("512KiB", 1 << 19), ("7B", 7)]
+)
+def test_bytes_may_have_a_unit(text: str, number: int) -> None:
+    given = {"fastpack.memory": text, "fastpack.offload.host_budget": text, "fastpack.offload.min_bytes": text}
+    found = Options.parse(given)
+    assert (found.memory.budget, found.offload.host_budget, found.offload.min_bytes) == (number,) * 3

@@ -1,6 +1,10 @@
-"""Numbers formatted for a person."""
+"""Numbers formatted for a person, and read from what a person writes."""
 
 from __future__ import annotations
+
+import re
+
+_POWERS = ("", "K", "M", "G", "T")
 
 
 def amount(number: float) -> str:
@@ -19,6 +23,14 @@ def size(number: int) -> str:
         if number >= 1 << power:
             return f"{number / (1 << power):.1f} {unit}"
     return f"{number} B"
+
+
+def bytes_in(text: str) -> int | None:
+    """Bytes from `"40GiB"`, powers of 1024, or `"1.5 GB"`, powers of 1000; None for another text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", text)
+    if found is None or (found[3] and not found[2]):
+        return None
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS.index(found[2]))
 
 
 def duration(seconds: float) -> str:

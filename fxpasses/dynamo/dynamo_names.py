@@ -114,7 +114,10 @@ def for_the_program(error: Exception) -> Exception:
         return error
     kind, frame = type(error), inspect.currentframe()
     made = type(kind.__name__, (kind, shortened), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    return cast(Exception, made(*error.args, first_useful_frame=frame.f_back if frame is not None else None))
+    try:
+        return cast(Exception, made(*error.args, first_useful_frame=frame.f_back if frame is not None else None))
+    except TypeError:
+        return error  # a torch whose class takes something else
 
 
 def add_guard(guards: Any, holds: Callable[..., bool], sources: Sequence[str], text: str) -> None:
