@@ -127,7 +127,8 @@ def _partitioners(
     # and with donated buffers, backward cannot run twice.
     with functorch.patch(donated_buffer=False) if offloads else contextlib.nullcontext():
         moved = options.offload if offloads else None
-        outer = Partitioner(moved, options.strict, activations(examples), inner, place, memory)
+        fused = options.lowering == "inductor"
+        outer = Partitioner(moved, options.strict, activations(examples), inner, place, memory, fused)
         yield outer, outer, memory
 
 

@@ -42,8 +42,9 @@ class Partitioner(CustomPartitionerFn):
 
     options: None to offload nothing. activations: positions of the captured graph's inputs that may be moved. inner:
     the partitioner to call; None is PyTorch's. place: the graph's place in its step. planner: decides, while `inner`
-    runs, which of the saved values are to move. reports: the pass's report for each
-    partition. If the pass fails, the plain partition stays, with one warning; with `strict` it raises `PassError`.
+    runs, which of the saved values are to move. fused: whether Inductor compiles the two graphs. reports: the pass's
+    report for each partition. If the pass fails, the plain partition stays, with one warning; with `strict` it raises
+    `PassError`.
     """
 
     name = NAME
@@ -56,9 +57,10 @@ class Partitioner(CustomPartitionerFn):
         inner: CustomPartitionerFn | None = None,
         place: Place = WHOLE,
         planner: Planner | None = None,
+        fused: bool = True,
     ) -> None:
         self.options, self.strict, self.activations, self.inner = options, strict, activations, inner
-        self.place, self.planner = place, planner
+        self.place, self.planner, self.fused = place, planner, fused
         self.reports: list[Report] = []
         self.called = False  # nothing is partitioned for inference, or if a cache has the result
 
@@ -81,7 +83,8 @@ class Partitioner(CustomPartitionerFn):
         try:
             plain = copy_graph(partition.forward.graph), copy_graph(partition.backward.graph)
             planned = self.planner.moving if self.planner is not None else None
-            report = OffloadActivations(options, replayed=replayed(), place=self.place, planned=planned)(partition)
+            move = OffloadActivations(options, replayed=replayed(), place=self.place, planned=planned, fused=self.fused)
+            report = move(partition)
         except Exception as error:
             report_dropped(NAME, error, self.strict, "all activations where they are")
             if plain is not None:

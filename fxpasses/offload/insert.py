@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -21,15 +22,18 @@ MARK = "fxpasses_offload"  # in `node.meta` of the tensors that were chosen to m
 _CARRIED = ("stack_trace", "nn_module_stack", "partitioner_tag", "saved_tensor_with_no_vc_check")
 
 
-def insert(partition: Partition, groups: list[Group], options: Offload, onward: bool = False) -> None:
+def insert(
+    partition: Partition, groups: list[Group], options: Offload, onward: bool = False, fused: bool = False
+) -> None:
     """Rewrite both graphs in place: move the groups whose lead carries the mark.
 
-    onward: whether another backward graph follows, so that its tensors are read ahead too.
+    onward: whether another backward graph follows, so that its tensors are read ahead too. fused: whether Inductor
+    compiles the graphs, and chooses the strides of what they do not return.
     """
     marked = [group for group in groups if group.lead.meta.get(MARK)]
     if not marked:
         return
-    handles = _insert_offloads(partition, marked, options)
+    handles = _insert_offloads(partition, marked, options, fused)
     _return(partition, marked, handles)
     _insert_reloads(partition, marked, handles, options, onward)
     for module in (partition.forward, partition.backward):
@@ -37,29 +41,66 @@ def insert(partition: Partition, groups: list[Group], options: Offload, onward: 
         module.recompile()
 
 
-def _insert_offloads(partition: Partition, groups: list[Group], options: Offload) -> dict[str, Node]:
+def _insert_offloads(partition: Partition, groups: list[Group], options: Offload, fused: bool) -> dict[str, Node]:
     """Insert `offload` where each lead's copy may start; returns the handles by the lead's name."""
     graph = partition.forward.graph
     memory = AliasSets(graph.nodes)
     positions = {node: number for number, node in enumerate(graph.nodes)}
     places = {group.lead: departure(group.lead, memory, positions) for group in groups}
-    sources = sorted(places, key=lambda lead: positions[places[lead]])
+    leads = sorted(places, key=lambda lead: positions[places[lead]])
     output, distance = graph.output_node(), options.buffers - 1
     at_end = _last_computed(partition)
+    sources = [_with_traced_strides(lead, output) if fused else lead for lead in leads]
     handles: list[Node] = []
-    for number, lead in enumerate(sources):
+    for number, (lead, source) in enumerate(zip(leads, sources, strict=True)):
         earlier = number - distance
         previous = (sources[earlier], handles[earlier]) if distance and earlier >= 0 else (None, None)
-        arguments = (lead, *previous, options.tier, options.directory, options.host_budget, distance == 0)
-        with graph.inserting_after(max([places[lead], *handles[-1:]])):
+        arguments = (source, *previous, options.tier, options.directory, options.host_budget, distance == 0)
+        with graph.inserting_after(max([places[lead], source, *handles[-1:]])):
             handle = _call(graph, operators.offload, arguments, lead, torch.device("cpu"))
         handles.append(handle)
     if distance:
         with graph.inserting_before(output):
-            for source, handle in list(zip(sources, handles, strict=True))[-distance:]:
-                after = at_end if at_end is not source else None
+            for lead, source, handle in list(zip(leads, sources, handles, strict=True))[-distance:]:
+                after = at_end if at_end is not lead else None
                 graph.call_function(operators.settle._opoverload, (handle, source, after)).meta["val"] = None
-    return {source.name: handle for source, handle in zip(sources, handles, strict=True)}
+    return {lead.name: handle for lead, handle in zip(leads, handles, strict=True)}
+
+
+def _with_traced_strides(lead: Node, output: Node) -> Node:
+    """What Inductor computes of a lead, with the strides that it was traced with, for all who read it.
+
+    Inductor gives a graph's results these strides, and a handle is one instead of the lead. It has its source's; if
+    those were others, the handle would be copied, and a copy of a handle is of memory that nothing has been written to.
+    """
+    operator = _force_stride_order()
+    if operator is None or lead.op == "placeholder":
+        return lead
+    graph = lead.graph
+    with graph.inserting_after(lead):
+        found = graph.call_function(operator, (lead, []))
+    with graph.inserting_before(found):
+        strides = [_stride(lead, dimension) for dimension in range(lead.meta["val"].dim())]
+    found.args, found.meta = (lead, strides), dict(lead.meta)
+    lead.replace_all_uses_with(found, delete_user_cb=lambda user: user not in (found, output, *strides))
+    return found
+
+
+def _stride(lead: Node, dimension: int) -> int | Node:
+    stride = lead.meta["val"].stride(dimension)
+    if isinstance(stride, int):
+        return stride
+    node = lead.graph.call_function(torch.ops.aten.sym_stride.int, (lead, dimension))
+    node.meta["val"] = stride
+    return node
+
+
+def _force_stride_order() -> Any:
+    """Inductor's operator that gives a tensor the order of these strides; None if this torch has none. Private name,
+    checked on torch 2.11 to 2.15."""
+    importlib.import_module("torch._inductor.inductor_prims")
+    packet = getattr(torch.ops.prims, "inductor_force_stride_order", None)
+    return packet.default if packet is not None else None
 
 
 def _return(partition: Partition, groups: list[Group], handles: dict[str, Node]) -> None:

@@ -44,9 +44,10 @@ class OffloadActivations:
         replayed: bool = False,
         place: Place = WHOLE,
         planned: Collection[str] | None = None,
+        fused: bool = False,
     ) -> None:
         self.options, self.measure, self.replayed, self.place = options, measure, replayed, place
-        self.planned = planned
+        self.planned, self.fused = planned, fused
 
     def __call__(self, partition: Partition) -> Report:
         report = Report(self.name)
@@ -63,7 +64,7 @@ class OffloadActivations:
         if not movable:
             _warn_of_devices(refused)
         mark(movable, {c.name for c in choice.moved})
-        insert(partition, movable, self.options, self.place.calls > 0)
+        insert(partition, movable, self.options, self.place.calls > 0, self.fused)
         self._describe(report, choice, refused)
         report.transfers = list(transfers(partition, self.options.tier))
         return report

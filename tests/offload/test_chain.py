@@ -390,8 +390,17 @@ def test_a_copy_of_the_source_that_a_compiler_made_is_noticed(tmp_path):
     """The copy out may still run while the memory of the source itself is used again."""
     source = torch.randn(100)
     handle = chain.store(source, DiskTier(str(tmp_path)))
-    with pytest.raises(OffloadError, match="400 bytes was copied by the compiler"):
+    with pytest.raises(OffloadError, match="400 bytes cannot be moved: it was copied by the compiler"):
         chain.settle(handle, source.clone())
+
+
+def test_a_copy_of_a_handle_that_a_compiler_made_is_noticed(tmp_path):
+    """It is of memory that nothing has been written to yet."""
+    source = torch.randn(100)
+    handle = chain.store(source, DiskTier(str(tmp_path)))
+    with pytest.raises(OffloadError, match=r"400 bytes cannot be moved: the place .* was copied by the compiler"):
+        chain.settle(handle.clone(), source)
+    chain.settle(handle, source)
 
 
 def test_a_handle_that_was_replaced_by_a_copy_still_works(tmp_path):
@@ -405,7 +414,8 @@ def test_the_operators_are_what_their_fakes_say(tmp_path):
     arguments = (source, None, None, "disk", str(tmp_path), None, True)
     torch.library.opcheck(operators.offload, arguments, test_utils=("test_schema", "test_faketensor"))
     handle = operators.offload(*arguments)
-    torch.library.opcheck(operators.settle, (handle, source, other), test_utils=("test_schema", "test_faketensor"))
+    empty = torch.empty(0)  # it refuses a copy of another handle
+    torch.library.opcheck(operators.settle, (empty, empty, other), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
         operators.reload, (handle, [handle], other, CPU, 1, False), test_utils=("test_schema", "test_faketensor")
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._functorch.partitioners import default_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -21,6 +22,7 @@ from fxpasses.offload.runtime.disk import UnlinkedFile
 from fxpasses.options import Offload
 from tests.offload import programs
 from tests.offload.test_offload_activations import assert_equal, numbers
+from tests.support import compiled
 
 PROGRAM = """
 import json, sys
@@ -76,6 +78,45 @@ def test_memory_that_inductor_uses_again_is_not_what_is_written(buffers, monkeyp
     assert_equal(actual, expected)
     stats = fxpasses.offload_stats()
     assert stats.tensors_out >= 3 and stats.tensors_in == 3 * stats.tensors_out
+
+
+class Strided(nn.Module):
+    """What is saved was traced with the strides of a product's view, and Inductor would choose those of `table`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3))
+        self.table = torch.rand(4, 4, 512, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table[..., : x.shape[1], :]
+        for weight in self.weights:
+            heads = (x @ weight).unflatten(-1, (4, 16)).transpose(1, 2) * table + table.cos()
+            x = heads.exp().sin().transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_moved_tensor_has_the_strides_that_it_was_traced_with(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Inductor copies its handle, while the disk is written to."""
+    write = UnlinkedFile.write
+
+    def slow(self: UnlinkedFile, data: Tensor) -> None:
+        time.sleep(0.05)
+        write(self, data)
+
+    monkeypatch.setattr(UnlinkedFile, "write", slow)
+    model, x = Strided(), torch.randn(4, 512, 64)
+    sizes = {"offload.min_bytes": 0, "offload.keep_last": 0}
+    program = compiled(model, "inductor", dynamic=dynamic, fold="off", offload="disk", **sizes)
+    fxpasses.offload_stats(reset=True)
+    for tokens in (512, 256) if dynamic else (512,):
+        expected = torch.autograd.grad(model(x[:, :tokens]), list(model.parameters()))
+        found = torch.autograd.grad(program(x[:, :tokens]), list(model.parameters()))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    stats = fxpasses.offload_stats()
+    assert stats.tensors_out == stats.tensors_in >= 3
 
 
 def run(cache: Path, *options: dict[str, Any]) -> list[list[Any]]:

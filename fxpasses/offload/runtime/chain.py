@@ -92,18 +92,25 @@ def _keep_where_full(data: Tensor) -> tuple[Tensor, Kept] | None:
 def settle(handle: Tensor, source: Tensor) -> None:
     """Free the source of a handle for reuse by the rest of the graph.
 
-    Raises `OffloadError` if a compiler passes a copy of the source: then nothing kept the source's own memory alive.
+    Raises `OffloadError` if a compiler passes a copy of the source, whose own memory nothing has kept alive then, or a
+    copy of the handle, behind which there is nothing.
     """
     stored = _stored.get(_key(handle))
     if stored is None:
+        if handle.numel():
+            raise _copied(handle, "the place to which it was being moved was copied by the compiler")
         return
     stored.settle()
     if _leaving.pop(_key(handle), source.data_ptr()) != source.data_ptr():
-        raise OffloadError(
-            f"an activation of {layout.span(handle)} bytes was copied by the compiler while it was being moved, so "
-            "that its memory may have been used again too early. Please report the model, and compile it with "
-            '"fastpack.offload.buffers": 1, which waits for every copy'
-        )
+        text = "it was copied by the compiler while it was being moved, so that its memory may have been used too early"
+        raise _copied(handle, text)
+
+
+def _copied(handle: Tensor, what: str) -> OffloadError:
+    return OffloadError(
+        f"an activation of {layout.span(handle)} bytes cannot be moved: {what}. Please report the model, and compile "
+        'it with "fastpack.offload.buffers": 1, which waits for every copy'
+    )
 
 
 def reload(
