@@ -22,7 +22,7 @@ from fxpasses.compiler import memory_partitioner
 from fxpasses.compiler.memory_partitioner import MemoryPartitioner
 from fxpasses.compiler.partitioner import Partitioner
 from fxpasses.fold.outlining import WHOLE
-from fxpasses.memory import joint, limits, movable
+from fxpasses.memory import joint, movable
 from fxpasses.memory.joint import Option, Plan, least_time
 from fxpasses.memory.recompute import RATIOS
 from fxpasses.memory.step import Step as PlannedStep
@@ -30,19 +30,13 @@ from fxpasses.offload.choose import Candidate, Model, Step
 from fxpasses.offload.runtime.calibration import Rates
 from fxpasses.options import Options
 from fxpasses.report import Report
-from tests.memory import test_fitting as programs
-from tests.memory.test_fitting import LAYERS, PLENTY, ROWS, WIDTH, batch, random_program, step
+from tests.memory import programs
+from tests.memory.programs import LAYERS, PLENTY, ROWS, WIDTH, batch, random_program, step
 from tests.support import compiled, thorough
 
 FAST, MEDIUM, SLOW = 1e13, 1e9, 1e6  # bytes per second
 OFFLOAD = {"offload": "disk", "offload.min_bytes": 0}
 ALIKE = LAYERS - 1  # the first layer's input needs no gradient, so it is none of them
-
-
-@pytest.fixture(autouse=True)
-def nothing_else_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "in_use", lambda device: 0)
-    monkeypatch.setattr(limits, "highest", lambda device: 0)
 
 
 @pytest.fixture(autouse=True)

@@ -125,7 +125,12 @@ def test_the_largest_ratio_that_fits(peaks: list[int], most: int, expected: int,
     assert len(tried) <= tries
 
 
-def test_what_a_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def in_use() -> None:
+    """What the process really uses, and not what other tests set."""
+
+
+def test_what_a_process_may_use(in_use: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     before = limits.in_use(cpu)
     with mmap.mmap(-1, 64 << 20) as held:  # not from what the C library keeps

@@ -17,7 +17,6 @@ from bench.counting import allocated_bytes as peak_of
 from fxpasses import MemoryBudgetError
 from fxpasses.compiler import backend
 from fxpasses.graph.copying import copy_graph_module
-from fxpasses.memory import limits
 from fxpasses.memory.step import Step
 from fxpasses.memory.tiles import tile_rows
 from tests.support import compiled, results
@@ -237,14 +236,8 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
-@pytest.fixture
-def nothing_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "in_use", lambda device: 0)
-    monkeypatch.setattr(limits, "highest", lambda device: 0)
-
-
 @pytest.mark.parametrize("lowering", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_step_fits_with_tiles_alone(lowering: str, nothing_in_use: None) -> None:
+def test_a_step_fits_with_tiles_alone(lowering: str) -> None:
     model, x = Wide(), torch.randn(ROWS, WIDTH)
     budget = 2 * ROWS * 256 * 4  # of which forward alone needs that much without tiles, and backward more
     with fxpasses.inspect.record() as record:
@@ -267,7 +260,7 @@ class TwoKinds(Wide):
         self.layers = nn.ModuleList([*narrow, *self.layers])
 
 
-def test_a_report_is_of_the_plan_that_runs(nothing_in_use: None) -> None:
+def test_a_report_is_of_the_plan_that_runs() -> None:
     """Before, those of tries that were given up were there as well, and peaks were added up."""
     model, x = TwoKinds(), torch.randn(ROWS, WIDTH)
     budget = 2 * ROWS * 256 * 4
@@ -281,12 +274,12 @@ def test_a_report_is_of_the_plan_that_runs(nothing_in_use: None) -> None:
     assert {each.figures["peak_bytes"] for each in reports} == {record.figures("memory")["peak_bytes"]}
 
 
-def test_what_does_not_fit_with_tiles_is_refused(nothing_in_use: None) -> None:
+def test_what_does_not_fit_with_tiles_is_refused() -> None:
     with pytest.raises(MemoryBudgetError, match=r"fastpack.memory is .* predicted to take"):
         compiled(Wide(), "aot_eager", memory=ROWS * 64, fold="on")(torch.randn(ROWS, WIDTH))
 
 
-def test_tiles_that_cannot_be_made_cost_one_warning(monkeypatch: pytest.MonkeyPatch, nothing_in_use: None) -> None:
+def test_tiles_that_cannot_be_made_cost_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any) -> int:
         raise RuntimeError("no tiles")
 
@@ -304,9 +297,7 @@ class AlongRows(Wide):
 
 
 @pytest.mark.parametrize(("kind", "count"), [(AlongRows, 3), (Wide, 2 + 3)], ids=["none", "two tries"])
-def test_pieces_are_compiled_once(
-    kind: type[Wide], count: int, monkeypatch: pytest.MonkeyPatch, nothing_in_use: None
-) -> None:
+def test_pieces_are_compiled_once(kind: type[Wide], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run once; and layers as often as the tiles are tried, which is never where there are none."""
     lowered: list[str] = []
 
