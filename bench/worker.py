@@ -70,6 +70,7 @@ class Worker:
         found = {"page_faults": faults, **counting.counts(self.program.step), "figures": dict(self.program.figures())}
         if self.device == "cpu":
             found["allocated_bytes"] = counting.allocated_bytes(self.program.step)
+        self.rest()
         return found
 
     def profile(self) -> dict[str, Any]:
