@@ -40,8 +40,8 @@ MAY_NAME = {
         "compiler/restrided_graph.py",
         "compiler/slice_offsets.py", "compiler/stride_order.py", "compiler/vector_tests.py", "inspect/capturability.py",
         "inspect/cli/doctor.py",
-        "integrations/inductor_hooks.py", "loss/row_program.py", "options.py", "restart/program.py",
-        "rows/live_rows.py",
+        "integrations/inductor_hooks.py", "loss/row_program.py", "offload/insert.py", "options.py",
+        "restart/program.py", "rows/live_rows.py",
     },
     "_higher_order_ops": {"attention/runtime/cuda.py", "graph/checkpoints.py"},
 }  # fmt: skip

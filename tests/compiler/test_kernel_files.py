@@ -125,6 +125,7 @@ def test_a_file_that_does_not_build_costs_its_kernels_a_file_each(
     assert not any("all_kernels" in source for source in compiled_files(new_cache) if "on purpose" not in source)
 
 
+@pytest.mark.slow
 def test_graphs_of_other_backends_are_left_alone(new_cache: Path) -> None:
     """Also while another thread compiles for this backend."""
     with kernel_files.gathering():

@@ -72,6 +72,7 @@ def test_a_convolution_keeps_the_layout_of_trimmed_images(lowering: str) -> None
     assert_same(program, BATCHES, lowering, tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_a_view_near_a_convolution_is_compiled_once() -> None:
     """Before, Inductor compared the number of points, an expression: "cannot determine truth value". And backward was
     compiled for the strides of one batch, so that another failed, or was compiled anew."""

@@ -23,6 +23,7 @@ def test_what_cannot_fit_is_refused_before_the_step() -> None:
     assert "backend.py" in files and not files & {"convert_frame.py", "output_graph.py"}  # none of Dynamo's
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_is_refused_for_each_model() -> None:
     """Before, a graph of another model of the class, of another budget, or of inference, made it a warning."""
     _, most = added(Model, PLENTY)

@@ -105,6 +105,7 @@ def test_what_is_random_or_unknown_runs_once(noise: Callable[[Tensor], Tensor]) 
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_long_chains_of_fused_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a RecursionError from some 500 on."""
     found = []
@@ -143,6 +144,7 @@ class Chain(nn.Module):
         return x.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_large_graphs_are_partitioned_few_times(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All partitions take about half as long as Inductor would for the graph."""
