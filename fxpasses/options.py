@@ -38,6 +38,12 @@ TIERS = ("off", "host", "disk")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
+def _without_unit(value: str) -> int | str:
+    """Bytes, if the text is a number of them; else the text."""
+    known = bytes_in(value)
+    return value if known is None else known
+
+
 @dataclass(frozen=True)
 class Offload:
     """Where activations wait for backward: `fastpack.offload` is the tier, `fastpack.offload.<name>` the rest.
@@ -65,8 +71,8 @@ class Offload:
             raise ValueError(f"{PREFIX}offload is {values['tier']!r}; choices: {', '.join(TIERS)}")
         for name, (low, unit) in _WHOLE_NUMBERS.items():
             value = values.get(name, low)
-            if unit == "bytes" and isinstance(value, str) and (known := bytes_in(value)) is not None:
-                value = values[name] = known
+            if unit == "bytes" and isinstance(value, str):
+                value = values[name] = _without_unit(value)
             may_be_none = name.endswith("_budget")
             if not (type(value) is int and value >= low) and not (value is None and may_be_none):
                 example = ', such as 2**30 or "1GiB"' * (unit == "bytes")
@@ -99,8 +105,8 @@ class Memory:
         """Check values by key, without the prefix `fastpack.`; raises `ValueError`."""
         values = {key.removeprefix("memory").removeprefix(".") or "budget": value for key, value in given.items()}
         budget = values.get("budget", "off")
-        if isinstance(budget, str) and (known := bytes_in(budget)) is not None:
-            budget = values["budget"] = known
+        if isinstance(budget, str):
+            budget = values["budget"] = _without_unit(budget)
         is_share = isinstance(budget, str) and re.fullmatch(r"(100|[1-9][0-9]?)%", budget)
         if not (budget == "off" or is_share or (type(budget) is int and budget > 0)):
             takes = 'bytes from 1, as a number or as "40GiB", a share of the device from "1%" to "100%", or "off"'

@@ -10,7 +10,7 @@ of operands in another order. The sizes are those measured with oneDNN 3, AVX-51
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -53,16 +53,10 @@ def masks_of(nodes: Iterable[Node]) -> int:
     are computed for their batch alone are of many short documents, often without partial tiles, and count nothing.
     """
     largest: dict[object, int] = {}
-    for node in nodes:
-        if operator_of(node) != "fxpasses::sparse_attention_forward":
-            continue
-        query, key = map(_example, node.args[:2])
-        if query is None or key is None or query.device.type != "cpu" or is_unbacked(query):
-            continue
-        q, k = batch_sizes_of(query), batch_sizes_of(key)
-        if q is not None and k is not None:
+    for node, query, rows, columns in _attentions_by_plan(nodes):
+        if not is_unbacked(query):
             item = 8 if query.dtype == torch.float64 else 4
-            largest[node.args[4]] = min(q[2], _BAND) * min(k[2], _SQUARE) * item
+            largest[node.args[4]] = min(rows, _BAND) * min(columns, _SQUARE) * item
     return sum(largest.values())
 
 
@@ -72,16 +66,25 @@ def reserved_of(nodes: Iterable[Node]) -> dict[Node, int]:
     Those are the bits of irregular rows (`attention/runtime/plan.py`): documents, windows and padding have none.
     """
     found = {}
-    for node in nodes:
-        if operator_of(node) != "fxpasses::sparse_attention_forward" or node.args[3] is not None:
-            continue
-        query, key, plan = _example(node.args[0]), _example(node.args[1]), _example(node.args[4])
-        if query is None or key is None or plan is None or plan.device.type != "cpu":
-            continue
-        q, k, words = batch_sizes_of(query), batch_sizes_of(key), batch_sizes_of(plan)
-        if q is not None and k is not None and words is not None:
-            found[cast(Node, node.args[4])] = words_of_bits(words[0], q[2], k[2]) * plan.itemsize
+    for node, _, rows, columns in _attentions_by_plan(nodes):
+        plan = _example(node.args[4])
+        words = batch_sizes_of(plan) if plan is not None and node.args[3] is None else None
+        if plan is not None and words is not None:
+            found[cast(Node, node.args[4])] = words_of_bits(words[0], rows, columns) * plan.itemsize
     return found
+
+
+def _attentions_by_plan(nodes: Iterable[Node]) -> Iterator[tuple[Node, torch.Tensor, int, int]]:
+    """Calls on the CPU whose sizes are known, with the query, and the rows and columns of the mask."""
+    for node in nodes:
+        if operator_of(node) != "fxpasses::sparse_attention_forward":
+            continue
+        query, key = map(_example, node.args[:2])
+        if query is None or key is None or query.device.type != "cpu":
+            continue
+        q, k = batch_sizes_of(query), batch_sizes_of(key)
+        if q is not None and k is not None:
+            yield node, query, q[2], k[2]
 
 
 def _of_product(one: torch.Tensor | None, other: torch.Tensor | None) -> int:
