@@ -83,7 +83,7 @@ class Child:
                 os.close(says)
                 raise
         if self.pid == 0:
-            _compile_and_exit(compile, threads, says)
+            _compile_and_exit(compile, threads, says, self._parent)
         os.close(says)
         os.set_blocking(self._said, False)  # a process that the child has started may keep the other end
         _running.add(self)
@@ -158,14 +158,14 @@ if hasattr(os, "register_at_fork"):  # a fork, of a data loader for instance, ha
 # In the child
 
 
-def _compile_and_exit(compile: Callable[[], Any], threads: int, says: int) -> None:
+def _compile_and_exit(compile: Callable[[], Any], threads: int, says: int, parent: int) -> None:
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.nice(_NICENESS)
         _let_go_of_files(says)
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         _without_threads(threads)
         _backward_at_once()
         compile()
@@ -191,6 +191,7 @@ def _let_go_of_files(says: int) -> None:
 
 
 def _end_with(parent: int) -> None:
+    """End this process, and those that it started, with its parent, which may have ended before this one ran at all."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
