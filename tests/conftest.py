@@ -54,11 +54,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 # Of a parametrized test, so many cases are quick, where it compiles in each of them; `quick(n)` says another number. Of
 # the others, and of those that are marked as slow, so many are slow, the rest need THOROUGH=1. `all_cases`: no rule.
-MOST_QUICK = 6
-MOST_SLOW = 1
+MOST_QUICK = 3
+MOST_SLOW = 3
 _COMPILING = {
     *("attention", "compiler", "device", "distributed", "dynamo", "end_to_end", "experts", "fold", "inspect"),
-    *("integrations", "loss", "metadata", "offload", "programs", "rows", "sequences", "topk"),
+    *("integrations", "loss", "memory", "metadata", "offload", "programs", "rows", "sequences", "topk"),
 }
 
 

@@ -224,6 +224,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_libraries, "_opened", {})
 
 
+@pytest.mark.slow
 def test_pieces_share_a_library_for_forward_and_one_for_backward(
     new_cache: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]
 ) -> None:
@@ -284,6 +285,7 @@ class Both(Layers):
         return h, self.head(h.sin()).softmax(-1).square()
 
 
+@pytest.mark.slow
 def test_what_was_compiled_for_one_backward_is_not_used_for_two(new_cache: Path) -> None:
     """Such code writes into saved tensors."""
     model = Both()
@@ -313,6 +315,7 @@ def test_a_backward_whose_compilation_was_interrupted_is_compiled_later(
         torch.testing.assert_close(steps(ours, model), steps(model, model))
 
 
+@pytest.mark.slow
 def test_threads_may_need_one_backward_at_a_time(new_cache: Path) -> None:
     model = Layers()
     ours = compiled(model, "inductor", fold="on")

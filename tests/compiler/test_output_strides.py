@@ -91,6 +91,7 @@ def test_a_view_near_a_convolution_is_compiled_once() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 @slices_to_the_longest
 def test_a_graph_from_the_cache_has_them_as_well() -> None:
     """Before, AOTAutograd kept no such graph, and each process partitioned it and compiled its gradients anew."""

@@ -32,7 +32,7 @@ def nothing_is_left(sim):
     assert fxpasses.offload_stats().bytes_held == 0
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "tier", "order"),
     [

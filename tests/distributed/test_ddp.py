@@ -416,6 +416,7 @@ def test_two_ranks_with_other_batches_equal_eager_mode() -> None:
     assert_equal_weights(ranks)
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_eager_mode_within_rounding() -> None:
     """Buckets are filled in another order, and so the ranks' numbers are added up in another order."""
     ranks = run_on_ranks(numbers_of, world=4)

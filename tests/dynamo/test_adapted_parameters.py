@@ -119,6 +119,7 @@ def test_an_adapter_that_is_switched_off() -> None:
     assert_eager_modes(model)
 
 
+@pytest.mark.slow
 def test_a_break_inside_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(Experts, "breaks", True)

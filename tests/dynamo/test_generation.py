@@ -68,6 +68,7 @@ def test_outside_training_generation_has_graphs_and_leaves_some() -> None:
     assert counts[-1] <= 6 and counts[3:] == counts[-1:] * 3
 
 
+@pytest.mark.slow
 def test_generation_is_compiled_if_that_is_asked_for() -> None:
     _, counts = trained_and_generated(True, steps=1, generation="compiled")
     assert counts[-1] > 2

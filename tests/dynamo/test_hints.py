@@ -216,7 +216,7 @@ def test_questions_do_not_break_the_graph(program: Program, lowering: str) -> No
     assert len(again.graphs) <= 1
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("program", CHOICES, ids=lambda p: p.__name__)
 def test_questions_in_a_checkpoint(program: Program) -> None:
     def checkpointed(x: Tensor, lengths: Tensor) -> Tensor:

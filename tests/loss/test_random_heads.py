@@ -139,11 +139,11 @@ def run(seeds: range) -> Counter[str]:
     return counts
 
 
-def test_five_heads() -> None:
-    assert run(range(5))["taken"] >= 4
+def test_two_heads() -> None:
+    assert run(range(2))["taken"] == 2
 
 
 @pytest.mark.slow
 def test_many_heads() -> None:
-    seeds = range(5, 300 if THOROUGH else 25)
+    seeds = range(2, 300 if THOROUGH else 25)
     assert run(seeds)["left"] <= (20 if THOROUGH else 4)

@@ -15,6 +15,13 @@ from tests.memory.programs import PLENTY, Model, added, batch, step
 from tests.support import compiled
 
 
+@pytest.fixture
+def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing fits, all numbers of tiles are tried, which takes long."""
+    monkeypatch.setattr("fxpasses.compiler.fitting._TILES", (2,))
+
+
+@pytest.mark.usefixtures("few_tries")
 def test_what_cannot_fit_is_refused_before_the_step() -> None:
     _, most = added(Model, PLENTY)
     with pytest.raises(MemoryBudgetError, match=r"^fastpack.memory is .*KiB, and") as caught:
@@ -95,6 +102,7 @@ def test_a_step_that_cannot_be_planned_has_no_budget(piece: str, monkeypatch: py
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("few_tries")
 @pytest.mark.parametrize("name", ["is_too_large", "in_words", "describe"])
 def test_an_error_about_a_plan_costs_one_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, most = added(Model, PLENTY)

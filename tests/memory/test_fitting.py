@@ -55,6 +55,7 @@ class TwoKinds(Model):
         self.layers = nn.ModuleList(layer for _ in range(3) for layer in (Scores(), Block(0.0)))
 
 
+@pytest.mark.slow
 def test_the_kind_of_layer_that_is_planned_first_leaves_room_for_the_other() -> None:
     """Blocks are: they take the other kind for one like themselves, and with as much saved as then fits it does not."""
     expected, most = added(TwoKinds, PLENTY)

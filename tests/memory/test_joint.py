@@ -143,6 +143,7 @@ def test_users_limits_hold(copying: Any, most: int) -> None:
     assert ran.moved == ran.figures["values_moved"] > ALIKE * 6  # of the whole graph, as it has such a budget
 
 
+@pytest.mark.slow
 def test_several_buffers_and_a_graph_that_is_planned_as_a_whole(copying: Any, most: int) -> None:
     copying(FAST)
     for buffers, fold in itertools.product((1, 2, 3), ("auto", "off")):
@@ -236,6 +237,7 @@ def test_no_other_choice_takes_much_less(part: int) -> None:
     assert worse <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=thorough) for part in range(1, 5))])
 def test_no_other_choice_takes_less_in_programs(part: int, copying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0

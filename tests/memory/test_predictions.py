@@ -52,6 +52,7 @@ def test_products_of_bfloat16_need_buffers() -> None:
     assert PLANS[-1].peak() == pytest.approx(peak, rel=0.02)  # 5 % less without them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=thorough) for part in range(1, 25))])
 def test_random_programs(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(part * RANDOM // 25, (part + 1) * RANDOM // 25):

@@ -110,6 +110,7 @@ def test_a_larger_batch_is_planned_for(capsys: pytest.CaptureFixture[str]) -> No
     assert "Model.forward is planned again: the batch is larger" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_only_labelled_tokens_need_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     """`live_rows` computes as many rows as the batch has labels."""
 
@@ -154,6 +155,7 @@ class Running(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+@pytest.mark.slow
 def test_rows_without_products_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     """A batch with as many labels as before, and four times the texts."""
 

@@ -274,6 +274,7 @@ def test_a_report_is_of_the_plan_that_runs() -> None:
     assert {each.figures["peak_bytes"] for each in reports} == {record.figures("memory")["peak_bytes"]}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_with_tiles_is_refused() -> None:
     with pytest.raises(MemoryBudgetError, match=r"fastpack.memory is .* predicted to take"):
         compiled(Wide(), "aot_eager", memory=ROWS * 64, fold="on")(torch.randn(ROWS, WIDTH))

@@ -250,6 +250,7 @@ def test_the_host_tier_on_the_cpu_says_why_it_moves_nothing():
     assert_equal(numbers(Decoder, programs.one_step, "cpu", "host"), expected)
 
 
+@pytest.mark.slow
 def test_a_budget_moves_no_more_than_it_takes():
     def many_tokens(program: Any, device: torch.device) -> Any:
         loss = program(programs.inputs(device, 400))
