@@ -260,6 +260,7 @@ def test_a_damaged_note_is_no_note(text: str, new_cache: Path) -> None:
     assert note.read_text() != text
 
 
+@pytest.mark.slow
 def test_what_is_after_a_failed_piece_is_loaded_again(new_cache: Path) -> None:
     """The modules of the pieces before have kernels that wait for a library that is never built."""
     ours = compiled(program, "inductor")
@@ -299,6 +300,7 @@ def test_what_was_compiled_for_one_backward_is_not_used_for_two(new_cache: Path)
     torch.testing.assert_close(gradients(compiled(model, "inductor", fold="on")), gradients(model))
 
 
+@pytest.mark.slow
 def test_a_backward_whose_compilation_was_interrupted_is_compiled_later(
     new_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def returned_and_saved(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 @slices_to_the_longest
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [saved_in_other_strides, returned_and_saved])
 def test_gradients_are_eager_modes(program: Any) -> None:
     assert_same(program, BATCHES, "inductor", tolerance=1e-5)

@@ -223,6 +223,7 @@ def test_a_batch_whose_values_the_host_knows_is_not_copied_back(order):
         assert same(found, step(model, x, moved))
 
 
+@pytest.mark.slow
 @late_or_slow
 def test_devices_have_prologues_of_their_own(order):
     for device in ("sim:0", "sim:1"):
@@ -262,6 +263,7 @@ def test_experts_in_one_program_do_not_stall_where_the_device_has_a_grouped_kern
         torch.testing.assert_close(loss, model(x, lengths), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 @late_or_slow
 def test_experts_without_a_grouped_kernel_bring_their_offsets_to_the_host_once_a_layer(order):
     """Before, each product of forward, recomputation and backward read them again: 8 times a layer."""
@@ -279,6 +281,7 @@ def test_experts_without_a_grouped_kernel_bring_their_offsets_to_the_host_once_a
     assert found.copies_out == 1 + 2  # the batch's lengths, and a copy for each layer
 
 
+@pytest.mark.slow
 @late_or_slow
 def test_autocast_is_that_of_the_device(order):
     model = Packed(2).to("sim")

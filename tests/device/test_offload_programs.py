@@ -19,7 +19,6 @@ SHORT = {
     ("accumulation, mixed", "host", "early"), ("retain_graph", "disk", "late"), ("autocast", "host", "late"),
     ("backward elsewhere", "host", "late"), ("two backward passes at once", "disk", "early"),
     ("an exception in backward", "host", "early"), ("strides, gaps, integers; dynamic sizes", "host", "late"),
-    ("hoisted metadata and grouped experts", "host", "late"),
 }  # fmt: skip
 
 
@@ -65,15 +64,12 @@ def test_a_warm_step_moves_each_activation_once_each_way_and_the_host_waits_for_
     assert found.bytes_out == stats.bytes_out and found.bytes_in == stats.bytes_in
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tier", "order"),
-    [
-        ("host", "late"), ("disk", "early"),
-        pytest.param("host", "early", marks=pytest.mark.slow), pytest.param("disk", "late", marks=pytest.mark.slow),
-    ],
+    [("host", "late"), ("disk", "early"), ("host", "early"), ("disk", "late")],
     indirect=["order"],
-)  # fmt: skip
+)
 def test_two_devices_move_their_own(tier, order):
     def run(tier: str) -> list[torch.Tensor]:
         torch._dynamo.reset()

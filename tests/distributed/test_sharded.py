@@ -93,7 +93,7 @@ SLOW = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_numbers_of_eager_mode_in_few_graphs_and_reads(name: str) -> None:
     arrangement, expected, world = (FAST | SLOW)[name]

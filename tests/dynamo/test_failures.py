@@ -369,7 +369,8 @@ PIECES: dict[str, tuple[Any, str, str]] = {
 def test_a_piece_that_several_levels_use_may_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, lowering = PIECES[name]
     monkeypatch.setattr(owner, attribute, fails)
-    said = said_in_two_steps(trimmed, lowering)
+    with torch._inductor.config.patch(fx_graph_cache=False):  # what it holds has the strides already
+        said = said_in_two_steps(trimmed, lowering)
     assert len(said) == 1 and "ZeroDivisionError: a defect" in said[0], said
 
 

@@ -178,6 +178,7 @@ def test_other_lengths_compile_nothing() -> None:
     assert len(record.graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_guard_outlives_a_batch_of_other_sizes() -> None:
     """Where B == T in the first batch, both are one symbol, and ours is asked before the guard of that."""
     model = Model(first_token, attention="padding")
@@ -267,6 +268,7 @@ def features_by_other_names(model: Model, x: Tensor, seen: Tensor, labels: Tenso
     return loss(model, torch.min(y.flatten(2).view_as(x), model.positions.weight[: x.shape[1]]), seen, labels)
 
 
+@pytest.mark.slow
 def test_features_by_other_names() -> None:
     check(Model(features_by_other_names), BATCHES)
 
@@ -494,6 +496,7 @@ def test_metadata_made_with_the_sizes_of_rows() -> None:
     check(Model(zeros_like_rows), BATCHES[:2], taken=False)
 
 
+@pytest.mark.slow
 def test_parts_without_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted_by_two(model: Model, x: Tensor, seen: Tensor, labels: Tensor) -> Tensor:
         logits = model.head(x)
