@@ -10,6 +10,7 @@ compiled and planned anew before the step runs.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -71,8 +72,10 @@ def fitted(
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    program = code, id(leaves[0]) if leaves else 0
-    outgrown = _outgrown.pop(program, "")
+    # A batch may be a leaf as well, and another one each time; and which parameters are trained may change.
+    first = next((tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)), next(iter(leaves), None))
+    program = code, 0 if first is None else id(first)
+    outgrown = _outgrown.pop((code, threading.get_ident()), "")
     before = given = None
     with contained("asking for the memory in use", "The step has no budget.", strict):
         made = [each for each in example_inputs[len(input_sources(gm)) :] if isinstance(each, torch.Tensor)]
@@ -106,19 +109,21 @@ def fitted(
                 f"{size(step.peak())}: {size(step.before)} are in use before it, and {step.in_words()}. Give it more, "
                 "a smaller batch, or fastpack.offload"
             )
+    did_fit = any(first is not None and of() is first and known == step.budget for of, known in _planned)
     if text:
-        if not outgrown and not any(leaves and of() is leaves[0] and known == step.budget for of, known in _planned):
+        if not outgrown and not did_fit:
             raise MemoryBudgetError(text)
         warn_once(("memory", "does not fit", program, step.budget), text)
         return run
     _planned[:] = [each for each in _planned if each[0]() is not None]
-    _planned.extend((weakref.ref(leaf), step.budget) for leaf in leaves[:1])
+    if first is not None and not did_fit:
+        _planned.append((weakref.ref(first), step.budget))
     if code is None or step.peak() > step.budget:
         return run
     if outgrown:
         progress.say(f"{getattr(code, 'co_qualname', code.co_name)} is planned again: {outgrown}")
     with contained("guarding how much memory a step takes", "Its plan stays as it is.", strict):
-        return _guarded(run, step, gm, _StillFits(step, device, program, leaves, rows))
+        return _guarded(run, step, gm, _StillFits(step, device, program, first, leaves, rows))
     return run
 
 
@@ -178,14 +183,11 @@ def _less(step: Step) -> int:
 
 _LARGER = "the batch is larger"
 _Program = tuple[CodeType | None, int]  # a frame's code, and the identity of a model's first parameter
-_outgrown: dict[_Program, str] = {}  # those that do not fit any more, with why
+# Frames that are to be compiled anew, by the thread that calls them, with why. Of models that share a graph, such as
+# blocks compiled one by one, any may be the one that does not fit any more.
+_outgrown: dict[tuple[CodeType | None, int], str] = {}
 _unpredicted: dict[_Program, int] = {}  # bytes that a step has taken beyond its prediction; plans are mended once
 _planned: list[tuple[weakref.ref[torch.Tensor], int]] = []  # the first parameters of models that fit a budget
-
-
-def _forget(program: _Program) -> None:
-    _outgrown.pop(program, None)
-    _unpredicted.pop(program, None)
 
 
 def _bytes(budget: int | str, device: torch.device) -> int:
@@ -235,11 +237,13 @@ class _StillFits:
         step: Step,
         device: torch.device,
         program: _Program,
+        first: torch.Tensor | None,
         parameters: Sequence[torch.Tensor],
         rows: ComputedRows | None,
     ) -> None:
         self.program, self.rows = program, rows
         self._outlook, self._device, self._reports = step.outlook(), device, step.reports
+        self._first = None if first is None else weakref.ref(first)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._planned: tuple[float, ...] = ()  # elements of the batch, or its computed rows, by set
         self._looks = 0
@@ -275,21 +279,21 @@ class _StillFits:
         fits = self._predicted <= self._outlook.budget
         if (fits and not beyond) or is_repeated() or cache_entries.may_not_recompile():
             return True
-        self._forget_with_the_model()
         if beyond:
+            self._forget_with_the_model()
             _unpredicted[self.program] = beyond
             why = f"a step took {size(beyond)} more than predicted"
         elif self._outlook.peak(self._in_use, 1.0, self._has_gradients) <= self._outlook.budget:
             why = _LARGER
         else:
             why = f"{size(max(0, self._in_use - self._outlook.before))} more are in use"
-        _outgrown[self.program] = why
+        _outgrown[self.program[0], threading.get_ident()] = why
         return False
 
     def _forget_with_the_model(self) -> None:
         """Another model's first parameter may get the identity of this one's."""
-        if (parameter := self._parameters[0]() if self._parameters else None) is not None:
-            weakref.finalize(parameter, _forget, self.program)
+        if (first := self._first() if self._first is not None else None) is not None:
+            weakref.finalize(first, _unpredicted.pop, self.program, None)
 
     def _beyond_prediction(self, peaks: Peaks) -> int:
         """By how many bytes the last step has exceeded its prediction, if it has not fit and no plan was mended yet."""

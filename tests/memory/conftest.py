@@ -26,3 +26,9 @@ def highest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(limits, "highest", lambda device: found[0])
     monkeypatch.setattr(fitting, "_unpredicted", {})
     return found
+
+
+@pytest.fixture
+def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing fits, all numbers of tiles are tried, which takes long."""
+    monkeypatch.setattr(fitting, "_TILES", (2,))

@@ -15,12 +15,6 @@ from tests.memory.programs import PLENTY, Model, added, batch, step
 from tests.support import compiled
 
 
-@pytest.fixture
-def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing fits, all numbers of tiles are tried, which takes long."""
-    monkeypatch.setattr("fxpasses.compiler.fitting._TILES", (2,))
-
-
 @pytest.mark.usefixtures("few_tries")
 def test_what_cannot_fit_is_refused_before_the_step() -> None:
     _, most = added(Model, PLENTY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -192,3 +193,52 @@ def test_gradients_that_are_added_to_are_there_from_the_start(in_use: list[int])
     first, second = PLANS
     assert not first.has_gradients and second.has_gradients and second.before == 12345
     assert second.peak() < 12345 + first.peak()
+
+
+class Scaled(Model):
+    """The batch is its first input, and no parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x)
+
+
+@pytest.mark.usefixtures("few_tries")
+@pytest.mark.parametrize("kind", ["leaves", "blocks", "frozen"])
+def test_a_model_that_did_fit_is_warned_of(kind: str, in_use: list[int]) -> None:
+    """Also where the batch is a leaf, another one in each step; where the block that does not fit shares a graph; and
+    where other parameters are trained than before. Before, the step was refused."""
+
+    def run(used: Sequence[int]) -> list[Any]:
+        x = batch().requires_grad_()
+        if kind == "blocks":
+            h = x
+            for program, each in zip(programs, used, strict=True):
+                in_use[0] = each
+                h = program(h)
+            h.sum().backward()
+        else:
+            in_use[0] = used[-1]
+            programs[0](x).backward()
+        found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+        model.zero_grad()
+        return found
+
+    def programs_of(**options: Any) -> list[Any]:
+        torch._dynamo.reset()
+        PLANS.clear()
+        parts = model.layers[:3] if kind == "blocks" else [model]
+        return [compiled(part, "aot_eager", **options) for part in parts]
+
+    model = Scaled()
+    model.layers[0].requires_grad_(kind != "frozen")
+    programs = programs_of(memory=PLENTY)
+    run([0, 0, 0])
+    programs = programs_of(memory=(budget := PLANS[-1].peak()))
+    run([0, 0, 0])
+    model.requires_grad_()
+    with pytest.warns(UserWarning, match="fastpack.memory is .* are in use before it") as warned:
+        found = [run([0, budget, 2 * budget]) for _ in range(2)]
+    assert len(warned) == 1
+    programs = programs_of()
+    torch.testing.assert_close(found[1], run([0, 0, 0]), rtol=1e-5, atol=1e-5)
+    assert not fitting._outgrown
