@@ -75,7 +75,6 @@ def fitted(
     # A batch may be a leaf as well, and another one each time; and which parameters are trained may change.
     first = next((tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)), next(iter(leaves), None))
     program = code, 0 if first is None else id(first)
-    outgrown = _outgrown.pop((code, threading.get_ident()), "")
     before = given = None
     with contained("asking for the memory in use", "The step has no budget.", strict):
         made = [each for each in example_inputs[len(input_sources(gm)) :] if isinstance(each, torch.Tensor)]
@@ -84,6 +83,7 @@ def fitted(
     if before is None or given is None:
         return compile(None)
     step = Step(_bytes(options.budget, device), before, any(leaf.grad is not None for leaf in leaves), given)
+    outgrown = _outgrown.pop((code, threading.get_ident(), step.budget), "")
     if outgrown == _LARGER:
         step.headroom = _HEADROOM
     elif outgrown and device.type == "cpu":
@@ -183,9 +183,9 @@ def _less(step: Step) -> int:
 
 _LARGER = "the batch is larger"
 _Program = tuple[CodeType | None, int]  # a frame's code, and the identity of a model's first parameter
-# Frames that are to be compiled anew, by the thread that calls them, with why. Of models that share a graph, such as
-# blocks compiled one by one, any may be the one that does not fit any more.
-_outgrown: dict[tuple[CodeType | None, int], str] = {}
+# Frames that are to be compiled anew, by the thread that calls them and the budget, with why. Of models that share a
+# graph, such as blocks compiled one by one, any may be the one that does not fit any more.
+_outgrown: dict[tuple[CodeType | None, int, int], str] = {}
 _unpredicted: dict[_Program, int] = {}  # bytes that a step has taken beyond its prediction; plans are mended once
 _planned: list[tuple[weakref.ref[torch.Tensor], int]] = []  # the first parameters of models that fit a budget
 
@@ -287,7 +287,7 @@ class _StillFits:
             why = _LARGER
         else:
             why = f"{size(max(0, self._in_use - self._outlook.before))} more are in use"
-        _outgrown[self.program[0], threading.get_ident()] = why
+        _outgrown[self.program[0], threading.get_ident(), self._outlook.budget] = why
         return False
 
     def _forget_with_the_model(self) -> None:
