@@ -111,7 +111,8 @@ def admitted(candidates: Sequence[Candidate], limits: Limits) -> tuple[list[Cand
     """The candidates that may move, those first that should rather than others, and why the rest may not."""
     kept: dict[str, tuple[Reason, str]] = {}
     for candidate in candidates:
-        if candidate.bytes < limits.min_bytes:
+        # Inductor may leave out the move of a tensor without elements, which would wait for the copy before.
+        if candidate.bytes < max(limits.min_bytes, 1):
             kept[candidate.name] = (Reason.SMALL, f"{candidate.bytes} of {limits.min_bytes} bytes")
     # Backward needs a graph's input only after the graphs that follow: blocks may be compiled one by one.
     large = [c for c in candidates if c.name not in kept]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -117,18 +118,27 @@ def _unsupported(node: Node, tier: str, replayed: bool, convolves: bool) -> tupl
 
 
 def _group(members: list[Node], memory: AliasSets, backward: GraphModule) -> Group | None:
-    """The group whose lead is the smallest tensor that spans all members; None if no tensor is known to."""
-    if len(members) == 1:
-        return Group(members[0])
+    """The group whose lead is the smallest tensor that spans all members; None if no tensor is known to.
+
+    A tensor without gaps and overlaps takes precedence. Inductor may compute a view with overlaps, as of `unfold`, to
+    memory of its own, with other strides.
+    """
     first = members[0]
+    if len(members) == 1 and _is_dense(first):
+        return Group(first)
     around = [node for node in memory.sharing(first) if node not in members and node.op != "output"]
     covers = [lead for lead in (*members, *around) if _covers(lead, members, backward)]
     if not covers:
-        return None
-    lead = min(covers, key=lambda node: (bytes_of(node.meta["val"]) or 0, node not in members))
+        return Group(first) if len(members) == 1 else None
+    lead = min(covers, key=lambda node: (not _is_dense(node), bytes_of(node.meta["val"]) or 0, node not in members))
     start = lead.meta["val"].storage_offset()
     views = [(node, node.meta["val"].storage_offset() - start) for node in members if node is not lead]
     return Group(lead, views, lead in members)
+
+
+def _is_dense(node: Node) -> bool:
+    """Private name, checked on torch 2.13: `is_non_overlapping_and_dense_or_false`."""
+    return bool(is_non_overlapping_and_dense_or_false(node.meta["val"]))
 
 
 def _covers(lead: Node, members: list[Node], backward: GraphModule) -> bool:

@@ -119,6 +119,52 @@ def test_a_moved_tensor_has_the_strides_that_it_was_traced_with(dynamic: bool, m
     assert stats.tensors_out == stats.tensors_in >= 3
 
 
+class Overlapping(nn.Module):
+    """Backward needs a view with overlaps of what Inductor computes to memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = (x @ weight + 1).unfold(1, 4, 2).sin().sum(-1).repeat(1, 3)[:, :64]
+        return x.square().mean()
+
+
+class Empty(Overlapping):
+    """Backward needs tensors without elements among others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            hidden = x @ weight
+            x = torch.cat([hidden[:, :0].exp().sin(), hidden.sin()], 1) + hidden
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("make", "sizes"), [(Overlapping, (40, 64)), (Empty, (4, 40, 64))])
+def test_all_copies_are_waited_for(
+    make: type[Overlapping], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = UnlinkedFile.write
+
+    def slow(self: UnlinkedFile, data: Tensor) -> None:
+        time.sleep(0.05)
+        write(self, data)
+
+    monkeypatch.setattr(UnlinkedFile, "write", slow)
+    model, x = make(), torch.randn(sizes)
+    all_move = {"offload.min_bytes": 0, "offload.keep_last": 0}
+    program = compiled(model, "inductor", dynamic=make is Empty, fold="off", offload="disk", **all_move)
+    fxpasses.offload_stats(reset=True)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    found = torch.autograd.grad(program(x), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    stats = fxpasses.offload_stats()
+    assert stats.tensors_out == stats.tensors_in >= 3
+
+
 def run(cache: Path, *options: dict[str, Any]) -> list[list[Any]]:
     """In a process of its own: for each set of options the cache's hits, tensors read, what was said, and gradients."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
