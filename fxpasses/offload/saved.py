@@ -76,10 +76,10 @@ def groups(
     for members in leads.values():
         names = dict.fromkeys(node.name for node in members)
         group = _group([next(n for n in members if n.name == name) for name in names], memory, partition.backward)
-        if group is None:
-            refused += [(node, Reason.SHARED_MEMORY, "") for node in members]
-        else:
+        if isinstance(group, Group):
             found.append(group)
+        else:
+            refused += [(node, *group) for node in members]
     return found, refused
 
 
@@ -117,28 +117,33 @@ def _unsupported(node: Node, tier: str, replayed: bool, convolves: bool) -> tupl
     return None
 
 
-def _group(members: list[Node], memory: AliasSets, backward: GraphModule) -> Group | None:
-    """The group whose lead is the smallest tensor that spans all members; None if no tensor is known to.
+def _group(members: list[Node], memory: AliasSets, backward: GraphModule) -> Group | tuple[Reason, str]:
+    """The group whose lead is the smallest tensor that spans all members; if no tensor is known to, why none moves.
 
-    A tensor without gaps and overlaps takes precedence. Inductor may compute a view with overlaps, as of `unfold`, to
-    memory of its own, with other strides.
+    A lead that is computed has neither gaps nor overlaps: some columns, or what `unfold` returns, Inductor may compute
+    to memory of their own, with other strides, where a view was traced.
     """
     first = members[0]
-    if len(members) == 1 and _is_dense(first):
+    if len(members) == 1 and _keeps_strides(first):
         return Group(first)
     around = [node for node in memory.sharing(first) if node not in members and node.op != "output"]
     covers = [lead for lead in (*members, *around) if _covers(lead, members, backward)]
-    if not covers:
-        return Group(first) if len(members) == 1 else None
-    lead = min(covers, key=lambda node: (not _is_dense(node), bytes_of(node.meta["val"]) or 0, node not in members))
+    leads = [lead for lead in covers if _keeps_strides(lead)]
+    if not leads:
+        has_gaps = covers or len(members) == 1
+        return (Reason.UNSUPPORTED_VALUE, "it has gaps or overlaps") if has_gaps else (Reason.SHARED_MEMORY, "")
+    lead = min(leads, key=lambda node: (bytes_of(node.meta["val"]) or 0, node not in members))
     start = lead.meta["val"].storage_offset()
     views = [(node, node.meta["val"].storage_offset() - start) for node in members if node is not lead]
     return Group(lead, views, lead in members)
 
 
-def _is_dense(node: Node) -> bool:
-    """Private name, checked on torch 2.13: `is_non_overlapping_and_dense_or_false`."""
-    return bool(is_non_overlapping_and_dense_or_false(node.meta["val"]))
+def _keeps_strides(node: Node) -> bool:
+    """Whether a compiler can be told to give a tensor its traced strides: an input, or one without gaps and overlaps.
+
+    Private name, checked on torch 2.11 and 2.13: `is_non_overlapping_and_dense_or_false`.
+    """
+    return node.op == "placeholder" or bool(is_non_overlapping_and_dense_or_false(node.meta["val"]))
 
 
 def _covers(lead: Node, members: list[Node], backward: GraphModule) -> bool:
