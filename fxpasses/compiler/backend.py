@@ -446,7 +446,8 @@ def _lower_pieces(
             with contained("computing rows in tiles", "They are computed at once.", settings.strict):
                 piece = _tiled(piece, step)
         told: list[Report] = []
-        compiled = lower(piece, example_inputs, settings, salt, told.append, place, step)
+        own = piece if step is None else copy_graph_module(piece)  # compilers change it, and other tries begin with it
+        compiled = lower(own, example_inputs, settings, salt, told.append, place, step)
         for report in told:
             on_report(report)
         if step is not None and place.calls == 1:

@@ -207,9 +207,9 @@ def _regions(graph: Graph) -> Iterator[_Rows]:
     regions: dict[Node, _Rows] = {}
     found = map(_sizes, (node for node in graph.nodes if operator_of(node) in PRODUCTS))
     own = {rows: _of_rows(graph, rows) for rows in found if rows is not None}
-    autocast = autocast_regions(graph)
+    autocast, live = autocast_regions(graph), _live(graph)
     for node in graph.nodes:
-        rows = next((rows for rows, nodes in own.items() if node in nodes), None)
+        rows = next((rows for rows, nodes in own.items() if node in nodes and node in live), None)
         operands = node.all_input_nodes
         stages[node] = max((stages[operand] for operand in operands), default=0)
         if rows is None:
@@ -229,6 +229,15 @@ def _regions(graph: Graph) -> Iterator[_Rows]:
         region.nodes.sort(key=order.__getitem__)
         if region.is_worth_it():
             yield region
+
+
+def _live(graph: Graph) -> set[Node]:
+    """The nodes that the graph's output needs."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or not found.isdisjoint(node.users):
+            found.add(node)
+    return found
 
 
 def _of_rows(graph: Graph, sizes: Sizes) -> set[Node]:
