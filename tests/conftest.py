@@ -55,7 +55,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # Of a parametrized test, so many cases are quick, where it compiles in each of them; `quick(n)` says another number. Of
 # the others, and of those that are marked as slow, so many are slow, the rest need THOROUGH=1. `all_cases`: no rule.
 MOST_QUICK = 3
-MOST_SLOW = 3
+MOST_SLOW = 1
 _COMPILING = {
     *("attention", "compiler", "device", "distributed", "dynamo", "end_to_end", "experts", "fold", "inspect"),
     *("integrations", "loss", "memory", "metadata", "offload", "programs", "rows", "sequences", "topk"),
