@@ -141,7 +141,7 @@ def _group(members: list[Node], memory: AliasSets, backward: GraphModule) -> Gro
 def _keeps_strides(node: Node) -> bool:
     """Whether a compiler can be told to give a tensor its traced strides: an input, or one without gaps and overlaps.
 
-    Private name, checked on torch 2.11 and 2.13: `is_non_overlapping_and_dense_or_false`.
+    Private name, checked on torch 2.11, 2.13 and 2.15: `is_non_overlapping_and_dense_or_false`.
     """
     return node.op == "placeholder" or bool(is_non_overlapping_and_dense_or_false(node.meta["val"]))
 
